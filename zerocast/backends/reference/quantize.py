@@ -1,0 +1,58 @@
+"""The unsharded cast of a whole weight: the specification that every plan, rank count and backend is compared with."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
+from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
+from zerocast.backends.reference.scales import encode_scales, stored_scales
+from zerocast.formats import Columnwise, FormatSpec
+from zerocast.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """All bytes of a cast weight; the fields are those of `QuantizedWeight`."""
+
+    rowwise_data: Tensor
+    rowwise_scale_inv: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale_inv: Tensor | None
+    amax: Tensor | None
+
+
+def quantize(fmt: FormatSpec, master: Tensor, nominal: torch.dtype, scale: Tensor | None = None) -> Quantized:
+    """Cast a whole master of logical shape to `fmt` (formats.md section 1).
+
+    `scale` is the f32[1] scale of delayed formats. Columnwise data is given where the format has any, as post-all-gather
+    processing leaves it. Raises ValueError for a shape that the format cannot take.
+    """
+    check_shape(fmt, master.shape)
+    rows, columns = matrix_shape(master.shape)
+    matrix = master.reshape(rows, columns)
+    if fmt.element is None:
+        return Quantized(to_nominal(matrix, nominal), None, None, None, None)
+    x = round_nominal(matrix, nominal)
+
+    grid = block_amax(x, fmt.block)
+    tensor_amax = grid.amax().view(1) if fmt.has_tensor_amax else None
+    codes = encode(fmt.element, x * expand(encode_scales(fmt, grid, tensor_amax, scale), fmt.block, rows, columns))
+    stored = stored_scales(fmt, grid, tensor_amax, scale)
+    row_buffer = rowwise_scale_inv(fmt, rows, columns)
+    column_buffer = columnwise_scale_inv(fmt, rows, columns)
+    assert row_buffer and column_buffer
+    row_scales = fill_scales(fmt, stored, rows, row_buffer)
+
+    if fmt.columnwise is Columnwise.OWN_GRID:
+        grid = block_amax(x, fmt.columnwise_block)
+        over = expand(encode_scales(fmt, grid, None, scale), fmt.columnwise_block, rows, columns)
+        column_codes = encode(fmt.element, x * over)
+        column_scales = fill_scales(fmt, stored_scales(fmt, grid, None, scale), rows, column_buffer)
+    else:
+        column_codes = codes.t().contiguous()
+        column_scales = fill_scales(fmt, stored.t(), columns, column_buffer)
+    if fmt.elements_per_byte == 2:
+        codes, column_codes = pack(codes), pack(column_codes)
+    return Quantized(codes, row_scales, column_codes, column_scales, tensor_amax)

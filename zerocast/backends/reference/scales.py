@@ -1,0 +1,101 @@
+"""Scale rules: from amaxes to what is stored and to what an element is multiplied by (formats.md sections 1.1 to 1.6).
+
+Every line is one f32 operation a tensor element; the order of operations is part of the format.
+"""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.codec import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
+from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
+
+FLT_MIN = torch.finfo(torch.float32).tiny
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def f32(bits: int) -> float:
+    """The f32 with these bits; the constants of the formats are given so."""
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value
+
+
+def divide(numerator: float, x: Tensor) -> Tensor:
+    """One correctly rounded division; torch's `scalar / tensor` is a reciprocal and a product."""
+    return torch.full_like(x, numerator) / x
+
+
+ONE_448TH = f32(0x3B124925)
+ONE_6TH = f32(0x3E2AAAAB)
+ONE_2688TH = f32(0x39C30C31)
+
+
+def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
+    """FP8 encode scale of FP32-scaled formats: `fp8_max / amax`, 1 for an amax of 0 or Inf."""
+    assert fmt.element
+    a = torch.where(amax < fmt.amax_epsilon, torch.full_like(amax, fmt.amax_epsilon), amax)
+    s = divide(fmt.element.max, a)
+    s = torch.where(s.isinf(), torch.full_like(s, FLT_MAX), s)
+    if fmt.power_of_2_scale:
+        s = (s.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(a.isinf() | a.isnan() | (a == 0), torch.ones_like(s), s)
+
+
+def _nvfp4_global(amax: Tensor) -> Tensor:
+    """S_enc, from the tensor amax."""
+    s = divide(2688.0, amax.clamp(min=FLT_MIN)).clamp(max=FLT_MAX)
+    return torch.where(amax > 0, s, torch.ones_like(s))
+
+
+def _nvfp4_byte(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+    """sd, the stored E4M3 byte of each block."""
+    v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
+    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))  # fminf: NaN gives FLT_MAX
+
+
+def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+    s_enc = _nvfp4_global(tensor_amax)
+    s_dec = divide(1.0, torch.where(s_enc > 0, s_enc, torch.ones_like(s_enc)))
+    sd = decode_e4m3(_nvfp4_byte(block_amax, tensor_amax))
+    return torch.where(sd > 0, divide(1.0, sd * s_dec).clamp(max=FLT_MAX), torch.full_like(sd, FLT_MAX))
+
+
+def _e8m0_encode(code: Tensor) -> Tensor:
+    """2**(127 - code); 2**-127 is subnormal and kept."""
+    return decode_e8m0(254 - code)
+
+
+def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
+    """What an element of each block is multiplied by before it is encoded; same shape as `amaxes`, f32."""
+    if fmt.scale_rule is ScaleRule.NONE:
+        return torch.ones_like(amaxes)
+    if fmt.scale_rule is ScaleRule.E8M0:
+        return _e8m0_encode(encode_e8m0(amaxes * ONE_448TH))
+    if fmt.scale_rule is ScaleRule.TWO_LEVEL:
+        assert tensor_amax is not None
+        return _nvfp4_encode(amaxes, tensor_amax)
+    if fmt.amax_policy is AmaxPolicy.DELAYED:
+        assert scale is not None
+        return scale.expand_as(amaxes)
+    return scale_from_amax(fmt, amaxes)
+
+
+def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
+    """What the scale buffer holds for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
+    if fmt.scale_rule is ScaleRule.E8M0:
+        return encode_e8m0(amaxes * ONE_448TH)
+    if fmt.scale_rule is ScaleRule.TWO_LEVEL:
+        assert tensor_amax is not None
+        return _nvfp4_byte(amaxes, tensor_amax)
+    return divide(1.0, encode_scales(fmt, amaxes, tensor_amax, scale))
+
+
+def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -> Tensor:
+    """What a decoded element of each block is multiplied by, f32."""
+    if fmt.scale_rule is ScaleRule.E8M0:
+        return decode_e8m0(stored)
+    if fmt.scale_rule is ScaleRule.TWO_LEVEL:
+        assert tensor_amax is not None
+        return (decode_e4m3(stored) * tensor_amax) * ONE_2688TH
+    return stored

@@ -1,0 +1,62 @@
+"""The owned elements of one weight on a canvas of whole block rows, so that a stage can see them as a matrix."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.codec import round_nominal
+from zerocast.descriptor import Column
+from zerocast.formats import Block, FormatSpec
+from zerocast.layout import amax_grid
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows `[first, last)` of a weight, cut to block rows around the owned span."""
+
+    row: list[int]  # the descriptor
+    first: int
+    last: int
+
+    @staticmethod
+    def of(fmt: FormatSpec, row: list[int]) -> "Window | None":
+        """The window of a descriptor row; None when nothing is owned."""
+        if row[Column.NUMEL] == 0:
+            return None
+        rows, columns = row[Column.ROWS], row[Column.COLUMNS]
+        height = max(rows if b is None else b[0] for b in (fmt.block, fmt.columnwise_block or (1, 1)))
+        start, stop = row[Column.START], row[Column.START] + row[Column.NUMEL]
+        first = start // columns // height * height
+        last = min(rows, -(-(-(-stop // columns)) // height) * height)
+        return Window(row, first, last)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the weight."""
+        return self.row[Column.COLUMNS]
+
+    @property
+    def owned(self) -> slice:
+        """The owned elements within the flattened window."""
+        start = self.row[Column.START] - self.first * self.columns
+        return slice(start, start + self.row[Column.NUMEL])
+
+    def elements(self, masters: list[Tensor]) -> Tensor:
+        """The owned elements as they are."""
+        offset = self.row[Column.MASTER_OFFSET]
+        return masters[self.row[Column.MASTER_BASE]][offset : offset + self.row[Column.NUMEL]]
+
+    def canvas(self, masters: list[Tensor], nominal: torch.dtype) -> Tensor:
+        """The owned elements rounded to nominal, f32 `[last - first, columns]`, 0 elsewhere."""
+        elements = self.elements(masters)
+        canvas = elements.new_zeros((self.last - self.first) * self.columns, dtype=torch.float32)
+        canvas[self.owned] = round_nominal(elements, nominal)
+        return canvas.view(-1, self.columns)
+
+    def grid(self, packed: Tensor, offset: int, block: Block | None) -> Tensor:
+        """The amaxes of this window's blocks, as a view of the packed buffer `[down, across]`."""
+        down, across = amax_grid(block, self.row[Column.ROWS], self.columns)
+        height = block[0] if block else self.row[Column.ROWS]
+        grid = packed[offset : offset + down * across].view(down, across)
+        return grid[self.first // height : -(-self.last // height)]

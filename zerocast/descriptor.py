@@ -1,0 +1,38 @@
+"""The descriptor table: what a stage must know of every weight, as one int64 tensor, one row a weight.
+
+A stage gets base tensors (whole storages, seen as one-dimensional tensors of the role's dtype) and this table, so that the number
+of tensors does not change the number of launches and an op never sees a bare address. `csrc/descriptor.h` names the same columns;
+the extension is refused at import if the two disagree.
+"""
+
+import enum
+
+
+class Column(enum.IntEnum):
+    """Columns of a descriptor row. Offsets count elements of the base's dtype, except data, which counts bytes; -1 where absent."""
+
+    ROWS = 0  # of the weight as a matrix
+    COLUMNS = 1
+    START = 2  # first owned element, row-major
+    NUMEL = 3  # owned elements; 0 when this rank owns nothing
+    MASTER_BASE = 4  # index into the list of masters
+    MASTER_OFFSET = 5  # of element START
+    ROW_AMAX = 6  # of the first rowwise amax in the packed buffer; rows of blocks follow each other unpadded
+    COLUMN_AMAX = 7  # of the first amax of an own columnwise grid
+    ROW_DATA_BASE = 8
+    ROW_DATA_OFFSET = 9  # of element 0 of the weight, even when only a shard is stored: may be negative
+    COLUMN_DATA_BASE = 10
+    COLUMN_DATA_OFFSET = 11
+    ROW_SCALE_BASE = 12
+    ROW_SCALE_OFFSET = 13
+    COLUMN_SCALE_BASE = 14
+    COLUMN_SCALE_OFFSET = 15
+    AMAX_BASE = 16  # the weight's f32[1] amax
+    AMAX_OFFSET = 17
+    SCALE_BASE = 18  # delayed scaling: f32[1] scale
+    SCALE_OFFSET = 19
+    HISTORY_BASE = 20  # delayed scaling: f32[amax_history_len]
+    HISTORY_OFFSET = 21
+
+
+WIDTH = len(Column)

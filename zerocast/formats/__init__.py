@@ -1,0 +1,82 @@
+"""Weight formats as values: one file a format, found by its file name.
+
+A format file defines `build(...) -> FormatSpec`; the keywords of `build` are the options of the format.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from zerocast.formats.element import Element
+from zerocast.formats.spec import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, option_key
+
+__all__ = ["AmaxPolicy", "Block", "Columnwise", "Element", "FormatSpec", "ScaleRule", "format_names", "get_format"]
+
+_NOT_FORMATS = {"element", "spec"}
+_LITERALS: dict[str, Any] = {"True": True, "False": False}
+
+
+@functools.cache
+def format_names() -> tuple[str, ...]:
+    """The names that `get_format` accepts."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS))
+
+
+def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
+    """The format called `name`.
+
+    Options go by keyword, or inline as in ``"fp8_block:power_of_2_scale=False"``, which is also what `str(fmt)` prints. Raises
+    ValueError for an unknown name, an option that this format does not have, or a value outside its range, TypeError for an
+    option of another type.
+    """
+    if isinstance(name, FormatSpec):
+        if options:
+            raise TypeError(f"options {sorted(options)} go with a format name, got the format {name}")
+        return name
+    return _build(name, tuple(sorted(options.items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _build(text: str, options: tuple[tuple[str, Any], ...]) -> FormatSpec:
+    name, _, inline = text.partition(":")
+    if name not in format_names():
+        raise ValueError(f"unknown format {name!r}; known: {', '.join(format_names())}")
+    build = importlib.import_module(f"{__name__}.{name}").build
+    chosen = {**_parse(text, inline), **dict(options)}
+    known = inspect.signature(build).parameters
+    for option, value in chosen.items():
+        if option not in known:
+            raise ValueError(f"format {name} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+        expected = type(known[option].default)
+        if expected is float and type(value) is int:
+            chosen[option] = value = float(value)
+        if type(value) is not expected:
+            raise TypeError(f"option {option} of {name} is a {expected.__name__}, got {value!r}")
+    spec: FormatSpec = build(**chosen)
+    if not 0.0 <= spec.amax_epsilon < float("inf"):
+        raise ValueError(f"amax_epsilon must be finite and not negative, got {spec.amax_epsilon}")
+    return dataclasses.replace(spec, key=option_key(build, name, chosen))
+
+
+def _parse(text: str, inline: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for item in inline.split(",") if inline else ():
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"format {text!r}: expected option=value after the colon, got {item!r}")
+        options[key.strip()] = _literal(value.strip())
+    return options
+
+
+def _literal(text: str) -> Any:
+    if text in _LITERALS:
+        return _LITERALS[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,30 @@
+"""The element types a weight's codes can have, as values.
+
+Source of the numbers: formats.md section 1.0, the OCP FP8 and MX specifications.
+How a float becomes a code lives with the backends; a value here only names the type.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Element:
+    """One code type: its field name, width in bits and largest finite magnitude."""
+
+    name: str
+    bits: int
+    max: float
+
+
+E4M3 = Element("e4m3", 8, 448.0)
+E5M2 = Element("e5m2", 8, 57344.0)
+E2M1 = Element("e2m1", 4, 6.0)
+
+FP8 = {element.name: element for element in (E4M3, E5M2)}
+
+
+def fp8(name: str) -> Element:
+    """The FP8 element called `name`; ValueError for any other name."""
+    if name not in FP8:
+        raise ValueError(f"element must be one of {sorted(FP8)}, got {name!r}")
+    return FP8[name]

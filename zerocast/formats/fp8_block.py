@@ -1,0 +1,18 @@
+"""fp8_block: FP8 with one FP32 scale a 128x128 block (formats.md sections 1.2, 1.4)."""
+
+from zerocast.formats.element import fp8
+from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
+
+
+def build(element: str = "e4m3", power_of_2_scale: bool = True, amax_epsilon: float = 0.0) -> FormatSpec:
+    """Blockwise FP8; blocks at the right and bottom edge are just smaller."""
+    return FormatSpec(
+        name="fp8_block",
+        element=fp8(element),
+        scale_rule=ScaleRule.FP32,
+        columnwise=Columnwise.TRANSPOSE,
+        amax_policy=AmaxPolicy.CURRENT,
+        block=(128, 128),
+        power_of_2_scale=power_of_2_scale,
+        amax_epsilon=amax_epsilon,
+    )

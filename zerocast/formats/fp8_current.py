@@ -1,0 +1,17 @@
+"""fp8_current: FP8 with one FP32 scale a tensor, from this step's amax (formats.md sections 1.2, 1.3)."""
+
+from zerocast.formats.element import fp8
+from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
+
+
+def build(element: str = "e4m3", power_of_2_scale: bool = False, amax_epsilon: float = 0.0) -> FormatSpec:
+    """Per-tensor FP8 scaled by the amax of the weight being cast."""
+    return FormatSpec(
+        name="fp8_current",
+        element=fp8(element),
+        scale_rule=ScaleRule.FP32,
+        columnwise=Columnwise.TRANSPOSE,
+        amax_policy=AmaxPolicy.CURRENT,
+        power_of_2_scale=power_of_2_scale,
+        amax_epsilon=amax_epsilon,
+    )

@@ -1,0 +1,94 @@
+"""FormatSpec: everything that distinguishes one weight format from another, as one frozen value.
+
+The stages of every backend are written once against these fields; no stage asks for a format by name.
+A FormatSpec never holds a tensor or a process group, so it hashes, compares, pickles and can be traced.
+"""
+
+import enum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerocast.formats.element import Element
+
+Block = tuple[int, int]
+
+
+class ScaleRule(enum.IntEnum):
+    """How the scales of a weight follow from its amaxes (formats.md sections 1.2, 1.5, 1.6)."""
+
+    NONE = 0  # identity: no scale
+    FP32 = 1  # fp8_max / amax, optionally floored to a power of two; FP32 scale_inv
+    E8M0 = 2  # one biased-exponent byte a block, rounded up
+    TWO_LEVEL = 3  # an E4M3 byte a block under one FP32 scale from the tensor amax
+
+
+class Columnwise(enum.IntEnum):
+    """Where the copy that the input-gradient GEMM reads comes from."""
+
+    NONE = 0  # the rowwise buffer serves both directions
+    TRANSPOSE = 1  # the same codes and scales, transposed after the all-gather
+    OWN_GRID = 2  # its own blocks and codes, cast from the master; not transposed
+
+
+class AmaxPolicy(enum.IntEnum):
+    """Which amax scales this step's cast."""
+
+    NONE = 0
+    CURRENT = 1  # this step's
+    DELAYED = 2  # the history's: this step's amax scales the next cast
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """A weight format as data. Build one with `zerocast.get_format`.
+
+    `block` is the (rows, columns) extent that shares one rowwise scale, None for the whole tensor; `columnwise_block` the same
+    for an own columnwise grid. `multiple` is what rows and columns must be divisible by. `element` None means the nominal dtype.
+    """
+
+    name: str
+    element: Element | None
+    scale_rule: ScaleRule
+    columnwise: Columnwise
+    amax_policy: AmaxPolicy
+    block: Block | None = None
+    columnwise_block: Block | None = None
+    multiple: Block = (1, 1)
+    power_of_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    margin: int = 0
+    amax_history_len: int = 0
+    amax_compute_algo: str = "max"
+    key: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.key or self.name
+
+    @property
+    def bits(self) -> int | None:
+        """Width of a code in bits; None when it is that of the nominal dtype."""
+        return self.element.bits if self.element else None
+
+    @property
+    def elements_per_byte(self) -> int:
+        """2 for 4-bit codes, else 1."""
+        return 2 if self.bits == 4 else 1
+
+    @property
+    def has_tensor_amax(self) -> bool:
+        """Whether `QuantizedWeight.amax` exists: per-tensor scales and two-level scales have one."""
+        return self.scale_rule is ScaleRule.TWO_LEVEL or (
+            self.amax_policy is not AmaxPolicy.NONE and self.block is None
+        )
+
+
+def option_key(build: Callable[..., FormatSpec], name: str, options: dict[str, Any]) -> str:
+    """The canonical text of a format: its name, then the options that differ from their defaults.
+
+    `get_format` reads this text back, so ops and checkpoints carry a format as a string.
+    """
+    defaults = {p.name: p.default for p in inspect.signature(build).parameters.values()}
+    changed = [f"{key}={value}" for key, value in sorted(options.items()) if value != defaults[key]]
+    return ":".join([name, ",".join(changed)]) if changed else name

@@ -1,0 +1,186 @@
+"""Where things lie: shapes, spans, byte ranges and amax grids, for every format alike. Integers only.
+
+Weights of more than two dimensions are matrices `[prod(leading), last]` here. Layouts are those of formats.md section 2; every
+storage offset in the project comes from `byte_range`, so ownership in elements and ownership in bytes cannot disagree.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
+
+Shape = tuple[int, ...]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def matrix_shape(shape: Sequence[int]) -> Block:
+    """(rows, columns) of a weight: leading dimensions are folded into the rows."""
+    *leading, last = shape
+    return math.prod(leading), last
+
+
+def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
+    """Raise ValueError unless a weight of this shape can be stored in `fmt`."""
+    if not shape or math.prod(shape) == 0:
+        raise ValueError(f"{fmt} takes weights with at least one element, got shape {tuple(shape)}")
+    rows, columns = matrix_shape(shape)
+    for name, extent, multiple in (("rows", rows, fmt.multiple[0]), ("columns", columns, fmt.multiple[1])):
+        if extent % multiple:
+            raise ValueError(
+                f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
+            )
+    for block in (fmt.block, fmt.columnwise_block):
+        if block and len(shape) > 2 and shape[-2] % block[0]:
+            raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements `[start, stop)` of a row-major weight; an empty span is an ordinary value."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def intersect(self, other: "Span") -> "Span":
+        """The common elements; empty, at some position, when there are none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def boxes(self, shape: Sequence[int]) -> Iterator[tuple[Shape, Shape]]:
+        """Cut the span into (offsets, sizes) boxes of `shape`, in order: at most three for a matrix."""
+        yield from _boxes(self.start, self.stop, tuple(shape))
+
+
+def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]:
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, stop // inner
+    head_stop = min(stop, round_up(start, inner))
+    for offsets, sizes in _boxes(start - first * inner, head_stop - first * inner, shape[1:]):
+        yield (first, *offsets), (1, *sizes)
+    whole = round_up(start, inner) // inner
+    if whole < last:
+        yield (whole,) + (0,) * len(shape[1:]), (last - whole, *shape[1:])
+    if last * inner >= head_stop:
+        for offsets, sizes in _boxes(0, stop - last * inner, shape[1:]):
+            yield (last, *offsets), (1, *sizes)
+
+
+def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes `[first, last)` of the rowwise data that hold `span`; `dtype` is the nominal dtype.
+
+    With 4-bit codes an odd end takes in the whole byte that it shares; an empty span has no byte anywhere. Raises ValueError for a
+    span outside the weight.
+    """
+    if not 0 <= span.start <= span.stop <= math.prod(shape):
+        raise ValueError(f"span [{span.start}, {span.stop}) is outside a weight of shape {tuple(shape)}")
+    bits = fmt.bits or dtype.itemsize * 8
+    first = span.start * bits // 8
+    return first, -(-span.stop * bits // 8) if span.numel else first
+
+
+def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
+    """How many amaxes a grid of `block` has, as (down, across)."""
+    if block is None:
+        return 1, 1
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
+    """Number of packed amaxes of a weight in its rowwise grid and in its own columnwise grid, unpadded."""
+    if fmt.amax_policy is AmaxPolicy.NONE:
+        return 0, 0
+    own = fmt.columnwise is Columnwise.OWN_GRID
+    return (
+        math.prod(amax_grid(fmt.block, rows, columns)),
+        math.prod(amax_grid(fmt.columnwise_block, rows, columns)) if own else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Shape and dtype of one storage buffer of a weight, and the value its padding holds."""
+
+    shape: Shape
+    dtype: torch.dtype
+    padding: float = 0.0
+
+
+def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: torch.dtype) -> Buffer:
+    """`[M, K]` bytes, `[M, K/2]` for 4-bit codes, `[M, K]` of the nominal dtype for identity."""
+    if fmt.element is None:
+        return Buffer((rows, columns), dtype)
+    return Buffer((rows, columns // fmt.elements_per_byte), torch.uint8)
+
+
+def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
+    """`[K, M]` bytes, `[K, M/2]` for 4-bit codes; mxfp8 keeps `[M, K]`; None where rowwise serves both directions."""
+    if fmt.columnwise is Columnwise.NONE:
+        return None
+    if fmt.columnwise is Columnwise.OWN_GRID:
+        return Buffer((rows, columns), torch.uint8)
+    return Buffer((columns, rows // fmt.elements_per_byte), torch.uint8)
+
+
+def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
+    """Scale buffer of the rowwise data with its padding, one row of tiles a buffer row except nvfp4, which replicates rows."""
+    if fmt.scale_rule is ScaleRule.NONE:
+        return None
+    if fmt.block is None:
+        return Buffer((1,), torch.float32, 1.0)
+    down, across = amax_grid(fmt.block, rows, columns)
+    if fmt.scale_rule is ScaleRule.FP32:
+        return Buffer((down, round_up(across, 4)), torch.float32, 1.0)
+    return Buffer((round_up(rows, 128), round_up(across, 4)), torch.uint8)
+
+
+def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
+    """Scale buffer of the columnwise data: that of the transposed weight, except mxfp8's `[rup(M/32, 4), rup(K, 128)]`."""
+    if fmt.columnwise is Columnwise.NONE:
+        return None
+    if fmt.columnwise is Columnwise.TRANSPOSE:
+        return rowwise_scale_inv(fmt, columns, rows)
+    down, across = amax_grid(fmt.columnwise_block, rows, columns)
+    return Buffer((round_up(down, 4), round_up(across, 128)), torch.uint8)
+
+
+BUFFERS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax",
+    "scale",
+    "amax_history",
+)
+
+
+def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> dict[str, Buffer | None]:
+    """Every buffer of a weight of this format, by the names in `BUFFERS`; None for those that the format has not."""
+    delayed = fmt.amax_policy is AmaxPolicy.DELAYED
+    one = Buffer((1,), torch.float32)
+    return {
+        "rowwise_data": rowwise_data(fmt, *matrix, dtype),
+        "rowwise_scale_inv": rowwise_scale_inv(fmt, *matrix),
+        "columnwise_data": columnwise_data(fmt, *matrix),
+        "columnwise_scale_inv": columnwise_scale_inv(fmt, *matrix),
+        "amax": one if fmt.has_tensor_amax else None,
+        "scale": Buffer((1,), torch.float32, 1.0) if delayed else None,
+        "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if delayed else None,
+    }
