@@ -1,0 +1,98 @@
+"""PackedAmax: every amax of every weight of every format in one buffer, reduced once.
+
+MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when every nominal dtype is, else FP32.
+The NVFP4 tensor amax is the maximum of the reduced block amaxes and needs no collective of its own.
+
+Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share that byte and both write the whole of it, so each needs
+the other's element. Non-owners send -Inf. A NaN never enters a MAX; it is sent as a flag.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.group import Group
+from zerocast.layout import Span, amax_counts
+from zerocast.shard import MasterShard, Ownership
+
+
+@dataclass(frozen=True)
+class SharedByte:
+    """A byte of weight `index` whose elements `element` and `element + 1` belong to two ranks, `owners` in that order."""
+
+    index: int
+    element: int
+    owners: tuple[int, int]
+
+
+def shared_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[SharedByte]:
+    """The bytes that two ranks share, from the spans of all ranks of one weight."""
+    if elements_per_byte == 1:
+        return
+    held = sorted((span.start, span.stop, rank) for rank, span in enumerate(spans) if span.numel)
+    for (_, stop, rank), (start, _, other) in zip(held, held[1:], strict=False):
+        if stop == start and stop % 2:
+            yield SharedByte(index, stop - 1, (rank, other))
+
+
+class PackedAmax:
+    """The buffer, the place of each weight's amaxes in it (`places`), and the shared bytes behind them."""
+
+    def __init__(self, ownership: Ownership, cast: Sequence[int], device: torch.device) -> None:
+        self._shards = ownership.shards
+        self.places: dict[int, tuple[int, int]] = {}
+        self.shared: list[SharedByte] = []
+        size, dtypes = 0, set()
+        for index in cast:
+            weight = self._shards[index].weight
+            rowwise, columnwise = amax_counts(weight.format, *weight.matrix_shape)
+            self.places[index] = (size, size + rowwise)
+            size += rowwise + columnwise
+            if rowwise:
+                dtypes.add(weight.dtype)
+            spans = [spans[index] for spans in ownership.spans]
+            self.shared += shared_bytes(index, spans, weight.format.elements_per_byte)
+        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+        self.buffer = torch.zeros(size + 4 * len(self.shared), dtype=dtype, device=device)
+        values = self.buffer[size:].view(2, -1)
+        self._values, self._is_nan = values[0], values[1]
+
+    def reset(self) -> None:
+        """Nothing seen yet."""
+        self.buffer.zero_()
+        self._values.fill_(-torch.inf)
+
+    def put_shared(self, rank: int) -> None:
+        """Enter this rank's elements of the shared bytes, rounded to the nominal dtype."""
+        for slot, byte in enumerate(self.shared):
+            for side, owner in enumerate(byte.owners):
+                if owner == rank:
+                    value = _element(self._shards[byte.index], byte.element + side)
+                    nan = value.isnan()
+                    self._values[2 * slot + side] = torch.where(nan, -torch.inf, value)
+                    self._is_nan[2 * slot + side] = nan
+
+    def neighbours(self, rank: int) -> list[tuple[int, int, int]]:
+        """(weight, element, slot) of the elements that this rank writes for a neighbour."""
+        return [
+            (byte.index, byte.element + side, 2 * slot + side)
+            for slot, byte in enumerate(self.shared)
+            for side in (0, 1)
+            if byte.owners[1 - side] == rank
+        ]
+
+    def received(self, out: Tensor) -> None:
+        """The reduced elements of the shared bytes, by slot, into f32 `out`."""
+        out.copy_(torch.where(self._is_nan > 0, torch.nan, self._values.float()))
+
+    def all_reduce(self, group: Group) -> None:
+        """The one collective of a cast."""
+        if self.buffer.numel():
+            group.all_reduce_max(self.buffer)
+
+
+def _element(shard: MasterShard, element: int) -> Tensor:
+    assert shard.master is not None
+    return shard.master.detach()[element - shard.span.start].to(shard.weight.dtype)

@@ -1,0 +1,39 @@
+"""Columnwise copies: transposed data and scales, made from the gathered rowwise bytes, one launch a format."""
+
+from collections.abc import Sequence
+
+from zerocast import weight_state
+from zerocast.arena import into_arena
+from zerocast.batch import Batch, Batches
+from zerocast.formats import Columnwise
+from zerocast.weight import QuantizedWeight
+
+
+class ColumnwiseCopies:
+    """The columnwise copies of a list of weights on one device. Storage is allocated at the first `make`, and then reused."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight], backend: str) -> None:
+        self._weights = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
+        self._backend = backend
+        self._generation = -1
+        self._batches: list[Batch] = []
+
+    def make(self) -> None:
+        """Transpose all of them; waits for gathers in flight."""
+        for w in self._weights:
+            _ = w.rowwise_data
+        if not self._weights:
+            return
+        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
+            self._bind()
+        for batch in self._batches:
+            batch.transpose()
+
+    def _bind(self) -> None:
+        for name in ("columnwise_data", "columnwise_scale_inv"):
+            into_arena([w for w in self._weights if w.state.buffers[name] is None], name)
+        batches = Batches(self._weights[0].device, self._backend)
+        for w in self._weights:
+            batches.of(w).add(w)
+        self._batches = batches.freeze()
+        self._generation = weight_state.generation()

@@ -1,0 +1,120 @@
+"""Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the columnwise copy.
+
+The weight gradient is computed in the nominal dtype, or in FP32 when the weight's `grad_dtype` says so; it never needs the weight.
+Weights are dequantized into a temporary and multiplied; what autograd keeps for the backward pass is the quantized weight.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Product(torch.autograd.Function):
+    """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is `[..., features]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.transposed = bias is not None, transposed
+        w = weight.read(columnwise=False, dtype=x.dtype)
+        return torch.nn.functional.linear(x, w.t() if transposed else w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            w = weight.read(columnwise=True, dtype=x.dtype)
+            grad_x = grad @ (w.t() if ctx.transposed else w)
+        rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[1]:
+            left, right = (x_rows, rows) if ctx.transposed else (rows, x_rows)
+            grad_weight = _weight_gradient(weight, left, right)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _weight_gradient(weight: Any, left: Tensor, right: Tensor) -> Tensor:
+    """`left.T @ right` in the gradient dtype of the weight, of its logical shape; added to `main_grad` where a host fuses that."""
+    dtype: torch.dtype = weight.grad_dtype or weight.dtype
+    fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
+    if fused is None:
+        return _outer(left, right, dtype).view(weight.shape)
+    fused.add_(_outer(left, right, fused.dtype).view(fused.shape))
+    weight.grad_added_to_main_grad = True
+    return fused.new_zeros((), dtype=dtype).expand(weight.shape)
+
+
+def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.float32:
+        return left.float().t() @ right.float()
+    return (left.t() @ right).to(dtype)
+
+
+def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+    """`x @ W.T + bias`, or `x @ W + bias` when `transposed`, for W `[M, K]` as it is stored."""
+    if not hasattr(weight, "format") or hasattr(x, "format") or hasattr(bias, "format"):
+        raise RuntimeError(
+            "a QuantizedWeight is the weight of a product: its second operand, with plain tensors beside it"
+        )
+    if weight.dim() != 2:
+        raise RuntimeError(f"products take a weight of two dimensions, got shape {tuple(weight.shape)}")
+    if weight.transposed_of is not None:
+        weight, transposed = weight.transposed_of, not transposed
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
+    if x.dtype != dtype and not autocast:
+        raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
+    with torch.autocast(x.device.type, enabled=False):
+        bias = None if bias is None else bias.to(dtype)
+        y: Tensor = _Product.apply(x.to(dtype), weight, bias, transposed)  # type: ignore[no-untyped-call]
+        return y
+
+
+def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear."""
+    return _product(input, weight, bias, transposed=False)
+
+
+def matmul(input: Tensor, other: Any) -> Tensor:
+    """torch.matmul with the weight as the second operand."""
+    return _product(input, other, None, transposed=True)
+
+
+def mm(input: Tensor, mat2: Any) -> Tensor:
+    """torch.mm with the weight as the second operand."""
+    if input.dim() != 2:
+        raise RuntimeError(f"mm() takes matrices, got an input of shape {tuple(input.shape)}")
+    return matmul(input, mat2)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """torch.addmm with the weight as the last operand and without scaling."""
+    if (beta, alpha) != (1, 1):
+        raise RuntimeError(f"addmm with a QuantizedWeight takes beta=1 and alpha=1, got {beta} and {alpha}")
+    if input.dim() == 1:
+        return _product(mat1, mat2, input, transposed=True)
+    return mm(mat1, mat2) + input
+
+
+def t(weight: Any) -> Any:
+    """torch.t: the same weight for the other products to read the other way."""
+    return weight.transposed()
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: linear,
+    torch.t: t,
+    torch.Tensor.t: t,
+    torch.Tensor.T.__get__: t,  # type: ignore[attr-defined]
+    torch.mm: mm,
+    torch.Tensor.mm: mm,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    torch.addmm: addmm,
+    torch.Tensor.addmm: addmm,
+}

@@ -1,0 +1,58 @@
+"""The two calls that a host's optimizer makes after its step, with the names and argument order of TransformerEngine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zerocast import backends
+from zerocast.columnwise import ColumnwiseCopies
+from zerocast.group import GroupLike
+from zerocast.plan import CastPlan
+from zerocast.shard import ShardData
+from zerocast.weight import QuantizedWeight
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: GroupLike = None,
+    fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
+    manual_post_all_gather_processing: bool = True,
+) -> None:
+    """Cast master shards into their weights, once: build a CastPlan, which exchanges and checks what all ranks pass, and cast.
+
+    Arguments and errors are those of `CastPlan`; a loop keeps a plan and calls `plan.cast()`. With
+    `manual_post_all_gather_processing=False` columnwise copies are dropped, and made anew by the first backward pass that reads one,
+    which must come after the all-gather.
+    """
+    plan = CastPlan(
+        model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=fsdp_shard_model_weights
+    )
+    plan.cast()
+    if not manual_post_all_gather_processing:
+        for weight in plan.weights:
+            weight.state.drop_columnwise()
+        plan.freshness.rebuild = lambda weight: post_all_gather_processing([weight])
+
+
+def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None:
+    """Make the columnwise copies of weights whose rowwise bytes have been gathered.
+
+    Raises TypeError for anything but a QuantizedWeight, ValueError for weights on several devices, RuntimeError for a weight that was
+    never cast; nothing is written then.
+    """
+    for index, weight in enumerate(model_weights):
+        if not isinstance(weight, QuantizedWeight):
+            raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
+        if not weight.state.freshness.cast:
+            raise RuntimeError(f"model weight {index} ({weight!r}) was never cast: there is nothing to transpose yet")
+    devices = {weight.device for weight in model_weights}
+    if len(devices) > 1:
+        raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
+    if not devices:
+        return
+    ColumnwiseCopies(model_weights, backends.choose(devices.pop())).make()
+    for weight in model_weights:
+        weight.state.mark_columnwise()

@@ -1,0 +1,106 @@
+"""The stages as torch.library ops: schemas, fakes, one implementation that hands over to a backend.
+
+Ops take base tensors that are declared mutable, and the descriptor table. An op on bare addresses would pass opcheck and then be
+compiled into wrong results, since nothing tells the compiler what it writes. Formats travel as text (`str(fmt)`); the backend is
+chosen where a plan is built and named in the call.
+"""
+
+import torch
+from torch import Tensor
+
+from zerocast import backends
+from zerocast.formats import get_format
+
+_LIBRARY = torch.library.Library("zerocast", "DEF")
+
+_SCHEMAS = {
+    "partial_amax": (
+        "(str backend, str format, ScalarType nominal, Tensor[] masters, Tensor table, Tensor(a!) packed) -> ()"
+    ),
+    "compute_scales": (
+        "(str backend, str format, Tensor packed, Tensor table, Tensor(a!)[] row_scales, Tensor(b!)[] column_scales, "
+        "Tensor(c!)[] amaxes, Tensor? skip, Tensor[] scales) -> ()"
+    ),
+    "partial_cast": (
+        "(str backend, str format, ScalarType nominal, Tensor[] masters, Tensor packed, Tensor[] amaxes, Tensor[] scales, "
+        "Tensor table, Tensor(a!)[] row_data, Tensor(b!)[] column_data, Tensor? skip) -> ()"
+    ),
+    "roll_history": (
+        "(str backend, str format, Tensor table, Tensor[] amaxes, Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor? skip)"
+        " -> ()"
+    ),
+    "transpose": (
+        "(str backend, str format, Tensor table, Tensor[] row_data, Tensor[] row_scales, Tensor(a!)[] column_data, "
+        "Tensor(b!)[] column_scales) -> ()"
+    ),
+    "dequantize": (
+        "(str backend, str format, Tensor data, Tensor? scale_inv, Tensor? amax, int rows, int columns, bool columnwise, "
+        "ScalarType dtype) -> Tensor"
+    ),
+    "adam_step": (
+        "(str backend, Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor segments, "
+        "Tensor scalars, Tensor clip, Tensor? skip) -> ()"
+    ),
+}
+
+
+def _stage(name: str):  # type: ignore[no-untyped-def]
+    def run(backend: str, format: str, *args: object) -> None:
+        getattr(backends.load(backend), name)(get_format(format), *args)
+
+    return run
+
+
+def _dequantize(
+    backend: str,
+    format: str,
+    data: Tensor,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = torch.empty(rows, columns, dtype=dtype, device=data.device)
+    backends.load(backend).dequantize(get_format(format), data, scale_inv, amax, rows, columns, columnwise, out)
+    return out
+
+
+def _dequantize_fake(
+    backend: str,
+    format: str,
+    data: Tensor,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return data.new_empty((rows, columns), dtype=dtype)
+
+
+def _adam_step(backend: str, *args: object) -> None:
+    backends.load(backend).adam_step(*args)
+
+
+def _writes_only(*args: object) -> None:
+    return None
+
+
+_IMPLEMENTATIONS = {"dequantize": _dequantize, "adam_step": _adam_step}
+_FAKES = {"dequantize": _dequantize_fake}
+
+for _name, _schema in _SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+    _LIBRARY.impl(_name, _IMPLEMENTATIONS.get(_name) or _stage(_name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zerocast::{_name}", _FAKES.get(_name, _writes_only), lib=_LIBRARY)
+
+partial_amax = torch.ops.zerocast.partial_amax.default
+compute_scales = torch.ops.zerocast.compute_scales.default
+partial_cast = torch.ops.zerocast.partial_cast.default
+roll_history = torch.ops.zerocast.roll_history.default
+transpose = torch.ops.zerocast.transpose.default
+dequantize = torch.ops.zerocast.dequantize.default
+adam_step = torch.ops.zerocast.adam_step.default

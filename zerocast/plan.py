@@ -1,0 +1,105 @@
+"""CastPlan: everything about a cast that does not change from step to step, worked out once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from zerocast import backends, weight_state
+from zerocast.amax import PackedAmax
+from zerocast.batch import Batch, Batches
+from zerocast.cast import cast
+from zerocast.columnwise import ColumnwiseCopies
+from zerocast.freshness import Freshness
+from zerocast.group import Group, GroupLike
+from zerocast.layout import Span
+from zerocast.shard import ShardData, own
+from zerocast.weight import QuantizedWeight
+
+
+class CastPlan:
+    """Casts FP32 master shards into quantized weights, every step the same way.
+
+    Args:
+        model_weights: the QuantizedWeights, the same list on every rank.
+        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the nominal dtype; None or an empty
+            tensor where this rank owns nothing.
+        start_offsets: for each, the row-major position of the master's first element in the weight.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one process if there is none.
+        fsdp_shard_model_weights: for each, None or storage for the owned codes alone, whose first byte holds element
+            `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's own data is then not written.
+        backend: a name from `zerocast.backends`; None chooses.
+
+    Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is left as it is. Only the constructor
+    communicates beyond the one all-reduce of a cast: what is wrong on any rank raises TypeError or ValueError on all of them.
+    """
+
+    def __init__(
+        self,
+        model_weights: Sequence[Any],
+        master_weights: Sequence[Tensor | None],
+        start_offsets: Sequence[int | None],
+        group: GroupLike = None,
+        *,
+        fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.group = Group.of(group)
+        self._ownership = own(self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._ownership.shards]
+        self._cast = [i for i in range(len(self.weights)) if self._ownership.owned_anywhere(i)]
+        device = self.weights[0].device if self.weights else torch.device("cpu")
+        self.backend = backends.choose(device, backend)
+        self.packed = PackedAmax(self._ownership, self._cast, device)
+        self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
+        self._columnwise = ColumnwiseCopies(self.weights, self.backend)
+        self.freshness = Freshness(cast=int(all(w.state.freshness.cast for w in self.weights)))
+        for w in self.weights:
+            w.state.join(self.freshness)
+        self._bind()
+
+    def cast(self, skip: Tensor | None = None) -> None:
+        """Cast the masters as they are now. One all-reduce, no host work a tensor.
+
+        `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and then calls
+        `post_all_gather`.
+        """
+        if self.freshness.finish is not None:
+            for w in self.weights:
+                self.freshness.finish(w)
+        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
+            self._bind()
+        cast(self._batches, self._neighbours, self.packed, self._received, self.group, skip)
+        self.freshness.cast += 1
+
+    def post_all_gather(self) -> None:
+        """Make the columnwise copies of all weights from their gathered rowwise bytes. RuntimeError before the first cast."""
+        if not self.freshness.cast:
+            raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
+        self._columnwise.make()
+        self.freshness.columnwise = self.freshness.cast
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()` ends it."""
+        handle: RemovableHandle = optimizer.register_step_post_hook(lambda *_: self.cast())
+        return handle
+
+    def _bind(self) -> None:
+        """Descriptor tables and bases for where everything lies now. Local and silent."""
+        device = self.packed.buffer.device
+        batches = Batches(device, self.backend)
+        for index in self._cast:
+            shard = self._ownership.shards[index]
+            master = torch.float32 if shard.master is None else shard.master.dtype
+            batches.of(shard.weight, master).add_shard(shard, self.packed.places[index])
+        neighbours = Batches(device, self.backend)
+        for index, element, slot in self.packed.neighbours(self.group.rank):
+            shard = self._ownership.shards[index]
+            batch = neighbours.of(shard.weight)
+            row = batch.add(shard.weight, self.packed.places[index])
+            batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
+        self._batches: list[Batch] = batches.freeze()
+        self._neighbours: list[Batch] = neighbours.freeze()
+        self._generation = weight_state.generation()

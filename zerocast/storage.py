@@ -1,0 +1,33 @@
+"""Base tensors: many tensors seen as offsets into the few storages that hold them."""
+
+import torch
+from torch import Tensor
+
+
+class Bases:
+    """Collects the storages behind the tensors of one role; a stage gets them as a list of flat tensors.
+
+    `dtype` is the role's, uint8 for data of any kind. The tensor that first brought a storage stands for it: when its address has
+    changed, the storage moved.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.tensors: list[Tensor] = []
+        self._index: dict[int, int] = {}
+        self._first: list[tuple[Tensor, int]] = []
+
+    def add(self, tensor: Tensor) -> tuple[int, int]:
+        """(base index, offset in elements of `dtype`) of a contiguous tensor."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self._index:
+            self._index[key] = len(self.tensors)
+            flat = torch.empty(0, dtype=self.dtype, device=tensor.device)
+            self.tensors.append(flat.set_(storage, 0, (storage.nbytes() // self.dtype.itemsize,), (1,)))
+            self._first.append((tensor, tensor.data_ptr()))
+        return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
+
+    def moved(self) -> bool:
+        """Whether a storage was replaced since it was added."""
+        return any(tensor.data_ptr() != address for tensor, address in self._first)

@@ -1,0 +1,279 @@
+"""QuantizedWeight: the bytes, scales and amaxes of one weight behind the logical shape and the nominal dtype.
+
+Linear products run from the rowwise copy, their input gradients from the columnwise copy (`zerocast.compute`). Every other operator
+raises: nothing silently dequantizes. What moves or copies a weight as a whole (detach, clone, deepcopy, pickling, a device change)
+moves its own bytes, not the flat buffer that they may lie in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import backends, compute, layout, ops
+from zerocast.formats import Columnwise, FormatSpec, get_format
+from zerocast.freshness import Freshness
+from zerocast.layout import BUFFERS
+from zerocast.weight_state import WeightState
+
+NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class QuantizedWeight(Tensor):
+    """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and scales.
+
+    Make one with `empty`, or by `zerocast.quantize_` on a model. Layouts of the buffers: formats.md section 2.
+    """
+
+    format: FormatSpec
+    state: WeightState
+    high_precision_init_val: Tensor | None  # the value before it was quantized, until an optimizer made its masters
+    transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], state: WeightState, requires_grad: bool = False) -> "QuantizedWeight":
+        """Stand for existing storage; nothing is copied."""
+        weight: QuantizedWeight = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
+        )
+        weight.format = state.format
+        weight.state = state
+        weight.high_precision_init_val = None
+        weight.transposed_of = None
+        return weight
+
+    @staticmethod
+    def empty(
+        shape: Sequence[int],
+        fmt: FormatSpec | str,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> "QuantizedWeight":
+        """A weight whose bytes are zero and whose scale, for delayed scaling, is 1.
+
+        `shape` is logical, `dtype` the nominal dtype (bf16, fp16 or fp32). Raises ValueError for a shape that the format cannot
+        take, TypeError for another nominal dtype.
+        """
+        fmt = get_format(fmt)
+        if dtype not in NOMINAL_DTYPES:
+            raise TypeError(f"the nominal dtype is one of {', '.join(map(str, NOMINAL_DTYPES))}, got {dtype}")
+        layout.check_shape(fmt, shape)
+        return QuantizedWeight(shape, WeightState.empty(fmt, layout.matrix_shape(shape), dtype, torch.device(device)))
+
+    @staticmethod
+    def of_buffers(
+        shape: Sequence[int],
+        fmt: FormatSpec,
+        dtype: torch.dtype,
+        buffers: Mapping[str, Tensor],
+        requires_grad: bool = False,
+    ) -> "QuantizedWeight":
+        """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied."""
+        return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) as stored: leading dimensions folded into the rows."""
+        return self.state.matrix_shape
+
+    @property
+    def rowwise_data(self) -> Tensor:
+        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
+        self._finish()
+        return self.state.rowwise_data
+
+    @property
+    def rowwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for identity."""
+        return self.state.buffers["rowwise_scale_inv"]
+
+    @property
+    def columnwise_data(self) -> Tensor | None:
+        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
+        if self.format.columnwise is Columnwise.OWN_GRID:
+            self._finish()
+        return self.state.buffers["columnwise_data"]
+
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of the columnwise data."""
+        return self.state.buffers["columnwise_scale_inv"]
+
+    @property
+    def amax(self) -> Tensor | None:  # type: ignore[override]
+        """f32[1]: the amax of the last cast; None for formats without a tensor amax."""
+        return self.state.buffers["amax"]
+
+    @property
+    def scale(self) -> Tensor | None:
+        """f32[1]: the scale of the next cast; delayed scaling only."""
+        return self.state.buffers["scale"]
+
+    @property
+    def amax_history(self) -> Tensor | None:
+        """f32[amax_history_len]; delayed scaling only."""
+        return self.state.buffers["amax_history"]
+
+    def _finish(self) -> None:
+        if self.state.freshness.finish is not None:
+            self.state.freshness.finish(self)
+
+    def dequantize(self) -> Tensor:
+        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy."""
+        value = self.read(columnwise=False, dtype=self.dtype)
+        return value.view(self.shape) if self.transposed_of is None else value.t()
+
+    def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
+        """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
+        columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
+        data = self._fresh_columnwise() if columnwise else self.rowwise_data
+        scale_inv = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
+        backend, key = backends.choose(data.device), str(self.format)
+        value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
+        return value
+
+    def _fresh_columnwise(self) -> Tensor:
+        """The columnwise data if it belongs to the last cast, rebuilt first where that was asked for; else RuntimeError."""
+        self._finish()
+        if not self.state.columnwise_is_fresh():
+            if self.state.freshness.rebuild is None:
+                raise RuntimeError(
+                    f"the columnwise copy of this {self.format} weight of shape {tuple(self.shape)} is older than its "
+                    "last cast: call post_all_gather_processing (or plan.post_all_gather()) after the all-gather"
+                )
+            self.state.freshness.rebuild(self)
+        data = self.columnwise_data
+        assert data is not None
+        return data
+
+    def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
+        """Move the bytes into new storage, such as a slice of a flat buffer: same bytes, new place.
+
+        A given tensor has the shape, dtype and device of what it replaces and is contiguous; else ValueError, nothing moved.
+        """
+        targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
+        self._finish()
+        self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
+
+    def share(self) -> "QuantizedWeight":
+        """A new object for the same storage, as `detach` gives it."""
+        twin = QuantizedWeight(self.shape, self.state)
+        twin.high_precision_init_val = self.high_precision_init_val
+        twin.transposed_of = self.transposed_of
+        return twin
+
+    def transposed(self) -> "QuantizedWeight":
+        """The same weight as the `[K, M]` operand of a product; gradients arrive at the weight itself."""
+        if self.transposed_of is not None:
+            return self.transposed_of
+        if self.dim() != 2:
+            raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(self.shape)}")
+        view = QuantizedWeight(self.shape[::-1], self.state)
+        view.transposed_of = self
+        return view
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Without contents: they would have to be dequantized."""
+        return f"QuantizedWeight(shape={tuple(self.shape)}, format={self.format}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
+        """Copies this weight's own bytes, not the flat buffer that they may be part of."""
+        copy = memo[id(self)] = _restore(*self._payload(Tensor.clone))
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)` takes it."""
+        return _restore, self._payload(Tensor.clone)
+
+    def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        if self.transposed_of is not None:
+            raise RuntimeError("a transposed reading is not copied or saved: copy the weight itself")
+        self._finish()
+        is_parameter, cast = isinstance(self, torch.nn.Parameter), bool(self.state.freshness.cast)
+        fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, cast
+        return *fixed, self.state.copies(copy)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
+        names = [name for name in BUFFERS if self.state.buffers[name] is not None]
+        return names, (tuple(self.shape), self.format, self.dtype, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
+        """The inverse of `__tensor_flatten__`."""
+        shape, fmt, dtype, requires_grad = context
+        return QuantizedWeight.of_buffers(shape, fmt, dtype, inner, requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Products go to `zerocast.compute`; everything else to the dispatcher below, results not re-wrapped."""
+        handler = compute.PRODUCTS.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Whole-weight moves only."""
+        handler = _WHOLE.get(func)
+        if handler is None:
+            raise RuntimeError(
+                f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, mm, addmm and matmul; "
+                "call dequantize() where a plain tensor is meant"
+            )
+        return handler(*args, **(kwargs or {}))
+
+
+def _restore(
+    shape: tuple[int, ...],
+    key: str,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    cast: bool,
+    buffers: dict[str, Tensor],
+) -> QuantizedWeight:
+    weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
+    weight.state.freshness = Freshness(cast=int(cast), columnwise=int(cast))
+    if is_parameter:
+        weight._is_param = True  # what torch.nn.Parameter sets on a subclass
+    return weight
+
+
+torch.serialization.add_safe_globals([_restore])
+
+
+def _copy(target: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
+    ours = target.shape, target.format, target.dtype
+    if not isinstance(source, QuantizedWeight) or (source.shape, source.format, source.dtype) != ours:
+        raise RuntimeError(
+            f"cannot copy {source!r:.200} into {target!r}: give a QuantizedWeight of the same shape and format, or "
+            "load the high-precision values before quantize_, or into the optimizer's masters"
+        )
+    target.state.take(source.state)
+    return target
+
+
+def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
+    if dtype not in (None, weight.dtype):
+        raise RuntimeError(f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}")
+    return _restore(*weight._payload(lambda t: t.to(device or t.device, copy=True)))
+
+
+def _same_shape(weight: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
+    if tuple(shape) != tuple(weight.shape):
+        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
+    return weight.share()
+
+
+_aten = torch.ops.aten
+_WHOLE: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: QuantizedWeight.share,
+    _aten.alias.default: QuantizedWeight.share,
+    _aten.view.default: _same_shape,
+    _aten.clone.default: lambda weight, **kwargs: _to_copy(weight),
+    _aten.copy_.default: _copy,
+    _aten._to_copy.default: _to_copy,
+}

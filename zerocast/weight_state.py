@@ -1,0 +1,134 @@
+"""WeightState: the storage of one weight, common to all objects that stand for it (parameter, detached, transposed)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zerocast import layout
+from zerocast.formats import Block, Columnwise, FormatSpec
+from zerocast.freshness import Freshness
+from zerocast.layout import BUFFERS
+
+_generation = 0
+
+
+def generation() -> int:
+    """Changes whenever any weight moved to new storage; plans compare it instead of looking at every weight."""
+    return _generation
+
+
+def _moved() -> None:
+    global _generation  # noqa: PLW0603
+    _generation += 1
+
+
+@dataclass
+class WeightState:
+    """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
+
+    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others.
+    """
+
+    format: FormatSpec
+    matrix_shape: Block
+    dtype: torch.dtype
+    buffers: dict[str, Tensor | None]
+    freshness: Freshness = field(default_factory=Freshness)
+    columnwise_cast: int = 0
+
+    def __post_init__(self) -> None:
+        self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
+        self._share_scalar()
+
+    @staticmethod
+    def empty(fmt: FormatSpec, matrix_shape: Block, dtype: torch.dtype, device: torch.device) -> "WeightState":
+        """Zero bytes, padding as specified; no columnwise copy where post-all-gather processing makes it."""
+        buffers: dict[str, Tensor | None] = {}
+        for name, buffer in layout.buffers(fmt, matrix_shape, dtype).items():
+            later = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
+            if buffer is not None and not later:
+                buffers[name] = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=device)
+        return WeightState(fmt, matrix_shape, dtype, buffers)
+
+    @property
+    def rowwise_data(self) -> Tensor:
+        """The buffer that every weight has."""
+        data = self.buffers["rowwise_data"]
+        assert data is not None
+        return data
+
+    def columnwise_is_fresh(self) -> bool:
+        """Whether there is a columnwise copy, made from the last cast."""
+        done = max(self.freshness.columnwise, self.columnwise_cast)
+        present = self.buffers["columnwise_data"] is not None
+        return present and (self.format.columnwise is Columnwise.OWN_GRID or done == self.freshness.cast)
+
+    def mark_columnwise(self) -> None:
+        """The columnwise copy was made from the last cast."""
+        self.columnwise_cast = self.freshness.cast
+
+    def join(self, freshness: Freshness) -> None:
+        """Share the freshness of a plan; a columnwise copy that is fresh stays so."""
+        fresh = self.columnwise_is_fresh()
+        self.freshness = freshness
+        self.columnwise_cast = freshness.cast if fresh else -1
+
+    def drop_columnwise(self) -> None:
+        """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
+        if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:
+            self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
+            self._share_scalar()
+            _moved()
+
+    def rehome(self, targets: Mapping[str, Tensor]) -> None:
+        """Move buffers, by name, into new storage: same bytes, new place.
+
+        ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype and device of what it replaces.
+        """
+        device = self.rowwise_data.device
+        expected = layout.buffers(self.format, self.matrix_shape, self.dtype)
+        for name, target in targets.items():
+            buffer = expected[name]
+            if buffer is None:
+                raise ValueError(f"a {self.format} weight has no {name}")
+            found = (tuple(target.shape), target.dtype, target.device, target.is_contiguous())
+            if found != (buffer.shape, buffer.dtype, device, True):
+                raise ValueError(
+                    f"{name} needs contiguous {buffer.dtype} {buffer.shape} on {device}, got {target.dtype} "
+                    f"{tuple(target.shape)} on {target.device}, strides {target.stride()}"
+                )
+        for name, target in targets.items():
+            source = self.buffers[name]
+            if source is not None:
+                target.copy_(source)
+            self.buffers[name] = target
+        self._share_scalar()
+        _moved()
+
+    def take(self, other: "WeightState") -> None:
+        """Copy the bytes of a weight of the same format and shape, as loading a state dict does."""
+        for name in BUFFERS:
+            ours, theirs = self.buffers[name], other.buffers[name]
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs)
+        self.freshness.cast = max(self.freshness.cast, 1)
+        if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
+            self.mark_columnwise()
+        else:
+            self.drop_columnwise()  # it was the copy of the old bytes
+
+    def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is left out."""
+        stale = not self.columnwise_is_fresh()
+        return {
+            name: copy(tensor.detach())
+            for name, tensor in self.buffers.items()
+            if tensor is not None and not (stale and name.startswith("columnwise"))
+        }
+
+    def _share_scalar(self) -> None:
+        """A scale a tensor serves both directions."""
+        if self.format.columnwise is Columnwise.TRANSPOSE and self.format.block is None:
+            self.buffers["columnwise_scale_inv"] = self.buffers["rowwise_scale_inv"]
