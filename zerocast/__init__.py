@@ -1,0 +1,29 @@
+"""zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step, the same bytes however they are sharded.
+
+The names below are the public surface; each is documented where it is defined.
+"""
+
+from zerocast import backends
+from zerocast.formats import FormatSpec, get_format
+from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
+from zerocast.model import quantize_
+from zerocast.optim import ZeroAdamW, ZeroConfig
+from zerocast.plan import CastPlan
+from zerocast.recipe import Recipe
+from zerocast.weight import QuantizedWeight
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CastPlan",
+    "FormatSpec",
+    "QuantizedWeight",
+    "Recipe",
+    "ZeroAdamW",
+    "ZeroConfig",
+    "backends",
+    "get_format",
+    "post_all_gather_processing",
+    "quantize_",
+    "quantize_master_weights",
+]

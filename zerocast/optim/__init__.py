@@ -1,0 +1,6 @@
+"""Optimizers that own the masters: who owns which shard, and when to communicate."""
+
+from zerocast.optim.config import ZeroConfig
+from zerocast.optim.zero_adamw import ZeroAdamW
+
+__all__ = ["ZeroAdamW", "ZeroConfig"]

@@ -1,0 +1,135 @@
+"""Buckets: parameters laid end to end, cut into equal shards, one for each rank.
+
+A bucket holds parameters that are stored alike, so that the same cut is a cut of its gradients, of its masters and of its bytes.
+Parameters start at multiples of `ALIGNMENT` elements and shards are multiples of it: no block row of 16, no byte and no vector
+load is ever cut.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import Columnwise, FormatSpec, get_format
+from zerocast.layout import Shape, Span, round_up
+from zerocast.weight import QuantizedWeight
+
+ALIGNMENT = 128
+IDENTITY = get_format("identity")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a parameter is stored and its gradient reduced; parameters of one bucket agree in it."""
+
+    dtype: torch.dtype  # of the flat buffer
+    elements_per_byte: int
+    both_directions: bool  # columnwise bytes are gathered too
+    grad_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket, in elements."""
+
+    name: str
+    parameter: Tensor
+    param_group: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return self.parameter.numel()
+
+    @property
+    def shape(self) -> Shape:
+        """Logical shape; that of a scalar is (1,)."""
+        return tuple(self.parameter.shape) or (1,)
+
+    @property
+    def format(self) -> FormatSpec:
+        """Identity for a plain parameter."""
+        return self.parameter.format if isinstance(self.parameter, QuantizedWeight) else IDENTITY
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Slots in the order of the backward pass. `start` is where this rank's shard lies in the flat FP32 tensors."""
+
+    storage: Storage
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    ranks: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all shards, padding included."""
+        return self.shard_numel * self.ranks
+
+    def shard(self, rank: int) -> Span:
+        """The bucket's elements that `rank` owns."""
+        return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def owned(self, slot: Slot, rank: int) -> tuple[Span, int]:
+        """The elements of a parameter that `rank` owns, and where they start in that rank's flat FP32 tensors."""
+        common = Span(slot.offset, slot.offset + slot.numel).intersect(self.shard(rank))
+        first = min(common.start - slot.offset, slot.numel)
+        return Span(first, first + common.numel), self.start + common.start - rank * self.shard_numel
+
+
+def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
+    """The storage class of a parameter."""
+    grad_dtype = grad_dtype or parameter.dtype
+    if not isinstance(parameter, QuantizedWeight):
+        return Storage(parameter.dtype, 1, False, grad_dtype)
+    fmt = parameter.format
+    data = parameter.rowwise_data
+    return Storage(data.dtype, fmt.elements_per_byte, fmt.columnwise is Columnwise.OWN_GRID, grad_dtype)
+
+
+def fill_buckets(
+    parameters: Iterable[tuple[str, Tensor, int]], bucket_size: int, ranks: int, grad_dtype: torch.dtype | None
+) -> list[Bucket]:
+    """Buckets for (name, parameter, param group) in registration order, in the order in which a backward pass completes them."""
+    filling: dict[Storage, list[Slot]] = {}
+    complete: list[tuple[int, Storage, list[Slot]]] = []
+    last: dict[Storage, int] = {}
+    for order, (name, parameter, param_group) in enumerate(reversed(list(parameters))):
+        storage = storage_of(parameter, grad_dtype)
+        slots = filling.setdefault(storage, [])
+        end = _end(slots)
+        if slots and end + parameter.numel() > bucket_size:
+            complete.append((last[storage], storage, slots))
+            slots = filling[storage] = []
+        slots.append(Slot(name, parameter, param_group, _end(slots)))
+        last[storage] = order
+    complete += [(last[storage], storage, slots) for storage, slots in filling.items()]
+    buckets, start = [], 0
+    for _, storage, slots in sorted(complete, key=lambda item: item[0]):
+        shard_numel = round_up(_end(slots), ranks * ALIGNMENT) // ranks
+        buckets.append(Bucket(storage, tuple(slots), shard_numel, ranks, start))
+        start += shard_numel
+    return buckets
+
+
+def _end(slots: list[Slot]) -> int:
+    return round_up(slots[-1].offset + slots[-1].numel, ALIGNMENT) if slots else 0
+
+
+def flat_numel(buckets: list[Bucket]) -> int:
+    """Elements of one rank's flat FP32 tensors."""
+    return sum(bucket.shard_numel for bucket in buckets)
+
+
+def segments(buckets: list[Bucket], rank: int) -> list[tuple[int, int, int]]:
+    """(offset, numel, param group) of every owned piece in the flat FP32 tensors; padding is in none."""
+    pieces = []
+    for bucket in buckets:
+        for slot in bucket.slots:
+            span, start = bucket.owned(slot, rank)
+            if span.numel:
+                pieces.append((start, span.numel, slot.param_group))
+    return pieces

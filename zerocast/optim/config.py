@@ -1,0 +1,33 @@
+"""ZeroConfig: the choices of a ZeroAdamW that are not hyper-parameters of Adam."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """How a ZeroAdamW communicates.
+
+    Attributes:
+        bucket_size: elements a bucket, before padding; a larger parameter gets a bucket of its own.
+        overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass. Changes no bit.
+        deterministic: add gradients in rank order and take the norm in logical order, so that a run repeats bit for bit at the same
+            rank count whatever the communication library does. Costs an all-to-all in place of each reduce-scatter.
+        grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32, weight gradients of quantized weights
+            are computed in FP32 too.
+        backend: a name from `zerocast.backends`; None chooses.
+    """
+
+    bucket_size: int = 32 * 1024 * 1024
+    overlap_all_gather: bool = False
+    deterministic: bool = False
+    grad_dtype: torch.dtype | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        """Reject what cannot work, before any rank communicates."""
+        if self.bucket_size < 1:
+            raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
+        if self.grad_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"grad_dtype is None, torch.float32 or torch.bfloat16, got {self.grad_dtype}")

@@ -1,0 +1,102 @@
+"""Weight buffers: flat bytes that the weights view, all-gathered bucket by bucket.
+
+A plain parameter can be read by anyone at any time, so its gather ends inside the step. A QuantizedWeight is asked for its bytes, so
+with overlap its gather runs on until the first read, by whatever reads: a forward pass, a tied head, state_dict, evaluation.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerocast.columnwise import ColumnwiseCopies
+from zerocast.freshness import Freshness
+from zerocast.group import Group
+from zerocast.optim.bucket import IDENTITY, Bucket, Slot
+from zerocast.weight import QuantizedWeight
+
+
+class BucketBytes:
+    """The flat buffers of one bucket and the weights in them: `weights[i]` stands for `bucket.slots[i]`."""
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        self.bucket = bucket
+        storage = bucket.storage
+        directions = 2 if storage.both_directions else 1
+        numel = bucket.numel // storage.elements_per_byte
+        self.flats = [torch.zeros(numel, dtype=storage.dtype, device=device) for _ in range(directions)]
+        self.weights = [self._place(slot) for slot in bucket.slots]
+        self._works: list[dist.Work | None] = []
+
+    def _place(self, slot: Slot) -> QuantizedWeight:
+        scale = self.bucket.storage.elements_per_byte
+        views = [flat[slot.offset // scale : (slot.offset + slot.numel) // scale] for flat in self.flats]
+        weight = slot.parameter
+        if isinstance(weight, QuantizedWeight):
+            rows, columns = weight.matrix_shape
+            weight.rebind(*(view.view(rows, columns // scale) for view in views))
+            return weight
+        view = views[0].view(weight.shape).copy_(weight.detach())
+        weight.data = view
+        matrix = view.view(-1, slot.shape[-1])
+        return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are ordinary parameters."""
+        return any(not isinstance(slot.parameter, QuantizedWeight) for slot in self.bucket.slots)
+
+    def start(self, group: Group) -> None:
+        """Begin to gather every rank's bytes, in place."""
+        if group.size > 1:
+            parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
+            self._works = [group.all_gather_into(*pair, async_op=True) for pair in zip(self.flats, parts, strict=True)]
+
+    def wait(self) -> None:
+        """Until the bytes are here."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = []
+
+
+class WeightGather:
+    """All-gathers the buckets after a cast, in the order of the forward pass, and makes columnwise copies."""
+
+    def __init__(
+        self, buffers: Sequence[BucketBytes], group: Group, freshness: Freshness, backend: str, overlap: bool
+    ) -> None:
+        self._buffers = list(reversed(buffers))
+        self._group, self._freshness, self._overlap = group, freshness, overlap
+        self._columnwise = {id(b): ColumnwiseCopies([] if b.is_plain else b.weights, backend) for b in buffers}
+        self._home = {id(weight.state): b for b in buffers for weight in b.weights}
+        self._flying: dict[int, BucketBytes] = {}
+
+    def start(self) -> None:
+        """Gather; with overlap, what may be still on its way when this returns waits at its first read."""
+        for buffer in self._buffers:
+            buffer.start(self._group)
+            self._flying[id(buffer)] = buffer
+        if self._overlap:
+            self._freshness.finish = self._finish_for
+        for buffer in self._buffers:
+            if buffer.is_plain or not self._overlap:
+                self._finish(buffer)
+
+    def finish(self) -> None:
+        """Wait for everything in flight."""
+        for buffer in list(self._flying.values()):
+            self._finish(buffer)
+
+    def _finish_for(self, weight: QuantizedWeight) -> None:
+        self._finish(self._home[id(weight.state)])
+
+    def _finish(self, buffer: BucketBytes) -> None:
+        if self._flying.pop(id(buffer), None) is None:
+            return
+        if not self._flying:
+            self._freshness.finish = None
+        buffer.wait()
+        self._columnwise[id(buffer)].make()
+        for weight in buffer.weights:
+            weight.state.mark_columnwise()

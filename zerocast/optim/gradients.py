@@ -1,0 +1,176 @@
+"""Gradients: from backward hooks through bucketed reduce-scatters into this rank's flat FP32 shard.
+
+Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket order, on every rank, whatever
+parameters got a gradient there; what did not counts as zero. Hooks start a bucket as soon as it and all before it are complete, the
+end of the backward pass starts the rest. Two buffers alternate: one fills while the other is being reduced.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocast.group import Group
+from zerocast.optim.bucket import Bucket, Slot, flat_numel
+
+
+class _Reduction:
+    """One bucket on its way: the filled buffer, and this rank's part of the result."""
+
+    def __init__(self, bucket: Bucket, group: Group, full: Tensor, result: Tensor, deterministic: bool) -> None:
+        self.bucket, self.full, self.result = bucket, full, result
+        self._ranks, self._deterministic = group.size, deterministic
+        collective = group.all_to_all if deterministic else group.reduce_scatter_mean
+        self._work: dist.Work | None = collective(result, full, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The mean over the ranks; deterministic: added in rank order in FP32."""
+        if self._work is not None:
+            self._work.wait()
+        if not self._deterministic:
+            return self.result
+        first, *others = self.result.view(self._ranks, -1).unbind()
+        total = first.float()
+        for part in others:
+            total = total + part.float()
+        return total / self._ranks
+
+
+class _Filling:
+    """A bucket that backward hooks are filling."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.arrived: set[int] = set()
+
+
+class GradientReducer:
+    """Reduces gradients of `buckets`; `shard` holds this rank's sums of means since `reset`, f32 in the layout of the masters.
+
+    With `stage` 2 a gradient is freed as soon as it is in a bucket and every round adds to the shard. With stage 1 gradients stay on
+    their parameters, accumulated by autograd, and a round replaces the shard.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], group: Group, stage: int, deterministic: bool, device: torch.device
+    ) -> None:
+        self.synchronise = True
+        self.shard = torch.zeros(flat_numel(list(buckets)), dtype=torch.float32, device=device)
+        self._buckets, self._group, self._stage, self._deterministic = list(buckets), group, stage, deterministic
+        self._place = {id(slot.parameter): (b, slot) for b, bucket in enumerate(buckets) for slot in bucket.slots}
+        self._spare: list[Tensor] = []
+        self._results: list[Tensor] = []
+        self._flying: list[_Reduction] = []
+        self._filling: dict[int, _Filling] = {}
+        self._launched: int | None = None  # buckets started in this round; None between rounds
+        self._reduced = False  # a round has run since `reset`
+        self._unreduced = False  # a backward pass under no_sync has run since the last round
+        self._changed = False
+        me = weakref.ref(self)  # hooks live as long as the parameters do
+        for bucket in buckets:
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(lambda parameter: _arrived(me, parameter))
+
+    def reset(self) -> None:
+        """Forget what was reduced; the next round starts from zero. A backward pass that died half-way is forgotten too."""
+        self._reduced = self._unreduced = False
+        self._spare += [filling.buffer for filling in self._filling.values()]
+        self._filling.clear()
+        self._launched = None
+
+    def finish(self) -> bool:
+        """Make `shard` complete: reduce what no round has covered. Whether it may have changed since the last call."""
+        if not self._reduced or self._unreduced:
+            self._launched = 0
+            self._end_round()
+        changed, self._changed = self._changed, False
+        return changed
+
+    def arrived(self, parameter: Tensor) -> None:
+        """A parameter's gradient is complete for this backward pass."""
+        if not self.synchronise:
+            self._unreduced = True
+            return
+        if self._launched is None:
+            self._launched = 0
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_round)
+        index, slot = self._place[id(parameter)]
+        self._fill(index, slot)
+        self._launch_complete()
+
+    def _fill(self, index: int, slot: Slot) -> None:
+        filling = self._filling.get(index)
+        if filling is None:
+            filling = self._filling[index] = _Filling(
+                self._take(self._spare, self._buckets[index], self._buckets[index].numel).zero_()
+            )
+        gradient = slot.parameter.grad
+        if gradient is not None:
+            filling.buffer[slot.offset : slot.offset + slot.numel].copy_(gradient.detach().reshape(-1))
+            filling.arrived.add(slot.offset)
+            if self._stage == 2:
+                slot.parameter.grad = None
+
+    def _launch_complete(self) -> None:
+        assert self._launched is not None
+        while self._launched < len(self._buckets):
+            filling = self._filling.get(self._launched)
+            if filling is None or len(filling.arrived) < len(self._buckets[self._launched].slots):
+                return
+            self._launch(filling)
+
+    def _launch(self, filling: _Filling) -> None:
+        assert self._launched is not None
+        index, self._launched = self._launched, self._launched + 1
+        del self._filling[index]
+        self._land()
+        bucket = self._buckets[index]
+        result = filling.buffer
+        if self._group.size > 1:
+            parts = self._group.size if self._deterministic else 1
+            result = self._take(self._results, bucket, parts * bucket.shard_numel)
+        self._flying.append(_Reduction(bucket, self._group, filling.buffer, result, self._deterministic))
+
+    def _end_round(self) -> None:
+        """Start every bucket that is not on its way yet, whatever is missing in it."""
+        assert self._launched is not None
+        for index in range(self._launched, len(self._buckets)):
+            bucket = self._buckets[index]
+            present = self._filling[index].arrived if index in self._filling else set()
+            for slot in bucket.slots:
+                if slot.offset not in present:
+                    self._fill(index, slot)
+            self._launch(self._filling[index])
+        self._land()
+        self._launched, self._unreduced = None, False
+        self._reduced = self._changed = True
+
+    def _land(self) -> None:
+        for reduction in self._flying:
+            bucket, mean = reduction.bucket, reduction.wait()
+            target = self.shard[bucket.start : bucket.start + bucket.shard_numel]
+            target.copy_(mean) if not self._reduced or self._stage == 1 else target.add_(mean)
+            self._spare.append(reduction.full)
+            if reduction.result is not reduction.full:
+                self._results.append(reduction.result)
+        self._flying.clear()
+
+    def _take(self, spare: list[Tensor], bucket: Bucket, numel: int) -> Tensor:
+        """The first `numel` elements of a spare buffer; a new one has room for any bucket of the dtype, so that all are alike."""
+        dtype = bucket.storage.grad_dtype
+        largest = (
+            max(b.shard_numel for b in self._buckets if b.storage.grad_dtype == dtype) * numel // bucket.shard_numel
+        )
+        for index, buffer in enumerate(spare):
+            if buffer.dtype == dtype:
+                return spare.pop(index)._base[:numel]  # type: ignore[index]
+        return torch.empty(largest, dtype=dtype, device=self.shard.device)[:numel]
+
+
+def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(parameter)

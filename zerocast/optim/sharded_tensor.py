@@ -1,0 +1,62 @@
+"""TensorShard: a flat shard of a tensor, as torch.distributed.checkpoint sees it.
+
+A shard that starts and ends anywhere is at most three boxes of a matrix; each box is a view of the flat shard, so that saving copies
+nothing and loading writes in place, whatever number of ranks saved.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zerocast.layout import Span
+
+
+class TensorShard(Tensor):
+    """Elements `span` of a tensor of this shape; `flat` holds them. Follows torch.distributed._checkpointable.
+
+    The tensor itself is a placeholder without memory, there for its shape and dtype.
+    """
+
+    flat: Tensor
+    chunks: dict[torch.Size, Tensor]
+
+    @staticmethod
+    def of(flat: Tensor, span: Span, shape: Sequence[int]) -> "TensorShard":
+        """The shard of a tensor of `shape`; `flat` is contiguous and has `span.numel` elements."""
+        shard: TensorShard = Tensor._make_subclass(TensorShard, flat.new_empty(()).expand(tuple(shape)))
+        shard.flat = flat
+        shard.chunks, start = {}, 0
+        for offsets, sizes in span.boxes(shape):
+            numel = torch.Size(sizes).numel()
+            shard.chunks[torch.Size(offsets)] = flat[start : start + numel].view(sizes)
+            start += numel
+        return shard
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """What this rank writes."""
+        properties = TensorProperties.create_from_tensor(self.flat)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, box.size()), properties, self.size()),
+            )
+            for offsets, box in self.chunks.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What this rank reads."""
+        return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self.chunks.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The view that a box is read from or written to."""
+        assert index.offset is not None
+        return self.chunks[index.offset]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A shard alone is no checkpoint."""
+        raise TypeError("the state of several ranks is saved with torch.distributed.checkpoint, not with torch.save")

@@ -1,0 +1,126 @@
+"""The optimizer's state as a dictionary: plain values keyed by parameter name, the same keys on every rank.
+
+    model.<name>                                   f32 master, logical shape
+    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments; step is f32[]
+    optim.param_groups.<name>.{lr,...}             f64[]
+    zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
+
+With one rank the tensors are ordinary views; with several each holds this rank's part (`TensorShard`). Quantized bytes are not in
+it: masters are the truth.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.layout import Span
+from zerocast.optim.bucket import Bucket
+from zerocast.optim.masters import Masters
+from zerocast.optim.sharded_tensor import TensorShard
+from zerocast.optim.weights import ShardedWeights
+
+logger = logging.getLogger(__name__)
+HYPERPARAMETERS = ("lr", "eps", "weight_decay")
+
+
+class ZeroState:
+    """Reads and writes the state of one optimizer."""
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        masters: Masters,
+        weights: ShardedWeights,
+        step: Tensor,
+        param_groups: list[dict[str, Any]],
+        ranks: int,
+    ) -> None:
+        self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._masters, self._weights, self._step = masters, weights, step
+        self._param_groups, self._ranks = param_groups, ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        """The state as it is now; tensors are views of it, scalars copies."""
+        model, state, groups = {}, {}, {}
+        for name, (bucket, slot) in self._slots.items():
+            span, owned = self._masters.owned(bucket, slot)
+            shape = tuple(slot.parameter.shape)
+            views = {field: self._leaf(flat, span, shape) for field, flat in owned.items()}
+            model[name] = views.pop("master")
+            state[name] = {**views, "step": self._step.float().view(())}
+            groups[name] = _hyperparameters(self._param_groups[slot.param_group])
+        delayed = {name: dict(views) for name, views in self._weights.delayed.views.items()}
+        return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of the same parameters. ValueError, with nothing changed, for missing names or other shapes."""
+        self._check(state)
+        for name, (bucket, slot) in self._slots.items():
+            span, owned = self._masters.owned(bucket, slot)
+            moments = state["optim"]["state"][name]
+            for field, flat in owned.items():
+                _copy(flat, state["model"][name] if field == "master" else moments[field], span)
+        steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
+        self._step.fill_(int(steps.pop()))
+        for group, values in self._loaded_groups(state).items():
+            self._param_groups[group].update(values)
+        for name in self._weights.delayed.views:
+            self._load_delayed(name, state.get("zerocast", {}).get(name, {}))
+
+    def _leaf(self, flat: Tensor, span: Span, shape: tuple[int, ...]) -> Tensor:
+        return flat.view(shape) if self._ranks == 1 else TensorShard.of(flat, span, shape)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        saved = state["model"]
+        if set(saved) != set(self._slots):
+            missing, extra = sorted(set(self._slots) - set(saved)), sorted(set(saved) - set(self._slots))
+            raise ValueError(
+                f"the state does not fit this optimizer: it lacks {missing[:4]} and has beyond it {extra[:4]}"
+            )
+        for name, (_, slot) in self._slots.items():
+            for tensor in (saved[name], *(state["optim"]["state"][name][field] for field in ("exp_avg", "exp_avg_sq"))):
+                if tuple(tensor.shape) != tuple(slot.parameter.shape):
+                    raise ValueError(
+                        f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(slot.parameter.shape)} here"
+                    )
+        steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
+        if len(steps) != 1:
+            raise ValueError(f"one step count is needed for all parameters, the state has {sorted(steps)[:4]}")
+        self._loaded_groups(state)
+
+    def _loaded_groups(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        loaded: dict[int, dict[str, Any]] = {}
+        for name, values in state["optim"].get("param_groups", {}).items():
+            group = self._slots[name][1].param_group
+            numbers = {key: float(value) for key, value in values.items()}
+            betas = numbers.pop("beta1"), numbers.pop("beta2")
+            if loaded.setdefault(group, {**numbers, "betas": betas}) != {**numbers, "betas": betas}:
+                raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
+        return loaded
+
+    def _load_delayed(self, name: str, saved: Mapping[str, Tensor]) -> None:
+        views = self._weights.delayed.views[name]
+        history = saved.get("amax_history")
+        if history is None or "scale" not in saved or history.shape != views["amax_history"].shape:
+            logger.warning("the state has no delayed scaling that fits %s: it is seeded from the loaded master", name)
+            self._weights.delayed.lose(name)
+            return
+        views["amax_history"].copy_(history)
+        views["scale"].copy_(saved["scale"])
+        views["cast_scale"].copy_(saved.get("cast_scale", saved["scale"]))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:
+    values = {name: float(group[name]) for name in HYPERPARAMETERS}
+    values["beta1"], values["beta2"] = map(float, group["betas"])
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def _copy(flat: Tensor, value: Tensor, span: Span) -> None:
+    """From a shard of the same span, or from a whole tensor; nothing to do for the view that was handed out."""
+    source = value.flat if isinstance(value, TensorShard) else value.detach().reshape(-1)[span.start : span.stop]
+    if source.data_ptr() != flat.data_ptr():
+        flat.copy_(source)

@@ -1,0 +1,221 @@
+"""ZeroAdamW: AdamW over FP32 master shards, with the weights cast and gathered in low precision after each step.
+
+One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check for non-finite values, Adam on this
+rank's shard, cast, all-gather of bytes, columnwise copies. Whether a step is skipped is known on the device only, so nothing here
+waits for it on the host.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import ops
+from zerocast.agreement import agree
+from zerocast.group import Group, GroupLike
+from zerocast.optim.adam import scalars
+from zerocast.optim.bucket import fill_buckets, segments
+from zerocast.optim.config import ZeroConfig
+from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.masters import Masters
+from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
+from zerocast.optim.state import ZeroState
+from zerocast.optim.weights import ShardedWeights
+from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
+
+logger = logging.getLogger(__name__)
+STAGES = (1, 2)
+Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
+
+
+class ZeroAdamW(torch.optim.Optimizer):
+    """AdamW that owns FP32 masters and moments in flat buckets, sharded over `group`.
+
+    Args:
+        params: `model.named_parameters()`, or parameter groups whose "params" are (name, parameter) pairs. QuantizedWeights, bf16,
+            fp16 and fp32 parameters in any mix, on one device; parameters that need no gradient are left out.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its own, schedulers may change them.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one process without any.
+        stage: 2 frees gradients as they are reduced; 1 keeps them on the parameters.
+        config: how to communicate.
+
+    Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial values are everyone's. Raises
+    ValueError for unnamed or doubly named parameters and for values out of range, on every rank if on any.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        group: GroupLike = None,
+        stage: int = 2,
+        config: ZeroConfig | None = None,
+    ) -> None:
+        self._config = config or ZeroConfig()
+        self._group = Group.of(group)
+        named, problem = [], None
+        try:
+            super().__init__(_trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+            named = _check(self.param_groups, stage)
+        except (TypeError, ValueError) as error:
+            problem = error
+        agree(self._group, [f"{name}: {_describe(parameter)}" for name, parameter, _ in named], problem)
+        self._build(named, stage)
+
+    def _build(self, named: list[Named], stage: int) -> None:
+        config, group, device = self._config, self._group, named[0][1].device
+        for _, parameter, _ in named:
+            if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
+                parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
+        buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
+        self._masters = Masters(buckets, group, device)
+        self._weights = ShardedWeights(buckets, self._masters, group, config)
+        self._reducer = GradientReducer(buckets, group, stage, config.deterministic, device)
+        names = [name for name, _, _ in named]
+        self._order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
+        rows = torch.tensor(segments(buckets, group.rank), dtype=torch.int64)
+        self._segments = rows.view(-1, 3).to(device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._skipped = torch.zeros_like(self._step)
+        self._reported = 0
+        self._clip = torch.ones(1, device=device)
+        self._square_sum: Tensor | None = None
+        self._state = ZeroState(buckets, self._masters, self._weights, self._step, self.param_groups, group.size)
+        self._weights.recast()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of masters, moments and weights. A non-finite gradient anywhere skips it on every rank, nothing changed.
+
+        Uses the gradients up: with stage 2 the next backward pass starts from zero. Returns what `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        skip = ~self._reduced_square_sum().isfinite().view(1)
+        self._step += ~skip
+        self._skipped += skip
+        m = self._masters
+        rows = scalars(self.param_groups, self._step)
+        backend = self._weights.plan.backend
+        shards = m.master, self._reducer.shard, m.exp_avg, m.exp_avg_sq
+        ops.adam_step(backend, *shards, self._segments, rows, self._clip, skip)
+        self._weights.update(skip)
+        self._clip.fill_(1.0)
+        self._square_sum = None
+        self._reducer.reset()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the coming step's gradients so that their global norm is at most `max_norm`; returns the norm before, f32[].
+
+        The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
+        """
+        norm = self._reduced_square_sum().sqrt().float()
+        self._clip.copy_(clip_factor(norm, max_norm))
+        return norm
+
+    def _reduced_square_sum(self) -> Tensor:
+        """Sum of squares of the averaged gradient, f64[], the same on every rank."""
+        if self._reducer.finish() or self._square_sum is None:
+            shard = self._reducer.shard
+            self._square_sum = self._order.square_sum(shard) if self._order else square_sum(shard, self._group)
+        return self._square_sum
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, reduced or not."""
+        super().zero_grad(set_to_none)
+        self._reducer.reset()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward passes accumulate on this rank alone; the next one outside reduces the sum."""
+        self._reducer.synchronise = False
+        try:
+            yield
+        finally:
+            self._reducer.synchronise = True
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps a non-finite gradient has skipped. Reading waits for the device; what is new since the last read is logged."""
+        count = int(self._skipped)
+        if count > self._reported and self._group.rank == 0:
+            logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
+        self._reported = count
+        return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name (`zerocast.optim.state`).
+
+        For torch.distributed.checkpoint with several ranks, which then loads in place; also for torch.save with one.
+        """
+        return self._state.as_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of the same parameters, from any number of ranks, and make the weights from its masters.
+
+        ValueError, with nothing changed, for missing names and other shapes.
+        """
+        self._state.load(state_dict)
+        self._weights.recast()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while constructing: shards are laid out once."""
+        if hasattr(self, "_masters"):
+            raise RuntimeError(
+                "a ZeroAdamW cannot take more parameters: build a new one and load the state of this one"
+            )
+        super().add_param_group(param_group)
+
+
+def _trainable(params: Iterable[Any]) -> list[Any]:
+    items = list(params)
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _trainable(group["params"])} for group in items]
+    for item in items:
+        if not (isinstance(item, tuple) and len(item) == 2):
+            raise TypeError("parameters come with their names: pass model.named_parameters()")
+    return [(name, parameter) for name, parameter in items if parameter.requires_grad]
+
+
+def _check(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
+    if stage not in STAGES:
+        raise ValueError(f"stage is one of {STAGES}, got {stage}")
+    for group in param_groups:
+        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in ("lr", "eps", "weight_decay")]
+        ranges += [("betas", group["betas"], all(0.0 <= beta < 1.0 for beta in group["betas"]))]
+        for name, value, valid in ranges:
+            if not valid:
+                raise ValueError(f"{name} is out of range: {value}")
+    named = [
+        (name, parameter, index)
+        for index, group in enumerate(param_groups)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]
+    if not named:
+        raise ValueError("no parameter needs a gradient")
+    if len({name for name, _, _ in named}) < len(named):
+        raise ValueError("two parameters have the same name")
+    devices = {parameter.device for _, parameter, _ in named}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
+    for name, parameter, _ in named:
+        if parameter.dtype not in NOMINAL_DTYPES:
+            raise TypeError(f"{name} is {parameter.dtype}; bf16, fp16 and fp32 parameters can be trained")
+    return named
+
+
+def _describe(parameter: Tensor) -> str:
+    stored = parameter.format if isinstance(parameter, QuantizedWeight) else "plain"
+    return f"{stored} {tuple(parameter.shape)} {parameter.dtype}"
