@@ -1,0 +1,13 @@
+// The topics of the extension; each registers its own functions.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace zerocast::api {
+
+void register_descriptor(pybind11::module_& m);  // columns, Format
+void register_codec(pybind11::module_& m);       // single codes, for tests
+void register_simd(pybind11::module_& m);        // instruction sets
+void register_cpu(pybind11::module_& m);         // the stages on the CPU
+
+}  // namespace zerocast::api

@@ -1,0 +1,255 @@
+// Codes and scale rules of every format, once, for host and device (formats.md section 1).
+//
+// Everything here is integer logic and single IEEE f32 operations without a branch, so that a loop over it vectorises and
+// every backend gives the same bits. Compile with -ffp-contract=off (or --fmad=false), and keep subnormals.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define ZC_HD __host__ __device__ __forceinline__
+#else
+#define ZC_HD __attribute__((always_inline)) inline
+#endif
+
+namespace zerocast {
+
+constexpr int32_t kMagnitude = 0x7FFFFFFF;
+constexpr int32_t kInfinity = 0x7F800000;
+constexpr int32_t kNaN = 0x7FC00000;
+constexpr float kFloatMin = 1.17549435e-38f;
+constexpr float kFloatMax = 3.40282347e+38f;
+
+ZC_HD int32_t bits_of(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+ZC_HD float float_of(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+ZC_HD bool is_nan(float x) { return x != x; }
+
+ZC_HD bool is_nan(float x, float y) {  // either; one instruction
+#if defined(__CUDA_ARCH__)
+  return x != x || y != y;
+#else
+  return __builtin_isunordered(x, y);
+#endif
+}
+
+ZC_HD int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+ZC_HD int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Elements: small floats with a sign bit, `kMantissa` bits of mantissa and 2**kMinExponent as the smallest normal.
+// kLimit is where an encoder stops: the f32 bits of the largest value, or of the first that IEEE calls infinite.
+
+struct E4M3 {
+  static constexpr int kBits = 8, kMantissa = 3, kMinExponent = -6;
+  static constexpr int32_t kLimit = 0x43E00000;  // 448
+  static constexpr int32_t kLargestCode = 0x7E, kNaNCode = 0x7F;
+  static constexpr bool kHasInfinity = false;
+};
+
+struct E5M2 {
+  static constexpr int kBits = 8, kMantissa = 2, kMinExponent = -14;
+  static constexpr int32_t kLimit = 0x47600000;  // 57344: saturates, although the type has an infinity
+  static constexpr int32_t kLargestCode = 0x7B, kNaNCode = 0x7F;
+  static constexpr bool kHasInfinity = true;
+};
+
+struct E2M1 {
+  static constexpr int kBits = 4, kMantissa = 1, kMinExponent = 0;
+  static constexpr int32_t kLimit = 0x40C00000;  // 6
+  static constexpr int32_t kLargestCode = 0x7, kNaNCode = 0x7;
+  static constexpr bool kHasInfinity = false;
+};
+
+struct E5M10 {  // IEEE binary16
+  static constexpr int kBits = 16, kMantissa = 10, kMinExponent = -14;
+  static constexpr int32_t kLimit = 0x47800000;  // 65536, whose code is infinity's
+  static constexpr int32_t kLargestCode = 0x7BFF, kNaNCode = 0x7FFF;
+  static constexpr bool kHasInfinity = true;
+};
+
+// Round to nearest even by one addition: next to a power of two whose last mantissa bit is worth one unit of the code, the
+// sum has room for nothing smaller. The unit follows the exponent of x down to the smallest normal, so subnormals need no
+// case of their own. The power of two carries, in units, what turns exponents of f32 into exponents of the code; it is even,
+// so ties stay ties to even.
+//
+// The code is built at the top of the word, where the sign of x is. `nan` overrides x.
+template <class E>
+ZC_HD int32_t encode(float x, bool nan) {
+  constexpr int kDrop = 23 - E::kMantissa, kTop = 32 - E::kBits;
+  constexpr int32_t kSmallestNormal = (127 + E::kMinExponent) << 23;
+  constexpr int32_t kAnchor = (kDrop << 23) + (-(kSmallestNormal >> kDrop) & ((1 << E::kBits) - 1));
+  const int32_t bits = bits_of(x);
+  const int32_t clamped = smaller(bits & kMagnitude, E::kLimit);
+  const int32_t exponent = larger(clamped & kInfinity, kSmallestNormal);
+  const int32_t sum = bits_of(float_of(clamped) + float_of(exponent + kAnchor));
+  const uint32_t magnitude = static_cast<uint32_t>(sum + (exponent >> kDrop)) << kTop;
+  const uint32_t code = magnitude | (static_cast<uint32_t>(bits) & 0x80000000u);
+  return static_cast<int32_t>((nan ? static_cast<uint32_t>(E::kNaNCode) << kTop : code) >> kTop);
+}
+
+template <class E>
+ZC_HD int32_t encode(float x) {
+  return encode<E>(x, is_nan(x));
+}
+
+// A subnormal code is read as if it had the implicit bit, which is then subtracted: exact, and no f32 subnormal on the way.
+template <class E>
+ZC_HD float decode(int32_t code) {
+  constexpr int kDrop = 23 - E::kMantissa;
+  constexpr int32_t kSmallestNormal = (127 + E::kMinExponent) << 23;
+  const int32_t magnitude = code & ((1 << (E::kBits - 1)) - 1);
+  const int32_t implicit = magnitude < (1 << E::kMantissa) ? kSmallestNormal : 0;
+  const int32_t normal = (magnitude << kDrop) + kSmallestNormal - (1 << 23);
+  const float value = float_of(normal + (implicit ? 1 << 23 : 0)) - float_of(implicit);
+  const int32_t sign = static_cast<int32_t>(static_cast<uint32_t>(code) << (32 - E::kBits)) & ~kMagnitude;
+  int32_t bits = bits_of(value);
+  if constexpr (E::kHasInfinity) bits = magnitude > E::kLargestCode ? kInfinity : bits;
+  bits |= sign;
+  if constexpr (E::kNaNCode > E::kLargestCode) bits = magnitude > E::kLargestCode + E::kHasInfinity ? kNaN : bits;
+  return float_of(bits);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Storage types of masters and nominal weights. `narrow_number` is `narrow` for what is not NaN; `magnitude` orders like
+// |x|, takes NaN as 0, and `of_magnitude` undoes it.
+
+struct Float32 {
+  using Word = uint32_t;
+  ZC_HD static float widen(Word word) { return float_of(static_cast<int32_t>(word)); }
+  ZC_HD static Word narrow(float x) { return static_cast<Word>(bits_of(x)); }
+  ZC_HD static Word narrow_number(float x) { return narrow(x); }
+  ZC_HD static int32_t magnitude(Word word) {
+    const int32_t m = static_cast<int32_t>(word & 0x7FFFFFFFu);
+    return m > kInfinity ? 0 : m;
+  }
+  ZC_HD static float of_magnitude(int32_t m) { return float_of(m); }
+};
+
+struct Bfloat16 {
+  using Word = uint16_t;
+  ZC_HD static float widen(Word word) { return float_of(static_cast<int32_t>(static_cast<uint32_t>(word) << 16)); }
+  // NaN becomes 0x7FFF, as in the hardware and as in FP8: sign and payload dropped.
+  ZC_HD static Word narrow(float x) { return is_nan(x) ? Word{0x7FFF} : narrow_number(x); }
+  ZC_HD static Word narrow_number(float x) {
+    const uint32_t bits = static_cast<uint32_t>(bits_of(x));
+    return static_cast<Word>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+  }
+  ZC_HD static int32_t magnitude(Word word) {
+    const int32_t m = word & 0x7FFF;
+    return m > 0x7F80 ? 0 : m;
+  }
+  ZC_HD static float of_magnitude(int32_t m) { return float_of(m << 16); }
+};
+
+struct Float16 {
+  using Word = uint16_t;
+  ZC_HD static float widen(Word word) { return decode<E5M10>(word); }
+  ZC_HD static Word narrow(float x) { return static_cast<Word>(encode<E5M10>(x)); }
+  ZC_HD static Word narrow_number(float x) { return static_cast<Word>(encode<E5M10>(x, false)); }
+  ZC_HD static int32_t magnitude(Word word) {
+    const int32_t m = word & 0x7FFF;
+    return m > 0x7C00 ? 0 : m;
+  }
+  ZC_HD static float of_magnitude(int32_t m) { return decode<E5M10>(m); }
+};
+
+// f32 rounded to the nominal dtype, as f32. Rounding is monotone, so the rounded maximum is the maximum of the rounded.
+template <class Nominal>
+ZC_HD float round_to(float x) {
+  return Nominal::widen(Nominal::narrow(x));
+}
+
+// The code of a master element: rounded to nominal, multiplied, encoded. A master that is already nominal is only widened.
+template <class Master, class Nominal, class E>
+ZC_HD int32_t encode_master(typename Master::Word word, float multiplier) {
+  const float x = Master::widen(word);
+  const float nominal = std::is_same_v<Master, Nominal> ? x : Nominal::widen(Nominal::narrow_number(x));
+  const float scaled = nominal * multiplier;
+  return encode<E>(scaled, is_nan(x, scaled));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Scale rules: what an element of a block is multiplied by before it is encoded, and what is stored.
+
+// FP32 scales (formats.md 1.2): fp8_max / amax, 1 for an amax of 0, Inf or NaN.
+ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2) {
+  const float a = amax < epsilon ? epsilon : amax;
+  const float quotient = fp8_max / a;
+  const float finite = bits_of(quotient) == kInfinity ? kFloatMax : quotient;
+  const float scale = power_of_2 ? float_of(bits_of(finite) & kInfinity) : finite;
+  const bool usable = a != 0.0f && (bits_of(a) & kMagnitude) < kInfinity;
+  return usable ? scale : 1.0f;
+}
+
+// E8M0 (formats.md 1.5): the biased exponent of the next power of two at or above amax / 448, at most 254; 255 is for NaN.
+ZC_HD int32_t e8m0_exponent(float amax) {
+  const int32_t bits = bits_of(amax * float_of(0x3B124925));
+  const int32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFF;
+  const int32_t threshold = exponent == 0 ? 0x400000 : 0;
+  const int32_t bump = (mantissa > threshold) & (exponent < 0xFE);
+  return smaller(exponent, 254) + bump;
+}
+
+ZC_HD int32_t e8m0_code(float amax) { return is_nan(amax) ? 255 : e8m0_exponent(amax); }
+
+// 2**(127 - exponent), of which the last is subnormal.
+ZC_HD float e8m0_multiplier(float amax) {
+  const int32_t bits = larger((254 - e8m0_exponent(amax)) << 23, 0x00400000);
+  return float_of(is_nan(amax) ? kNaN : bits);
+}
+
+ZC_HD float e8m0_value(int32_t code) {
+  const int32_t bits = larger(code << 23, 0x00400000);
+  return float_of(code == 255 ? kNaN : bits);
+}
+
+// Two-level scales (formats.md 1.6). The order of operations is part of the format.
+struct TwoLevel {
+  float multiplier;  // of a block's amax, before its E4M3 encoding
+  float decode;      // 1 / S_enc
+
+  ZC_HD explicit TwoLevel(float tensor_amax) {
+    const float quotient = 2688.0f / (tensor_amax > kFloatMin ? tensor_amax : kFloatMin);
+    const float finite = quotient < kFloatMax ? quotient : kFloatMax;
+    const float scale = tensor_amax > 0.0f ? finite : 1.0f;
+    multiplier = scale * float_of(0x3E2AAAAB);
+    decode = 1.0f / (scale > 0.0f ? scale : 1.0f);
+  }
+
+  ZC_HD int32_t stored(float block_amax) const {
+    const float v = block_amax * multiplier;
+    return encode<E4M3>(v <= kFloatMax ? v : kFloatMax);  // NaN, from Inf * 0, too
+  }
+
+  ZC_HD float encode_multiplier(float block_amax) const {
+    const float scale = zerocast::decode<E4M3>(stored(block_amax));
+    const float reciprocal = 1.0f / (scale * decode);
+    const float finite = reciprocal < kFloatMax ? reciprocal : kFloatMax;
+    return scale > 0.0f ? finite : kFloatMax;
+  }
+};
+
+ZC_HD float two_level_value(int32_t stored, float tensor_amax) {
+  return (decode<E4M3>(stored) * tensor_amax) * float_of(0x39C30C31);
+}
+
+// Delayed scaling (formats.md 1.1): the scale of the next cast; `previous` stays where the amax gives none.
+ZC_HD float delayed_scale(float amax, float numerator, float previous) {
+  const bool usable = amax > 0.0f && amax < float_of(kInfinity);
+  const float scale = usable ? numerator / amax : previous;
+  return (bits_of(scale) & kMagnitude) == kInfinity ? kFloatMax : scale;
+}
+
+}  // namespace zerocast

@@ -1,0 +1,35 @@
+// Compiles the file ZC_LOOPS once for each instruction set, each in a namespace of its own.
+//
+// Included by a stage after everything else, hence no include guard: a standard header read under a target pragma would
+// leave functions that the linker may hand to machines without those instructions. For the same reason the loops are
+// internal to their file, and codec.h, read before, is inlined into them.
+
+namespace zerocast::baseline {
+namespace {
+#include ZC_LOOPS
+}  // namespace
+}  // namespace zerocast::baseline
+
+#if ZC_X86_LEVELS
+
+#pragma GCC push_options
+#pragma GCC target("avx2,bmi,bmi2")
+namespace zerocast::avx2 {
+namespace {
+#include ZC_LOOPS
+}  // namespace
+}  // namespace zerocast::avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+namespace zerocast::avx512 {
+namespace {
+#include ZC_LOOPS
+}  // namespace
+}  // namespace zerocast::avx512
+#pragma GCC pop_options
+
+#endif
+
+#undef ZC_LOOPS

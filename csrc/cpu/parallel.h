@@ -1,0 +1,38 @@
+// One parallel loop over the tasks of all weights of a stage.
+#pragma once
+
+#include <algorithm>
+#include <cfenv>
+#include <cstdint>
+
+namespace zerocast {
+
+// The IEEE default for this thread while it lives: a caller that flushes subnormals (torch.set_flush_denormal) would change
+// bits.
+class DefaultFloatingPoint {
+ public:
+  DefaultFloatingPoint() {
+    std::fegetenv(&caller_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatingPoint() { std::fesetenv(&caller_); }
+  DefaultFloatingPoint(const DefaultFloatingPoint&) = delete;
+  DefaultFloatingPoint& operator=(const DefaultFloatingPoint&) = delete;
+
+ private:
+  std::fenv_t caller_;
+};
+
+// Tasks are handed out in runs, so that many small ones cost no more than a few large ones.
+template <class Body>
+void parallel_for(int64_t tasks, int threads, const Body& body) {
+  [[maybe_unused]] const int64_t run = std::clamp<int64_t>(tasks / (8 * static_cast<int64_t>(threads)), 1, 16);
+#pragma omp parallel num_threads(threads) if (threads > 1 && tasks > 1)
+  {
+    const DefaultFloatingPoint ieee;
+#pragma omp for schedule(dynamic, run)
+    for (int64_t task = 0; task < tasks; ++task) body(task);
+  }
+}
+
+}  // namespace zerocast

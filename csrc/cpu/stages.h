@@ -1,0 +1,48 @@
+// The stages of zerocast/backends/README.md on the CPU. Each takes the whole table and opens one parallel region.
+#pragma once
+
+#include <vector>
+
+#include "descriptor.h"
+
+namespace zerocast::cpu {
+
+void partial_amax(const Format& format, Dtype nominal, const std::vector<Array>& masters, const Table& table, Array packed,
+                  int threads);
+
+void compute_scales(const Format& format, Array packed, const Table& table, const Bases& row_scales,
+                    const Bases& column_scales, const Bases& amaxes, const Bases& scales, int threads);
+
+void partial_cast(const Format& format, Dtype nominal, const std::vector<Array>& masters, Array packed, const Bases& amaxes,
+                  const Bases& scales, const Table& table, const Bases& row_data, const Bases& column_data, int threads);
+
+void roll_history(const Format& format, const Table& table, const Bases& amaxes, const Bases& scales,
+                  const Bases& histories);
+
+void transpose(const Format& format, const Table& table, const Bases& row_data, const Bases& row_scales,
+               const Bases& column_data, const Bases& column_scales, int threads);
+
+// One direction of one weight; `data_dtype` is read for formats without an element only.
+struct Quantized {
+  uintptr_t data, scale_inv, amax;
+  Dtype data_dtype;
+  int64_t rows, columns;
+  bool columnwise;
+};
+void dequantize(const Format& format, const Quantized& weight, Array out, int threads);
+
+struct AdamState {
+  uintptr_t master;
+  Array grad;
+  uintptr_t exp_avg, exp_avg_sq;
+};
+void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
+               int threads);
+
+// Single codes, for tests over every input: f32 to codes and back, one code a byte.
+void encode(Element element, const float* source, uint8_t* codes, int64_t numel);
+void decode(Element element, const uint8_t* codes, float* values, int64_t numel);
+// f32 to the words of a nominal dtype.
+void round_nominal(Dtype nominal, const float* source, void* words, int64_t numel);
+
+}  // namespace zerocast::cpu

@@ -1,0 +1,95 @@
+// What a stage is told: the descriptor table, one row a weight, and the format as plain data.
+//
+// The columns are those of zerocast/descriptor.py and the fields those of FormatSpec; zerocast/backends/cpu.py refuses an
+// extension whose columns differ. A base is an address, a list of bases is indexed by the *_BASE columns.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace zerocast {
+
+// clang-format off
+#define ZC_COLUMNS(X) \
+  X(ROWS) X(COLUMNS) X(START) X(NUMEL) \
+  X(MASTER_BASE) X(MASTER_OFFSET) X(ROW_AMAX) X(COLUMN_AMAX) \
+  X(ROW_DATA_BASE) X(ROW_DATA_OFFSET) X(COLUMN_DATA_BASE) X(COLUMN_DATA_OFFSET) \
+  X(ROW_SCALE_BASE) X(ROW_SCALE_OFFSET) X(COLUMN_SCALE_BASE) X(COLUMN_SCALE_OFFSET) \
+  X(AMAX_BASE) X(AMAX_OFFSET) X(SCALE_BASE) X(SCALE_OFFSET) X(HISTORY_BASE) X(HISTORY_OFFSET)
+// clang-format on
+
+namespace column {
+#define ZC_COLUMN(name) name,
+enum Column { ZC_COLUMNS(ZC_COLUMN) WIDTH };
+#undef ZC_COLUMN
+}  // namespace column
+
+// One row of the table.
+struct Weight {
+  const int64_t* row;
+  int64_t operator[](column::Column c) const { return row[c]; }
+  int64_t rows() const { return row[column::ROWS]; }
+  int64_t columns() const { return row[column::COLUMNS]; }
+  int64_t start() const { return row[column::START]; }
+  int64_t stop() const { return row[column::START] + row[column::NUMEL]; }
+};
+
+struct Table {
+  const int64_t* rows;
+  int64_t size;
+  Weight operator[](int64_t i) const { return {rows + i * column::WIDTH}; }
+};
+
+enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
+enum class Element : int { kNominal, kE4M3, kE5M2, kE2M1 };
+enum class ScaleRule : int { kNone, kFP32, kE8M0, kTwoLevel };
+enum class Columnwise : int { kNone, kTranspose, kOwnGrid };
+enum class AmaxPolicy : int { kNone, kCurrent, kDelayed };
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+// Extent of a block; {0, 0} is the whole tensor, or, columnwise, no grid of its own.
+struct Block {
+  int64_t rows, columns;
+  explicit operator bool() const { return rows != 0; }
+};
+
+// How many blocks there are, down and across.
+struct GridShape {
+  int64_t down, across;
+};
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+inline GridShape grid_shape(Block block, int64_t rows, int64_t columns) {
+  if (!block) return {1, 1};
+  return {(rows + block.rows - 1) / block.rows, (columns + block.columns - 1) / block.columns};
+}
+
+struct Format {
+  Element element;
+  ScaleRule scale_rule;
+  Columnwise columnwise;
+  AmaxPolicy amax_policy;
+  Block block;
+  Block columnwise_block;
+  bool power_of_2_scale;
+  bool most_recent;  // the algorithm that chooses an amax from the history; else the maximum
+  float amax_epsilon;
+  int margin;
+  int64_t amax_history_len;
+
+  bool has_tensor_amax() const { return scale_rule == ScaleRule::kTwoLevel || (amax_policy != AmaxPolicy::kNone && !block); }
+  int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
+  float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
+};
+
+// A tensor of a floating dtype.
+struct Array {
+  uintptr_t address;
+  Dtype dtype;
+};
+
+using Bases = std::vector<uintptr_t>;
+
+}  // namespace zerocast

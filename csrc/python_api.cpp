@@ -1,0 +1,11 @@
+// The extension zerocast._C: plain pybind11 over addresses and plain data, no torch header, so that one build serves every
+// torch.
+#include "api/topics.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "zerocast's compiled stages; use them through zerocast.backends";
+  zerocast::api::register_descriptor(m);
+  zerocast::api::register_codec(m);
+  zerocast::api::register_simd(m);
+  zerocast::api::register_cpu(m);
+}
