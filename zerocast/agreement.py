@@ -12,16 +12,18 @@ Problem = tuple[type[Exception], str]
 def agree(group: Group, lines: Sequence[str], problem: Exception | None, payload: Any = None) -> list[Any]:
     """Exchange `payload` over the group, if all is well everywhere; returns the payloads by rank.
 
-    `problem` is what this rank found wrong, `lines` describe what all ranks must have alike, one line an item. Raises the first rank's
-    problem, with the rank in the message when there are several, or ValueError naming the first line that differs.
+    `problem` is what this rank found wrong, `lines` describe what all ranks must have alike, one line an item. Raises the
+    first rank's problem, with the rank in the message when there are several, or ValueError naming the first line that
+    differs.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    found = None if problem is None else (type(problem), str(problem))
+    kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
+    found = None if problem is None else (kind, str(problem))
     replies = group.all_gather_object((found, digest, payload))
     for rank, (reported, *_) in enumerate(replies):
         if reported is not None:
-            kind, text = reported
-            raise kind(text if group.size == 1 else f"rank {rank}: {text}")
+            wrong, text = reported
+            raise wrong(text if group.size == 1 else f"rank {rank}: {text}")
     if len({hashed for _, hashed, _ in replies}) > 1:
         _raise_difference(group.all_gather_object(list(lines)))
     return [content for *_, content in replies]

@@ -7,6 +7,7 @@ Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share tha
 the other's element. Non-owners send -Inf. A NaN never enters a MAX; it is sent as a flag.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ def shared_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> I
     if elements_per_byte == 1:
         return
     held = sorted((span.start, span.stop, rank) for rank, span in enumerate(spans) if span.numel)
-    for (_, stop, rank), (start, _, other) in zip(held, held[1:], strict=False):
+    for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
         if stop == start and stop % 2:
             yield SharedByte(index, stop - 1, (rank, other))
 

@@ -21,7 +21,7 @@ class ColumnwiseCopies:
     def make(self) -> None:
         """Transpose all of them; waits for gathers in flight."""
         for w in self._weights:
-            _ = w.rowwise_data
+            w.wait()
         if not self._weights:
             return
         if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _Product(torch.autograd.Function):
@@ -22,6 +23,7 @@ class _Product(torch.autograd.Function):
         return torch.nn.functional.linear(x, w.t() if transposed else w, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
@@ -95,9 +97,10 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: flo
     """torch.addmm with the weight as the last operand and without scaling."""
     if (beta, alpha) != (1, 1):
         raise RuntimeError(f"addmm with a QuantizedWeight takes beta=1 and alpha=1, got {beta} and {alpha}")
-    if input.dim() == 1:
+    if input.dim() == 1 and mat1.dim() == 2:
         return _product(mat1, mat2, input, transposed=True)
-    return mm(mat1, mat2) + input
+    product = mm(mat1, mat2)
+    return product + input.to(product.dtype)
 
 
 def t(weight: Any) -> Any:

@@ -14,6 +14,6 @@ class Freshness:
     """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes columnwise copies on demand."""
 
     cast: int = 0
-    columnwise: int = 0
+    columnwise: int = -1  # the cast that the columnwise copies of all of them were made from
     finish: Callable[[Any], None] | None = None
     rebuild: Callable[[Any], None] | None = None

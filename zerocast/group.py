@@ -34,7 +34,10 @@ class Group:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group is a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
-        return Group(group, dist.get_rank(group), dist.get_world_size(group))
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this process is not a member of the group")
+        return Group(group, rank, dist.get_world_size(group))
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """MAX in place. NaN never enters: its result would depend on the rank."""
@@ -64,7 +67,7 @@ class Group:
         return work
 
     def reduce_scatter_mean(self, out: Tensor, full: Tensor, async_op: bool = False) -> dist.Work | None:
-        """This rank's slice of the mean of `full` over the ranks, in the order of the communication library."""
+        """The mean of `full` over the ranks, this rank's slice, added in the order of the communication library."""
         if self.size == 1:
             out.copy_(full)
             return None

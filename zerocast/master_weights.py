@@ -24,8 +24,8 @@ def quantize_master_weights(
     """Cast master shards into their weights, once: build a CastPlan, which exchanges and checks what all ranks pass, and cast.
 
     Arguments and errors are those of `CastPlan`; a loop keeps a plan and calls `plan.cast()`. With
-    `manual_post_all_gather_processing=False` columnwise copies are dropped, and made anew by the first backward pass that reads one,
-    which must come after the all-gather.
+    `manual_post_all_gather_processing=False` columnwise copies are dropped, and made anew by the first backward pass that
+    reads one, which must come after the all-gather.
     """
     plan = CastPlan(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=fsdp_shard_model_weights
@@ -40,13 +40,13 @@ def quantize_master_weights(
 def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None:
     """Make the columnwise copies of weights whose rowwise bytes have been gathered.
 
-    Raises TypeError for anything but a QuantizedWeight, ValueError for weights on several devices, RuntimeError for a weight that was
-    never cast; nothing is written then.
+    Raises TypeError for anything but a QuantizedWeight, ValueError for weights on several devices, RuntimeError for a
+    weight that was never cast; nothing is written then.
     """
     for index, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedWeight):
             raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
-        if not weight.state.freshness.cast:
+        if not weight.state.ever_cast:
             raise RuntimeError(f"model weight {index} ({weight!r}) was never cast: there is nothing to transpose yet")
     devices = {weight.device for weight in model_weights}
     if len(devices) > 1:

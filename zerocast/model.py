@@ -14,10 +14,10 @@ from zerocast.weight import QuantizedWeight
 def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace weights of `model` in place, as `recipe` says, and cast their present values.
 
-    A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe calls identity, stay as they are.
-    `dtype` is the nominal dtype, by default each parameter's own: an FP32 model with `dtype=torch.bfloat16` computes in bf16 and
-    keeps its FP32 values (`high_precision_init_val`) until an optimizer has made masters of them. Shared parameters stay shared. A
-    delayed scale is seeded from the initial amax. Returns `model`.
+    A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe calls identity, stay as
+    they are. `dtype` is the nominal dtype, by default each parameter's own: an FP32 model with `dtype=torch.bfloat16`
+    computes in bf16 and keeps its FP32 values (`high_precision_init_val`) until an optimizer has made masters of them.
+    Shared parameters stay shared. A delayed scale is seeded from the initial amax. Returns `model`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its format cannot take, and an
     embedding: looking rows up is not a product.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zerocast import backends, weight_state
+from zerocast import weight_state
 from zerocast.amax import PackedAmax
 from zerocast.batch import Batch, Batches
 from zerocast.cast import cast
@@ -32,8 +32,9 @@ class CastPlan:
             `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's own data is then not written.
         backend: a name from `zerocast.backends`; None chooses.
 
-    Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is left as it is. Only the constructor
-    communicates beyond the one all-reduce of a cast: what is wrong on any rank raises TypeError or ValueError on all of them.
+    Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is left as it is. Only the
+    constructor communicates beyond the one all-reduce of a cast: what is wrong on any rank raises TypeError or ValueError
+    on all of them.
     """
 
     def __init__(
@@ -47,37 +48,35 @@ class CastPlan:
         backend: str | None = None,
     ) -> None:
         self.group = Group.of(group)
-        self._ownership = own(self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+        self._ownership = own(
+            self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
+        )
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._ownership.shards]
         self._cast = [i for i in range(len(self.weights)) if self._ownership.owned_anywhere(i)]
-        device = self.weights[0].device if self.weights else torch.device("cpu")
-        self.backend = backends.choose(device, backend)
+        device, self.backend = self._ownership.device, self._ownership.backend
         self.packed = PackedAmax(self._ownership, self._cast, device)
         self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
-        self.freshness = Freshness(cast=int(all(w.state.freshness.cast for w in self.weights)))
-        for w in self.weights:
-            w.state.join(self.freshness)
+        self.freshness = Freshness()
         self._bind()
 
     def cast(self, skip: Tensor | None = None) -> None:
         """Cast the masters as they are now. One all-reduce, no host work a tensor.
 
-        `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and then calls
-        `post_all_gather`.
+        `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and
+        then calls `post_all_gather`.
         """
-        if self.freshness.finish is not None:
-            for w in self.weights:
-                self.freshness.finish(w)
-        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
-            self._bind()
+        for w in self.weights if self.freshness.finish else ():
+            w.wait()
+        self._follow()
         cast(self._batches, self._neighbours, self.packed, self._received, self.group, skip)
         self.freshness.cast += 1
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes. RuntimeError before the first cast."""
-        if not self.freshness.cast:
+        if not self.freshness.cast and not all(w.state.ever_cast for w in self.weights):
             raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
+        self._follow()
         self._columnwise.make()
         self.freshness.columnwise = self.freshness.cast
 
@@ -86,8 +85,16 @@ class CastPlan:
         handle: RemovableHandle = optimizer.register_step_post_hook(lambda *_: self.cast())
         return handle
 
+    def _follow(self) -> None:
+        """Look again where everything lies if any weight or master moved, or a newer plan took a weight over."""
+        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
+            self._bind()
+
     def _bind(self) -> None:
         """Descriptor tables and bases for where everything lies now. Local and silent."""
+        for w in self.weights:
+            if w.state.freshness is not self.freshness:
+                w.state.join(self.freshness)
         device = self.packed.buffer.device
         batches = Batches(device, self.backend)
         for index in self._cast:

@@ -4,6 +4,7 @@ Nothing here reads or writes bytes. Each rank checks what it was given; then all
 it, and all raise together or none does: a mistake on one rank is an error on every rank and never a hang.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast import backends
 from zerocast.agreement import agree
 from zerocast.formats import Columnwise
 from zerocast.group import Group
@@ -32,10 +34,15 @@ class MasterShard:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The shards of this rank, and who owns what: `spans[rank][i]` is that rank's part of weight i."""
+    """The shards of this rank, and who owns what: `spans[rank][i]` is that rank's part of weight i.
+
+    `device` is that of the weights, `backend` the one chosen for it.
+    """
 
     shards: list[MasterShard]
     spans: list[list[Span]]
+    device: torch.device
+    backend: str
 
     def owned_anywhere(self, index: int) -> bool:
         """Whether any rank holds a part of the master; a weight without one is frozen and stays as it is."""
@@ -48,23 +55,27 @@ def own(
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     shard_data: Sequence[ShardData | None] | None,
+    backend: str | None,
 ) -> Ownership:
     """Check the arguments of a plan on all ranks; the only communication that a plan does before its casts.
 
-    Raises on every rank what was wrong on any: TypeError or ValueError, with the rank in the message when there are several.
+    Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend that cannot be used,
+    with the rank in the message when there are several.
     """
     shards: list[MasterShard] = []
-    problem = None
+    problem, device, chosen = None, torch.device("cpu"), ""
     try:
         shards = _check(model_weights, master_weights, start_offsets, shard_data)
-    except (TypeError, ValueError) as error:
+        device = shards[0].weight.device if shards else torch.device("cpu")
+        chosen = backends.choose(device, backend)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     lines = [_fingerprint(shard.weight) for shard in shards]
     spans = [(shard.span.start, shard.span.stop) for shard in shards]
     replies = agree(group, lines, problem, spans)
     by_rank = [[Span(*pair) for pair in pairs] for pairs in replies]
     _check_overlaps(lines, by_rank)
-    return Ownership(shards, by_rank)
+    return Ownership(shards, by_rank, device, chosen)
 
 
 def _fingerprint(weight: QuantizedWeight) -> str:
@@ -74,10 +85,11 @@ def _fingerprint(weight: QuantizedWeight) -> str:
 def _check_overlaps(lines: list[str], by_rank: list[list[Span]]) -> None:
     for index, line in enumerate(lines):
         held = sorted((s[index].start, s[index].stop, rank) for rank, s in enumerate(by_rank) if s[index].numel)
-        for (_, stop, rank), (start, _, other) in zip(held, held[1:], strict=False):
+        for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
             if start < stop:
                 raise ValueError(
-                    f"ranks {rank} and {other} both own elements of weight {index} ({line}) from {start} on; masters may not overlap"
+                    f"ranks {rank} and {other} both own elements of weight {index} ({line}) from {start} on; "
+                    "masters may not overlap"
                 )
 
 
@@ -101,9 +113,9 @@ def _check(
     ):
         if not isinstance(weight, QuantizedWeight) or weight.transposed_of is not None:
             raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
-        if id(weight) in seen:
-            raise ValueError(f"model weights {seen[id(weight)]} and {index} are the same weight")
-        seen[id(weight)] = index
+        first = seen.setdefault(id(weight.state), index)
+        if first != index:
+            raise ValueError(f"model weights {first} and {index} are the same weight")
         try:
             shards.append(_check_shard(weight, master, start, part))
         except (TypeError, ValueError) as error:
@@ -111,6 +123,8 @@ def _check(
     devices = {shard.weight.device for shard in shards}
     if len(devices) > 1:
         raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
+    if torch.device("meta") in devices:
+        raise ValueError("the weights are on the meta device: give them storage before the plan is built")
     return shards
 
 
@@ -123,6 +137,8 @@ def _check_shard(
         raise TypeError(f"the master is a {type(master).__name__}, a tensor or None is needed")
     if master.dtype not in (torch.float32, weight.dtype):
         raise TypeError(f"the master is {master.dtype}; float32 or the nominal {weight.dtype} is needed")
+    if master.layout is not torch.strided:
+        raise ValueError(f"the master is flat and contiguous, got layout {master.layout}")
     if master.dim() != 1 or not master.is_contiguous():
         raise ValueError(
             f"the master is flat and contiguous, got shape {tuple(master.shape)} and strides {master.stride()}"
@@ -144,6 +160,8 @@ def _check_shard_data(weight: QuantizedWeight, span: Span, data: ShardData | Non
         return None
     directions = 2 if weight.format.columnwise is Columnwise.OWN_GRID else 1
     tensors = data if isinstance(data, tuple) else (data,)
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise TypeError(f"shard storage is a tensor, or two, got {', '.join(type(t).__name__ for t in tensors)}")
     if len(tensors) != directions:
         raise TypeError(f"the shard of a {weight.format} weight has {directions} tensors, got {len(tensors)}")
     first, last = byte_range(weight.format, weight.shape, span, weight.dtype)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zerocast import backends, compute, layout, ops
 from zerocast.formats import Columnwise, FormatSpec, get_format
-from zerocast.freshness import Freshness
 from zerocast.layout import BUFFERS
 from zerocast.weight_state import WeightState
 
@@ -80,7 +79,7 @@ class QuantizedWeight(Tensor):
     @property
     def rowwise_data(self) -> Tensor:
         """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
-        self._finish()
+        self.wait()
         return self.state.rowwise_data
 
     @property
@@ -91,13 +90,13 @@ class QuantizedWeight(Tensor):
     @property
     def columnwise_data(self) -> Tensor | None:
         """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
-        if self.format.columnwise is Columnwise.OWN_GRID:
-            self._finish()
+        self.wait()
         return self.state.buffers["columnwise_data"]
 
     @property
     def columnwise_scale_inv(self) -> Tensor | None:
         """Decode scales of the columnwise data."""
+        self.wait()
         return self.state.buffers["columnwise_scale_inv"]
 
     @property
@@ -115,7 +114,8 @@ class QuantizedWeight(Tensor):
         """f32[amax_history_len]; delayed scaling only."""
         return self.state.buffers["amax_history"]
 
-    def _finish(self) -> None:
+    def wait(self) -> None:
+        """Until the bytes are here: completes a gather in flight."""
         if self.state.freshness.finish is not None:
             self.state.freshness.finish(self)
 
@@ -135,7 +135,7 @@ class QuantizedWeight(Tensor):
 
     def _fresh_columnwise(self) -> Tensor:
         """The columnwise data if it belongs to the last cast, rebuilt first where that was asked for; else RuntimeError."""
-        self._finish()
+        self.wait()
         if not self.state.columnwise_is_fresh():
             if self.state.freshness.rebuild is None:
                 raise RuntimeError(
@@ -153,7 +153,7 @@ class QuantizedWeight(Tensor):
         A given tensor has the shape, dtype and device of what it replaces and is contiguous; else ValueError, nothing moved.
         """
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
-        self._finish()
+        self.wait()
         self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
 
     def share(self) -> "QuantizedWeight":
@@ -189,10 +189,12 @@ class QuantizedWeight(Tensor):
     def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
         if self.transposed_of is not None:
             raise RuntimeError("a transposed reading is not copied or saved: copy the weight itself")
-        self._finish()
-        is_parameter, cast = isinstance(self, torch.nn.Parameter), bool(self.state.freshness.cast)
+        self.wait()
+        is_parameter, cast = isinstance(self, torch.nn.Parameter), self.state.ever_cast
+        initial = self.high_precision_init_val
+        initial = None if initial is None else copy(initial)
         fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, cast
-        return *fixed, self.state.copies(copy)
+        return *fixed, self.state.copies(copy), initial
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
@@ -234,9 +236,11 @@ def _restore(
     is_parameter: bool,
     cast: bool,
     buffers: dict[str, Tensor],
+    initial: Tensor | None,
 ) -> QuantizedWeight:
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
-    weight.state.freshness = Freshness(cast=int(cast), columnwise=int(cast))
+    weight.state.was_cast = cast
+    weight.high_precision_init_val = initial
     if is_parameter:
         weight._is_param = True  # what torch.nn.Parameter sets on a subclass
     return weight
@@ -245,13 +249,17 @@ def _restore(
 torch.serialization.add_safe_globals([_restore])
 
 
-def _copy(target: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
+    if not isinstance(target, QuantizedWeight):
+        raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
     ours = target.shape, target.format, target.dtype
     if not isinstance(source, QuantizedWeight) or (source.shape, source.format, source.dtype) != ours:
         raise RuntimeError(
             f"cannot copy {source!r:.200} into {target!r}: give a QuantizedWeight of the same shape and format, or "
             "load the high-precision values before quantize_, or into the optimizer's masters"
         )
+    target.wait()
+    source.wait()
     target.state.take(source.state)
     return target
 

@@ -28,7 +28,8 @@ def _moved() -> None:
 class WeightState:
     """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
 
-    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others.
+    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
+    `was_cast` remembers casts that its present freshness does not count.
     """
 
     format: FormatSpec
@@ -37,6 +38,7 @@ class WeightState:
     buffers: dict[str, Tensor | None]
     freshness: Freshness = field(default_factory=Freshness)
     columnwise_cast: int = 0
+    was_cast: bool = False
 
     def __post_init__(self) -> None:
         self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
@@ -59,6 +61,11 @@ class WeightState:
         assert data is not None
         return data
 
+    @property
+    def ever_cast(self) -> bool:
+        """Whether the bytes come from a cast, or from loading or copying a weight that was cast."""
+        return self.was_cast or self.freshness.cast > 0
+
     def columnwise_is_fresh(self) -> bool:
         """Whether there is a columnwise copy, made from the last cast."""
         done = max(self.freshness.columnwise, self.columnwise_cast)
@@ -70,10 +77,12 @@ class WeightState:
         self.columnwise_cast = self.freshness.cast
 
     def join(self, freshness: Freshness) -> None:
-        """Share the freshness of a plan; a columnwise copy that is fresh stays so."""
+        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan notices that it lost the weight."""
         fresh = self.columnwise_is_fresh()
+        self.was_cast = self.ever_cast
         self.freshness = freshness
         self.columnwise_cast = freshness.cast if fresh else -1
+        _moved()
 
     def drop_columnwise(self) -> None:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
@@ -113,7 +122,7 @@ class WeightState:
             ours, theirs = self.buffers[name], other.buffers[name]
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
-        self.freshness.cast = max(self.freshness.cast, 1)
+        self.was_cast = True
         if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
             self.mark_columnwise()
         else:

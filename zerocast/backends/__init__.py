@@ -20,7 +20,7 @@ ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
 @functools.cache
 def backend_names() -> tuple[str, ...]:
     """The backends that this version has, usable here or not."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "report"))
 
 
 @functools.cache
@@ -65,3 +65,8 @@ def _automatic(device_type: str) -> str:
         unusable = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         logger.warning("casting on %s with the slow reference backend (%s)", device_type, unusable)
     return str(usable[0])
+
+
+from zerocast.backends.report import Report, report  # noqa: E402  (it asks the functions above)
+
+__all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]

@@ -36,16 +36,18 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
         if options:
             raise TypeError(f"options {sorted(options)} go with a format name, got the format {name}")
         return name
-    return _build(name, tuple(sorted(options.items())))
+    if not isinstance(name, str):
+        raise TypeError(f"a format is a name or a FormatSpec, got {name!r}")
+    return _build(name, tuple(sorted((option, type(value), value) for option, value in options.items())))
 
 
 @functools.lru_cache(maxsize=256)
-def _build(text: str, options: tuple[tuple[str, Any], ...]) -> FormatSpec:
+def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
     name, _, inline = text.partition(":")
     if name not in format_names():
         raise ValueError(f"unknown format {name!r}; known: {', '.join(format_names())}")
     build = importlib.import_module(f"{__name__}.{name}").build
-    chosen = {**_parse(text, inline), **dict(options)}
+    chosen = {**_parse(text, inline), **{option: value for option, _, value in options}}
     known = inspect.signature(build).parameters
     for option, value in chosen.items():
         if option not in known:

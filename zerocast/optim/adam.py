@@ -16,7 +16,7 @@ def scalars(param_groups: list[dict[str, Any]], step: Tensor) -> Tensor:
     for group in param_groups:
         beta1, beta2 = group["betas"]
         c1, c2 = 1 - torch.pow(beta1, t), 1 - torch.pow(beta2, t)
-        lr = group["lr"].to(t) if isinstance(group["lr"], Tensor) else torch.full_like(t, group["lr"])
+        lr = group["lr"].to(t).view(1) if isinstance(group["lr"], Tensor) else torch.full_like(t, group["lr"])
         ones = torch.ones_like(t)
         rows.append(
             torch.cat(

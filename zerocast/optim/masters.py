@@ -19,13 +19,15 @@ class Masters:
     def __init__(self, buckets: Sequence[Bucket], group: Group, device: torch.device) -> None:
         self._buckets, self._group = list(buckets), group
         numel = flat_numel(self._buckets)
-        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros(numel, device=device) for _ in FIELDS)
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            torch.zeros(numel, dtype=torch.float32, device=device) for _ in FIELDS
+        )
         for bucket in buckets:
             self._initialise(bucket)
 
     def _initialise(self, bucket: Bucket) -> None:
         """Rank 0's initial values become everyone's, as in DistributedDataParallel; one bucket at a time."""
-        full = torch.zeros(bucket.numel, device=self.master.device)
+        full = torch.zeros(bucket.numel, dtype=torch.float32, device=self.master.device)
         for slot in bucket.slots:
             full[slot.offset : slot.offset + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
         self._group.broadcast(full)

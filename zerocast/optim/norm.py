@@ -4,14 +4,18 @@ import torch
 from torch import Tensor
 
 from zerocast.group import Group
+from zerocast.layout import round_up
 from zerocast.optim.bucket import ALIGNMENT, Bucket
 
 FAN_IN = 64  # of the fixed tree that adds partial sums
+PARTS = 64  # sums need f64 copies: of one part at a time
+SMALLEST_PART = 2**16
 
 
 def square_sum(shard: Tensor, group: Group) -> Tensor:
     """Sum of squares of all ranks' gradients, f64[]; in the order of the libraries."""
-    total: Tensor = torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in _parts(shard)]
+    total = torch.stack(parts).square().sum()
     group.all_reduce_sum(total)
     return total
 
@@ -19,8 +23,8 @@ def square_sum(shard: Tensor, group: Group) -> Tensor:
 class LogicalOrder:
     """Sums of squares in an order that the sharding does not change.
 
-    Chunks of `ALIGNMENT` elements never straddle two ranks and lie alike in a parameter whatever the number of ranks. Their f64 sums
-    are gathered, put into the order of registration, and added by a tree of fixed shape.
+    Chunks of `ALIGNMENT` elements never straddle two ranks and lie alike in a parameter whatever the number of ranks. Their
+    f64 sums are gathered, put into the order of registration, and added by a tree of fixed shape.
     """
 
     def __init__(self, buckets: list[Bucket], names: list[str], group: Group, device: torch.device) -> None:
@@ -38,7 +42,7 @@ class LogicalOrder:
 
     def square_sum(self, shard: Tensor) -> Tensor:
         """Sum of squares of all ranks' gradients, f64[]."""
-        sums = shard.view(-1, ALIGNMENT).double().square().sum(1)
+        sums = torch.cat([part.view(-1, ALIGNMENT).double().square().sum(1) for part in _parts(shard)])
         self._group.all_gather_into(self._gathered, sums)
         level = self._gathered[self._order]
         while level.numel() > 1:
@@ -46,6 +50,12 @@ class LogicalOrder:
         return level.view(())
 
 
+def _parts(shard: Tensor) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = shard.split(max(SMALLEST_PART, round_up(shard.numel() // PARTS, ALIGNMENT)))
+    return parts
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients of f32[] `norm` are multiplied by: `min(1, max_norm / (norm + 1e-6))`, f32[1], as in torch."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
+    factor = torch.full_like(norm, max_norm) / (norm + 1e-6)  # a tensor above: torch's `scalar / tensor` rounds twice
+    return factor.clamp(max=1.0).view(1)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.agreement import agree
+from zerocast.group import Group
 from zerocast.layout import Span
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.masters import Masters
@@ -36,11 +38,11 @@ class ZeroState:
         weights: ShardedWeights,
         step: Tensor,
         param_groups: list[dict[str, Any]],
-        ranks: int,
+        group: Group,
     ) -> None:
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._masters, self._weights, self._step = masters, weights, step
-        self._param_groups, self._ranks = param_groups, ranks
+        self._param_groups, self._group = param_groups, group
 
     def as_dict(self) -> dict[str, Any]:
         """The state as it is now; tensors are views of it, scalars copies."""
@@ -56,8 +58,18 @@ class ZeroState:
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same parameters. ValueError, with nothing changed, for missing names or other shapes."""
-        self._check(state)
+        """Take over a state of the same parameters.
+
+        ValueError, on every rank and with nothing changed, for missing names or other shapes on any rank.
+        """
+        problem = None
+        try:
+            self._check(state)
+        except KeyError as error:
+            problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
+        except ValueError as error:
+            problem = error
+        agree(self._group, [], problem)
         for name, (bucket, slot) in self._slots.items():
             span, owned = self._masters.owned(bucket, slot)
             moments = state["optim"]["state"][name]
@@ -65,13 +77,18 @@ class ZeroState:
                 _copy(flat, state["model"][name] if field == "master" else moments[field], span)
         steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
         self._step.fill_(int(steps.pop()))
-        for group, values in self._loaded_groups(state).items():
-            self._param_groups[group].update(values)
-        for name in self._weights.delayed.views:
-            self._load_delayed(name, state.get("zerocast", {}).get(name, {}))
+        for index, values in self._loaded_groups(state).items():
+            group = self._param_groups[index]
+            if isinstance(group["lr"], Tensor):
+                values["lr"] = group["lr"].fill_(values["lr"])
+            group.update(values)
+        lost = [name for name in self._weights.delayed.views if not self._load_delayed(name, state.get("zerocast", {}))]
+        if lost and self._group.rank == 0:
+            what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else lost[0]
+            logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", what)
 
     def _leaf(self, flat: Tensor, span: Span, shape: tuple[int, ...]) -> Tensor:
-        return flat.view(shape) if self._ranks == 1 else TensorShard.of(flat, span, shape)
+        return flat.view(shape) if self._group.size == 1 else TensorShard.of(flat, span, shape)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved = state["model"]
@@ -80,8 +97,11 @@ class ZeroState:
             raise ValueError(
                 f"the state does not fit this optimizer: it lacks {missing[:4]} and has beyond it {extra[:4]}"
             )
-        for name, (_, slot) in self._slots.items():
+        for name, (bucket, slot) in self._slots.items():
+            span, _ = self._masters.owned(bucket, slot)
             for tensor in (saved[name], *(state["optim"]["state"][name][field] for field in ("exp_avg", "exp_avg_sq"))):
+                if isinstance(tensor, TensorShard) and tensor.span != span:
+                    raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
                 if tuple(tensor.shape) != tuple(slot.parameter.shape):
                     raise ValueError(
                         f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(slot.parameter.shape)} here"
@@ -101,16 +121,17 @@ class ZeroState:
                 raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
         return loaded
 
-    def _load_delayed(self, name: str, saved: Mapping[str, Tensor]) -> None:
-        views = self._weights.delayed.views[name]
+    def _load_delayed(self, name: str, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
+        """Whether the state has the delayed scaling of this weight; else it is seeded at the next cast."""
+        views, saved = self._weights.delayed.views[name], state.get(name, {})
         history = saved.get("amax_history")
         if history is None or "scale" not in saved or history.shape != views["amax_history"].shape:
-            logger.warning("the state has no delayed scaling that fits %s: it is seeded from the loaded master", name)
             self._weights.delayed.lose(name)
-            return
+            return False
         views["amax_history"].copy_(history)
         views["scale"].copy_(saved["scale"])
         views["cast_scale"].copy_(saved.get("cast_scale", saved["scale"]))
+        return True
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -36,12 +36,14 @@ class ShardedWeights:
 
     def update(self, skip: Tensor) -> None:
         """Cast the masters and gather the bytes; where `skip` holds True the bytes stay what they are."""
+        self._gather.ready()
         self.delayed.advance(skip)
         self.plan.cast(skip)
         self._gather.start()
 
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
+        self._gather.ready()
         with self.delayed.replay():
             self.plan.cast()
         if self.delayed.found():  # the first cast found the amax that scales the second

@@ -1,8 +1,8 @@
 """ZeroAdamW: AdamW over FP32 master shards, with the weights cast and gathered in low precision after each step.
 
-One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check for non-finite values, Adam on this
-rank's shard, cast, all-gather of bytes, columnwise copies. Whether a step is skipped is known on the device only, so nothing here
-waits for it on the host.
+One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check for non-finite values,
+Adam on this rank's shard, cast, all-gather of bytes, columnwise copies. Whether a step is skipped is known on the device
+only, so nothing here waits for it on the host.
 """
 
 import contextlib
@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zerocast import ops
+from zerocast import backends, ops
 from zerocast.agreement import agree
 from zerocast.group import Group, GroupLike
 from zerocast.optim.adam import scalars
 from zerocast.optim.bucket import fill_buckets, segments
 from zerocast.optim.config import ZeroConfig
-from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.gradients import GradientReducer, group_of_its_own, has_company
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.state import ZeroState
@@ -37,14 +38,15 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     Args:
         params: `model.named_parameters()`, or parameter groups whose "params" are (name, parameter) pairs. QuantizedWeights, bf16,
-            fp16 and fp32 parameters in any mix, on one device; parameters that need no gradient are left out.
+            fp16 and fp32 parameters in any mix, on one device; parameters that need no gradient or are empty are left out.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its own, schedulers may change them.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one process without any.
         stage: 2 frees gradients as they are reduced; 1 keeps them on the parameters.
         config: how to communicate.
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial values are everyone's. Raises
-    ValueError for unnamed or doubly named parameters and for values out of range, on every rank if on any.
+    ValueError for doubly named parameters, for values out of range and for settings that differ between ranks, TypeError
+    for unnamed parameters, on every rank if on any. The last optimizer that is built over a parameter gets its gradients.
     """
 
     def __init__(
@@ -60,16 +62,25 @@ class ZeroAdamW(torch.optim.Optimizer):
     ) -> None:
         self._config = config or ZeroConfig()
         self._group = Group.of(group)
-        named, problem = [], None
+        named, settings, company, problem = [], "", False, None
         try:
             super().__init__(_trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             named = _check(self.param_groups, stage)
-        except (TypeError, ValueError) as error:
+            backends.choose(named[0][1].device, self._config.backend)
+            company = has_company(self._group, [parameter for _, parameter, _ in named])
+            settings = f"stage {stage}, {self._config}, {[_hyperparameters(group) for group in self.param_groups]}"
+        except (RuntimeError, TypeError, ValueError) as error:
             problem = error
-        agree(self._group, [f"{name}: {_describe(parameter)}" for name, parameter, _ in named], problem)
-        self._build(named, stage)
+        lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
+        by_rank = agree(self._group, lines, problem, (settings, company))
+        first = by_rank[0][0]
+        for rank, (found, _) in enumerate(by_rank):
+            if found != first:
+                raise ValueError(f"settings differ between ranks: {first} on rank 0, {found} on rank {rank}")
+        alone = not any(company for _, company in by_rank)
+        self._build(named, stage, self._group if alone else group_of_its_own(self._group))
 
-    def _build(self, named: list[Named], stage: int) -> None:
+    def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         config, group, device = self._config, self._group, named[0][1].device
         for _, parameter, _ in named:
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
@@ -77,7 +88,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
         self._masters = Masters(buckets, group, device)
         self._weights = ShardedWeights(buckets, self._masters, group, config)
-        self._reducer = GradientReducer(buckets, group, stage, config.deterministic, device)
+        self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device)
         names = [name for name, _, _ in named]
         self._order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
         rows = torch.tensor(segments(buckets, group.rank), dtype=torch.int64)
@@ -85,9 +96,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._skipped = torch.zeros_like(self._step)
         self._reported = 0
-        self._clip = torch.ones(1, device=device)
+        self._clip = torch.ones(1, dtype=torch.float32, device=device)
         self._square_sum: Tensor | None = None
-        self._state = ZeroState(buckets, self._masters, self._weights, self._step, self.param_groups, group.size)
+        self._state = ZeroState(buckets, self._masters, self._weights, self._step, self.param_groups, group)
         self._weights.recast()
 
     @torch.no_grad()
@@ -134,20 +145,26 @@ class ZeroAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, reduced or not."""
         super().zero_grad(set_to_none)
+        self._clip.fill_(1.0)
         self._reducer.reset()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, backward passes accumulate on this rank alone; the next one outside reduces the sum."""
-        self._reducer.synchronise = False
+        before = self._reducer.hold(synchronise=False)
         try:
             yield
         finally:
-            self._reducer.synchronise = True
+            self._reducer.hold(synchronise=before)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group that the masters are sharded over; None for one process without any."""
+        return self._group.handle
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps a non-finite gradient has skipped. Reading waits for the device; what is new since the last read is logged."""
+        """How many steps a non-finite gradient has skipped. Reading waits for the device, and logs what is new."""
         count = int(self._skipped)
         if count > self._reported and self._group.rank == 0:
             logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
@@ -170,6 +187,10 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._state.load(state_dict)
         self._weights.recast()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """TypeError: shards, hooks and process groups are not copied; `state_dict` is."""
+        raise TypeError("a ZeroAdamW cannot be copied or pickled: build another one and load the state of this one")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while constructing: shards are laid out once."""
         if hasattr(self, "_masters"):
@@ -182,22 +203,32 @@ class ZeroAdamW(torch.optim.Optimizer):
 def _trainable(params: Iterable[Any]) -> list[Any]:
     items = list(params)
     if items and isinstance(items[0], dict):
-        return [{**group, "params": _trainable(group["params"])} for group in items]
+        # a group whose parameters are all frozen stays, so that the groups are numbered as the caller numbers them
+        return [{"param_names": [], **group, "params": _trainable(group.get("params", ()))} for group in items]
     for item in items:
-        if not (isinstance(item, tuple) and len(item) == 2):
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)):
             raise TypeError("parameters come with their names: pass model.named_parameters()")
-    return [(name, parameter) for name, parameter in items if parameter.requires_grad]
+    return [(name, parameter) for name, parameter in items if parameter.requires_grad and parameter.numel()]
 
 
 def _check(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
     if stage not in STAGES:
         raise ValueError(f"stage is one of {STAGES}, got {stage}")
+    _check_ranges(param_groups)
+    return _check_parameters(param_groups)
+
+
+def _check_ranges(param_groups: list[dict[str, Any]]) -> None:
     for group in param_groups:
         ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in ("lr", "eps", "weight_decay")]
-        ranges += [("betas", group["betas"], all(0.0 <= beta < 1.0 for beta in group["betas"]))]
+        betas = group["betas"]
+        ranges += [("betas", betas, len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas))]
         for name, value, valid in ranges:
             if not valid:
                 raise ValueError(f"{name} is out of range: {value}")
+
+
+def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
     named = [
         (name, parameter, index)
         for index, group in enumerate(param_groups)
@@ -207,6 +238,8 @@ def _check(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
         raise ValueError("no parameter needs a gradient")
     if len({name for name, _, _ in named}) < len(named):
         raise ValueError("two parameters have the same name")
+    if len({id(parameter) for _, parameter, _ in named}) < len(named):
+        raise ValueError("a parameter is listed twice, under two names")
     devices = {parameter.device for _, parameter, _ in named}
     if len(devices) > 1:
         raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
@@ -214,6 +247,10 @@ def _check(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
         if parameter.dtype not in NOMINAL_DTYPES:
             raise TypeError(f"{name} is {parameter.dtype}; bf16, fp16 and fp32 parameters can be trained")
     return named
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
 
 
 def _describe(parameter: Tensor) -> str:

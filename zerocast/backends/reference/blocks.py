@@ -8,7 +8,7 @@ from zerocast.layout import Buffer, amax_grid
 
 
 def block_amax(x: Tensor, block: Block | None) -> Tensor:
-    """max |x| of each block of an f32 matrix `[R, C]`, NaN ignored; the grid `[down, across]`."""
+    """The largest |x| of each block of an f32 matrix `[R, C]`, NaN ignored; the grid `[down, across]`."""
     rows, columns = x.shape
     down, across = amax_grid(block, rows, columns)
     height, width = block or (rows, columns)

@@ -8,7 +8,7 @@ from torch import Tensor
 from zerocast.backends.reference.codec import round_nominal
 from zerocast.descriptor import Column
 from zerocast.formats import Block, FormatSpec
-from zerocast.layout import amax_grid
+from zerocast.layout import amax_grid, round_up
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Window:
         height = max(rows if b is None else b[0] for b in (fmt.block, fmt.columnwise_block or (1, 1)))
         start, stop = row[Column.START], row[Column.START] + row[Column.NUMEL]
         first = start // columns // height * height
-        last = min(rows, -(-(-(-stop // columns)) // height) * height)
+        last = min(rows, round_up(round_up(stop, columns) // columns, height))
         return Window(row, first, last)
 
     @property
