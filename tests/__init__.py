@@ -1,0 +1,1 @@
+"""The CPU test suite; README.md says how it is built."""

@@ -1,0 +1,87 @@
+"""Casts in this process, and the bytes that come out, for comparison."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import zerocast
+from zerocast import QuantizedWeight
+from zerocast.backends import reference
+from zerocast.group import ONE_PROCESS
+from zerocast.layout import BUFFERS
+
+FORMATS = (
+    "fp8_delayed:amax_history_len=4",
+    "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3,element=e5m2,margin=2",
+    "fp8_current",
+    "fp8_current:amax_epsilon=0.25,element=e5m2,power_of_2_scale=True",
+    "fp8_block",
+    "fp8_block:amax_epsilon=2.0,element=e5m2,power_of_2_scale=False",
+    "fp8_block:power_of_2_scale=False",
+    "mxfp8",
+    "nvfp4",
+    "identity",
+)
+NOMINAL = (torch.bfloat16, torch.float16, torch.float32)
+CAST_BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
+
+Bytes = dict[str, NDArray[np.uint8]]
+
+
+def raw(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor, flat."""
+    array: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def sha(data: Any) -> str:
+    """First 16 digits of the sha256 of raw bytes, as in goldens.json."""
+    if isinstance(data, Tensor):
+        data = raw(data)
+    return hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:16]
+
+
+def bytes_of(weight: QuantizedWeight) -> Bytes:
+    """Every buffer that the weight holds, as a copy of its bytes."""
+    held = {name: getattr(weight, name) for name in BUFFERS}
+    return {name: raw(tensor).copy() for name, tensor in held.items() if tensor is not None}
+
+
+def unsharded(fmt: str, master: Tensor, nominal: torch.dtype, scale: float = 1.0) -> Bytes:
+    """What a cast must leave, from the function that knows no plan, shard or descriptor."""
+    quantized = reference.quantize(zerocast.get_format(fmt), master, nominal, torch.tensor([scale]))
+    held = {name: getattr(quantized, name) for name in CAST_BUFFERS}
+    return {name: raw(tensor) for name, tensor in held.items() if tensor is not None}
+
+
+def cast_whole(
+    fmt: str, master: Tensor, nominal: torch.dtype = torch.bfloat16, backend: str | None = None, scale: float = 1.0
+) -> QuantizedWeight:
+    """A weight cast from its whole master by a plan of one process, columnwise copies included."""
+    weight = QuantizedWeight.empty(master.shape, fmt, nominal)
+    if weight.scale is not None:
+        weight.scale.fill_(scale)
+    plan = zerocast.CastPlan([weight], [master.reshape(-1)], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    plan.post_all_gather()
+    return weight
+
+
+def assert_same_bytes(found: Mapping[str, Any], expected: Mapping[str, Any], what: str = "") -> None:
+    """Every buffer of `expected`, to the byte; the message says where the first difference is."""
+    for name, wanted in expected.items():
+        assert name in found, f"{what}: no {name}"
+        a, b = np.asarray(found[name]).reshape(-1), np.asarray(wanted).reshape(-1)
+        assert a.shape == b.shape, f"{what}: {name} has {a.size} bytes, {b.size} expected"
+        (wrong,) = np.nonzero(a != b)
+        if wrong.size:
+            at = wrong[0]
+            pytest.fail(
+                f"{what}: {name} differs in {wrong.size} of {a.size} bytes; at {at} {a[at]:#04x}, not {b[at]:#04x}"
+            )

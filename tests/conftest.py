@@ -1,0 +1,78 @@
+"""Fixtures and profiles of the whole suite."""
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.workers import Pool, Ranks
+from zerocast import backends
+
+hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
+hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
+hypothesis.settings.load_profile("zerocast")
+
+CPU = torch.device("cpu")
+USABLE_BACKENDS = [name for name in backends.backend_names() if backends.why_not(name, CPU) is None]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(world)(function, *args)`: run a case on every rank of a pool of processes; see README.md."""
+    pools: dict[int, Pool] = {}
+    yield lambda world: pools.setdefault(world, Pool(world)).run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(params=USABLE_BACKENDS, scope="module")
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend that can run on CPU tensors here."""
+    name: str = request.param
+    return name
+
+
+def _at_every_level() -> list[str]:
+    """The backends beside the reference, each at every SIMD level that it has here."""
+    found = [name for name in USABLE_BACKENDS if name not in ("reference", "cpu")]
+    if "cpu" in USABLE_BACKENDS:
+        from zerocast import _C
+
+        found += [f"cpu@{level}" for level in _C.simd_levels()]
+    return found
+
+
+def _use_level(variant: str) -> Iterator[str]:
+    name, _, level = variant.partition("@")
+    if not level:
+        yield name
+        return
+    from zerocast import _C
+
+    before = _C.simd_level()
+    _C.set_simd_level(level)
+    yield name
+    _C.set_simd_level(before)
+
+
+@pytest.fixture(params=_at_every_level(), scope="module")
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A backend beside the reference, at one of its SIMD levels."""
+    yield from _use_level(request.param)
+
+
+@pytest.fixture(params=["reference", *_at_every_level()], scope="module")
+def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every backend, at every SIMD level."""
+    yield from _use_level(request.param)
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed, shown when the test fails; ZEROCAST_TEST_SEED repeats one."""
+    chosen = int(os.environ.get("ZEROCAST_TEST_SEED") or secrets.randbits(31))
+    print(f"ZEROCAST_TEST_SEED={chosen}")
+    return chosen

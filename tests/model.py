@@ -1,0 +1,280 @@
+"""An independent numpy model of the formats, written from formats.md sections 1 and 2. It does not import zerocast.
+
+Codes are found by searching the table of values that the element type has, not by bit manipulation, and E8M0 by `frexp`: what the
+model and the reference backend have in common is the text that they were written from.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+Block = tuple[int, int]
+
+FLT_MAX = np.finfo(np.float32).max
+FLT_MIN = np.finfo(np.float32).tiny
+ONE = np.float32(1.0)
+
+
+def _float_values(exponent_bits: int, mantissa_bits: int, count: int) -> NDArray[np.float64]:
+    """The first `count` non-negative values of a small float type, in the order of their codes."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    code = np.arange(count)
+    exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
+    significand = mantissa / 2**mantissa_bits + (exponent > 0)
+    return significand * 2.0 ** (np.maximum(exponent, 1) - bias)
+
+
+VALUES = {
+    "e4m3": _float_values(4, 3, 0x7F),
+    "e5m2": _float_values(5, 2, 0x7C),
+    "e2m1": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+}
+SIGN_AND_NAN = {"e4m3": (0x80, 0x7F), "e5m2": (0x80, 0x7F), "e2m1": (0x8, 0x7)}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+def encode(element: str, x: F32) -> U8:
+    """Nearest value, ties to the even code, saturating; sign kept, NaN to the NaN code (section 1.0)."""
+    values = VALUES[element]
+    sign, nan = SIGN_AND_NAN[element]
+    middles = (values[1:] + values[:-1]) / 2
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        magnitude = np.abs(x.astype(np.float64))
+    code = np.searchsorted(middles, magnitude)
+    tie = (code < len(middles)) & (middles[np.minimum(code, len(middles) - 1)] == magnitude)
+    code = code + (tie & (code % 2 == 1)) + sign * np.signbit(x)
+    return np.where(np.isnan(x), nan, code).astype(np.uint8)
+
+
+def steps(element: str) -> NDArray[np.uint32]:
+    """The smallest bit pattern of a positive f32 that has each code from 1 on: encoding is monotone, so this is all of it."""
+    values = VALUES[element]
+    middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+    upper_is_odd = np.arange(1, len(values)) % 2 == 1
+    return middles.view(np.uint32) + upper_is_odd.astype(np.uint32)
+
+
+def encode_patterns(element: str, first: int, last: int) -> U8:
+    """Codes of the f32 values whose bit patterns are `first` to `last`, within one half of the patterns."""
+    sign, nan = SIGN_AND_NAN[element]
+    negative = first >> 31
+    edges = np.append(steps(element), np.uint32(0x7F800001)).astype(np.int64) + (negative << 31)
+    cuts = np.clip(edges, first, last)
+    codes = np.append(np.arange(len(edges)) + sign * negative, nan).astype(np.uint8)
+    return np.repeat(codes, np.diff(cuts, prepend=first, append=last))
+
+
+def to_16_bits(x: F32, nominal: str) -> NDArray[np.uint16]:
+    """The words of the nominal dtype; NaN is 0x7FFF."""
+    with np.errstate(over="ignore"):
+        rounded = round_nominal(x, nominal)
+        words = rounded.view(np.uint32) >> 16 if nominal == "bfloat16" else rounded.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(x), 0x7FFF, words).astype(np.uint16)
+
+
+def round_nominal(x: F32, nominal: str) -> F32:
+    """RNE to the nominal dtype, widened again (1.0.1)."""
+    if nominal == "float32":
+        return x
+    if nominal == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(x), x, rounded)
+
+
+def block_amax(x: F32, block: Block) -> F32:
+    """max |x| of each block, NaN ignored (1.0.2)."""
+    magnitude = np.where(np.isnan(x), 0, np.abs(x))
+    rows = range(0, x.shape[0], block[0])
+    columns = range(0, x.shape[1], block[1])
+    tiles = [[magnitude[r : r + block[0], c : c + block[1]].max() for c in columns] for r in rows]
+    return np.array(tiles, np.float32)
+
+
+def spread(grid: F32, block: Block, shape: tuple[int, int]) -> F32:
+    """Each block's value over its elements."""
+    row, column = np.indices(shape)
+    return grid[row // block[0], column // block[1]]
+
+
+def scale_from_amax(amax: F32, fp8_max: float, pow2: bool, eps: float) -> F32:
+    """Section 1.2."""
+    a = np.where(amax < np.float32(eps), np.float32(eps), amax)
+    with np.errstate(divide="ignore", over="ignore"):
+        s = np.minimum(np.float32(fp8_max) / a, FLT_MAX)
+    if pow2:
+        s = (s.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+    return np.where(np.isinf(a) | (a == 0), ONE, s)
+
+
+def e8m0(amax: F32) -> U8:
+    """`e8m0_roundup(amax * fp32(1/448))` of section 1.5, as the exponent of the next power of two."""
+    t = amax * np.array(0x3B124925, np.uint32).view(np.float32)
+    mantissa, exponent = np.frexp(t.astype(np.float64))
+    code = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) + 127, 0, 254)
+    return np.where(t == 0, 0, np.where(np.isinf(t), 254, code)).astype(np.uint8)
+
+
+def nvfp4_scales(blocks: F32, g: np.float32) -> tuple[U8, F32]:
+    """The stored bytes and the encode multipliers of section 1.6."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        s_enc = np.minimum(np.float32(2688) / np.maximum(g, FLT_MIN), FLT_MAX) if g > 0 else ONE
+        mult = s_enc * np.array(0x3E2AAAAB, np.uint32).view(np.float32)
+        byte = encode("e4m3", np.fmin(blocks * mult, FLT_MAX))
+        decoded = np.append(VALUES["e4m3"], np.nan)[byte].astype(np.float32)
+        s_dec = ONE / (s_enc if s_enc > 0 else ONE)
+        enc = np.where(decoded > 0, np.minimum(ONE / (decoded * s_dec), FLT_MAX), FLT_MAX)
+    return byte, enc.astype(np.float32)
+
+
+def padded(grid: NDArray[Any], shape: tuple[int, int], padding: float) -> NDArray[Any]:
+    """`grid` in the corner of a buffer of padding."""
+    full = np.full(shape, padding, grid.dtype)
+    full[: grid.shape[0], : grid.shape[1]] = grid
+    return full
+
+
+def up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def pack(codes: U8) -> U8:
+    """The even element is the low nibble."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def decode(element: str, codes: U8) -> F32:
+    """The value of each code; what lies above the largest is NaN, except the infinity of E5M2."""
+    half = 8 if element == "e2m1" else 128
+    positive = np.full(half, np.nan, np.float32)
+    positive[: len(VALUES[element])] = VALUES[element]
+    if element == "e5m2":
+        positive[0x7C] = np.inf
+    return np.concatenate([positive, -positive])[codes]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What section 1 lets a format vary."""
+
+    element: str = "e4m3"
+    power_of_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    scale: float = 1.0  # delayed scaling: the scale on entry
+
+
+Buffers = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A whole unsharded cast: `Cast("nvfp4", "bfloat16").of(x)` gives the buffers of section 2 by name."""
+
+    name: str
+    nominal: str
+    settings: Settings = field(default_factory=Settings)
+
+    def of(self, master: F32) -> Buffers:
+        x = round_nominal(master, self.nominal)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            buffers: Buffers = getattr(self, self.name)(x)
+        return buffers
+
+    def dequantized(self, buffers: Buffers, columnwise: bool) -> F32:
+        """The weight from one direction: code times decode scale, in its own orientation."""
+        direction = "columnwise" if columnwise else "rowwise"
+        data, stored = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"]
+        element, block = self.settings.element, (1, 10**9)
+        if self.name == "nvfp4":
+            element, block = "e2m1", (1, 16)  # tile rows are repeated in the buffer
+            data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
+            stored = (decode("e4m3", stored) * buffers["amax"]) * np.float32(1 / 2688)
+        elif self.name == "mxfp8":
+            block = (32, 1) if columnwise else (1, 32)
+            stored = np.ldexp(ONE, stored.astype(np.int32) - 127)
+        elif self.name == "fp8_block":
+            block = (128, 128)
+        scale = stored if stored.size == 1 else spread(stored, block, data.shape)
+        value = decode(element, data) * scale
+        return value.T if columnwise and self.name != "mxfp8" else value
+
+    def _fp32(self, amax: F32) -> F32:
+        s = self.settings
+        return scale_from_amax(amax, MAX[s.element], s.power_of_2_scale, s.amax_epsilon)
+
+    def _per_tensor(self, x: F32, amax: F32, scale: F32) -> Buffers:
+        codes, inverse = encode(self.settings.element, x * scale), ONE / scale
+        return {
+            "rowwise_data": codes,
+            "rowwise_scale_inv": inverse,
+            "columnwise_data": codes.T,
+            "columnwise_scale_inv": inverse,
+            "amax": amax,
+        }
+
+    def fp8_delayed(self, x: F32) -> Buffers:
+        return self._per_tensor(x, block_amax(x, x.shape)[0], np.array([self.settings.scale], np.float32))
+
+    def fp8_current(self, x: F32) -> Buffers:
+        amax = block_amax(x, x.shape)[0]
+        return self._per_tensor(x, amax, self._fp32(amax))
+
+    def fp8_block(self, x: F32) -> Buffers:
+        scale = self._fp32(block_amax(x, (128, 128)))
+        codes = encode(self.settings.element, x * spread(scale, (128, 128), x.shape))
+        inverse = ONE / scale
+        down, across = inverse.shape
+        return {
+            "rowwise_data": codes,
+            "rowwise_scale_inv": padded(inverse, (down, up(across, 4)), 1.0),
+            "columnwise_data": codes.T,
+            "columnwise_scale_inv": padded(inverse.T, (across, up(down, 4)), 1.0),
+        }
+
+    def mxfp8(self, x: F32) -> Buffers:
+        rows, columns = x.shape
+        sizes = {"row": (up(rows, 128), up(columns // 32, 4)), "column": (up(rows // 32, 4), up(columns, 128))}
+        buffers = {}
+        for direction, block in (("row", (1, 32)), ("column", (32, 1))):
+            code = e8m0(block_amax(x, block))
+            enc = np.ldexp(ONE, 127 - code.astype(np.int32))
+            buffers[f"{direction}wise_data"] = encode("e4m3", x * spread(enc, block, x.shape))
+            buffers[f"{direction}wise_scale_inv"] = padded(code, sizes[direction], 0)
+        return buffers
+
+    def nvfp4(self, x: F32) -> Buffers:
+        rows, columns = x.shape
+        tiles = block_amax(x, (16, 16))
+        g = tiles.max()
+        byte, enc = nvfp4_scales(tiles, g)
+        codes = encode("e2m1", x * spread(enc, (16, 16), x.shape))
+        return {
+            "rowwise_data": pack(codes),
+            "rowwise_scale_inv": padded(byte.repeat(16, 0), (up(rows, 128), up(columns // 16, 4)), 0),
+            "columnwise_data": pack(codes.T),
+            "columnwise_scale_inv": padded(byte.T.repeat(16, 0), (up(columns, 128), up(rows // 16, 4)), 0),
+            "amax": g.reshape(1),
+        }
+
+
+def delayed_update(
+    history: F32, amax: float, scale: float, fp8_max: float, margin: int, algo: str
+) -> tuple[F32, np.float32]:
+    """The history and the scale after a step with this reduced amax (section 1.1)."""
+    last = np.float32(amax) if amax != 0 else history[0]
+    if last == 0:
+        return history, np.float32(scale)
+    new = np.concatenate([history[1:], [last]]).astype(np.float32)
+    chosen = last if algo == "most_recent" else new.max()
+    new[0] = 0
+    fresh = np.float32(scale)
+    if 0 < chosen < np.inf:
+        with np.errstate(over="ignore"):
+            fresh = np.float32(fp8_max * 2.0**-margin) / chosen
+    return new, np.float32(FLT_MAX) if np.isinf(fresh) else fresh

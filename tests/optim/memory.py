@@ -1,0 +1,68 @@
+"""Memory of this process's tensors: what lives, and what a piece of code allocates."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerocast import QuantizedWeight
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that a tensor refers to, each counted once."""
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif type(thing) is QuantizedWeight:
+            for buffer in thing.state.buffers.values():
+                if buffer is not None:
+                    storages[buffer.untyped_storage().data_ptr()] = buffer.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """What was allocated: the single sizes, the highest level above the start, and what is left of it."""
+
+    sizes: list[int]
+    peak: int
+    left: int
+
+
+class NewStorages(TorchDispatchMode):
+    """Sizes of the storages that operators bring, without what the communication library allocates inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if type(t) is Tensor}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) is Tensor and StorageWeakRef(tensor.untyped_storage()) not in known:
+                self.sizes.append(tensor.untyped_storage().nbytes())
+        return result
+
+
+def allocations(work: Callable[[], object]) -> Allocations:
+    """Run, and watch the CPU allocator through torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    level, peak, sizes = 0, 0, []
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+        if event.nbytes() > 0:
+            sizes.append(event.nbytes())
+    return Allocations(sizes, peak, level)

@@ -1,0 +1,113 @@
+"""A model whose gradients are what a test says, so that an optimizer can be compared with arithmetic.
+
+Each parameter enters the loss through a product whose gradient is exact: `linear(identity, W)` for a quantized weight, `p *
+g` for any other. Backward hooks, buckets and collectives see an ordinary backward pass.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import zerocast
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter: how it is stored, its nominal dtype, its parameter group, and on which (step, rank) it gets a gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    fmt: str = PLAIN
+    dtype: torch.dtype = torch.bfloat16
+    group: int = 0
+    used: str = "always"
+
+    def initial(self) -> Tensor:
+        """The FP32 value that its master starts from."""
+        value = _normal(self.name, self.shape) * 0.1
+        return value if self.fmt != PLAIN else value.to(self.dtype).float()
+
+    def gradient(self, step: int, rank: int) -> Tensor | None:
+        """What one backward pass on one rank gives, in the nominal dtype; None where the parameter takes no part."""
+        if not USED[self.used](step, rank):
+            return None
+        size = 10.0 ** (step % 5 - 3)
+        return (_normal(f"{self.name} {step} {rank}", self.shape) * size).to(self.dtype)
+
+
+USED: Mapping[str, Callable[[int, int], bool]] = {
+    "always": lambda step, rank: True,
+    "never": lambda step, rank: False,
+    "rank 0": lambda step, rank: rank == 0,
+    "by turns": lambda step, rank: (step + rank) % 2 == 0,
+}
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MIXED = (
+    Spec("embedding", (50, 24)),
+    Spec("norm", (37,), dtype=FP32, group=1),
+    Spec("delayed", (48, 80), "fp8_delayed:amax_history_len=3"),
+    Spec("recent", (16, 16), "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=4,element=e5m2,margin=1"),
+    Spec("current", (13, 7), "fp8_current", FP32),
+    Spec("block", (130, 33), "fp8_block"),
+    Spec("block_fp16", (5, 129), "fp8_block:power_of_2_scale=False", FP16, 1),
+    Spec("mx", (64, 96), "mxfp8"),
+    Spec("nv", (48, 112), "nvfp4"),
+    Spec("nv_late", (16, 32), "nvfp4", FP32, used="by turns"),
+    Spec("unused", (32, 32), "nvfp4", used="never"),
+    Spec("fp16", (3, 5, 7), dtype=FP16, used="rank 0"),
+    Spec("scalar", (), dtype=FP32, group=1),
+    Spec("bias", (1,), group=1),
+)
+
+
+class Probe(nn.Module):
+    """The parameters of `specs`, by name."""
+
+    def __init__(self, specs: Iterable[Spec]) -> None:
+        super().__init__()
+        self.specs = tuple(specs)
+        for spec in self.specs:
+            self.register_parameter(spec.name, nn.Parameter(spec.initial()))
+            if spec.fmt == PLAIN:
+                self.get_parameter(spec.name).data = spec.initial().to(spec.dtype)
+            else:
+                zerocast.quantize_(self, zerocast.Recipe({spec.name: spec.fmt}), dtype=spec.dtype)
+
+    def loss(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """A scalar whose gradients are `gradients`; parameters without one take no part."""
+        parts = []
+        for spec in self.specs:
+            gradient, parameter = gradients[spec.name], self.get_parameter(spec.name)
+            if gradient is None:
+                continue
+            if spec.fmt != PLAIN:
+                identity = torch.eye(spec.shape[1], dtype=spec.dtype)
+                part = nn.functional.linear(identity, parameter) * gradient.t()
+            else:
+                part = parameter * gradient
+            parts.append(part.sum().float())
+        return torch.stack(parts).sum()
+
+    def backward(self, step: int, rank: int) -> None:
+        """One backward pass with the gradients of a step and rank; none when there are none."""
+        gradients = {spec.name: spec.gradient(step, rank) for spec in self.specs}
+        if any(gradient is not None for gradient in gradients.values()):
+            self.loss(gradients).backward()
+
+    def param_groups(self, options: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+        """Named parameters in the groups that their specs say, with these options by group."""
+        groups = []
+        for index, chosen in enumerate(options):
+            members = [(spec.name, self.get_parameter(spec.name)) for spec in self.specs if spec.group == index]
+            groups.append({"params": members, **chosen})
+        return groups
+
+
+def _normal(key: str, shape: tuple[int, ...]) -> Tensor:
+    seed = int.from_bytes(key.encode(), "little") % (2**61 - 1)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

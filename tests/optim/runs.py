@@ -1,0 +1,156 @@
+"""Training runs of a probe as values, run on every rank beside the undistributed reference."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from tests import casts
+from tests.optim.probe import MIXED, PLAIN, Probe, Spec
+from tests.optim.undistributed import F32, Undistributed, mean
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+
+ADAM: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
+TWO_GROUPS = (ADAM, {**ADAM, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0})
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to train and how. With `accumulate` a step takes that many backward passes, all but the last under no_sync if so
+    said."""
+
+    specs: tuple[Spec, ...] = MIXED
+    steps: int = 6
+    stage: int = 2
+    config: ZeroConfig = DETERMINISTIC
+    options: tuple[Mapping[str, Any], ...] = TWO_GROUPS
+    max_norm: float | None = None
+    schedule: bool = False
+    accumulate: int = 1
+    no_sync: bool = True
+    assign: bool = False  # gradients are put on the parameters, there is no backward pass
+
+    def factor(self, step: int) -> float:
+        """What the schedule multiplies learning rates by."""
+        return 0.5 + 0.5 * math.cos(step / 5) if self.schedule else 1.0
+
+    def options_at(self, step: int) -> list[dict[str, Any]]:
+        """Hyper-parameters by group."""
+        return [{**options, "lr": options["lr"] * self.factor(step)} for options in self.options]
+
+    def local(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
+        """What autograd leaves on a parameter of one rank after these backward passes, in the dtype that is reduced."""
+        widened = spec.fmt != PLAIN and self.config.grad_dtype is torch.float32
+        total = None
+        for gradient in (spec.gradient(p, rank) for p in passes):
+            if gradient is not None:
+                gradient = gradient.float() if widened else gradient
+                total = gradient if total is None else total + gradient
+        return None if total is None else total.to(self.config.grad_dtype or spec.dtype)
+
+    def rounds(self, spec: Spec, step: int, ranks: int) -> list[F32]:
+        """Each round's mean over the ranks."""
+        passes = range(step * self.accumulate, (step + 1) * self.accumulate)
+        parts = [passes] if self.no_sync or self.stage == 1 else [range(p, p + 1) for p in passes]
+        return [mean([self.local(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
+
+
+class Trainer:
+    """One rank's probe and optimizer of a run."""
+
+    def __init__(self, run: Run, group: Any = None) -> None:
+        self.run, self.probe = run, Probe(run.specs)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        groups = self.probe.param_groups(run.options)
+        self.optimizer = ZeroAdamW(groups, group=group, stage=run.stage, config=run.config)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, run.factor)
+
+    def backward(self, step: int) -> None:
+        """The backward passes of a step."""
+        count = self.run.accumulate
+        for index, number in enumerate(range(step * count, (step + 1) * count)):
+            if self.run.assign:
+                self._assign(number)
+            elif self.run.no_sync and index + 1 < count:
+                with self.optimizer.no_sync():
+                    self.probe.backward(number, self.rank)
+            else:
+                self.probe.backward(number, self.rank)
+
+    def _assign(self, number: int) -> None:
+        for spec in self.run.specs:
+            gradient = spec.gradient(number, self.rank)
+            parameter = self.probe.get_parameter(spec.name)
+            if gradient is not None and parameter.grad_dtype is not None:
+                gradient = gradient.to(parameter.grad_dtype)
+            parameter.grad = gradient
+
+    def step(self, step: int) -> None:
+        """One whole step."""
+        self.backward(step)
+        if self.run.max_norm is not None:
+            self.optimizer.clip_grad_norm_(self.run.max_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+def boxes(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """What this rank holds of a state tensor, as (where, values), by the protocol that checkpoints use."""
+    if not hasattr(value, "__create_chunk_list__"):
+        yield (..., value)
+        return
+    for chunk in value.__create_chunk_list__():
+        where = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        yield where, value.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+
+
+def weight_bytes(probe: torch.nn.Module) -> dict[str, casts.Bytes]:
+    """The bytes of all weights by name."""
+    found = {}
+    for name, parameter in probe.named_parameters():
+        quantized = isinstance(parameter, QuantizedWeight)
+        found[name] = casts.bytes_of(parameter) if quantized else {"rowwise_data": casts.raw(parameter).copy()}
+    return found
+
+
+def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None:
+    """Masters, moments, step and bytes are the reference's, to the bit."""
+    state = trainer.optimizer.state_dict()
+    expected = {"exp_avg": reference.exp_avg, "exp_avg_sq": reference.exp_avg_sq}
+    for name in reference.specs:
+        held = {"master": (state["model"][name], reference.master[name])}
+        moments = state["optim"]["state"][name]
+        held |= {field: (moments[field], values[name]) for field, values in expected.items()}
+        assert float(moments["step"]) == reference.step_count, what
+        for field, (found, wanted) in held.items():
+            for where, values in boxes(found):
+                label = f"{what}: {field} of {name} at {where}"
+                casts.assert_same_bytes({"f32": casts.raw(values)}, {"f32": _raw(wanted[where])}, label)
+    for name, found in weight_bytes(trainer.probe).items():
+        casts.assert_same_bytes(found, reference.bytes[name], f"{what}: {name}")
+    assert trainer.optimizer.skipped_steps == reference.skipped, what
+
+
+def _raw(values: F32) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def check(run: Run, each_step: Callable[[Trainer, int], None] | None = None) -> int:
+    """Train and compare after every step; returns the steps that were skipped."""
+    trainer, reference = Trainer(run), Undistributed(run.specs)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    assert_equals(trainer, reference, "before the first step")
+    for step in range(run.steps):
+        trainer.step(step)
+        gradients = {spec.name: run.rounds(spec, step, ranks) for spec in run.specs}
+        reference.step(gradients, run.options_at(step), run.max_norm)
+        assert_equals(trainer, reference, f"rank {trainer.rank}, step {step}")
+    return reference.skipped

@@ -1,0 +1,170 @@
+"""Gradient accumulation, with and without no_sync, in both stages; what zero_grad forgets."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.optim.probe import BF16, FP32, MIXED, Spec
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, check
+from tests.optim.undistributed import Undistributed
+from zerocast import ZeroConfig
+
+FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
+BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
+OVERLAP = ZeroConfig(bucket_size=3000, deterministic=True, overlap_all_gather=True)
+RUNS = {
+    "no_sync": Run(accumulate=3, max_norm=0.1),
+    "no_sync, fp32 gradients": Run(accumulate=3, config=FP32_GRADIENTS),
+    "no_sync, bf16 gradients": Run(accumulate=2, config=BF16_GRADIENTS),
+    "no_sync, stage 1": Run(accumulate=3, stage=1, max_norm=0.1),
+    "every pass reduced": Run(accumulate=3, no_sync=False, max_norm=0.1),
+    "every pass reduced, fp32 gradients": Run(accumulate=3, no_sync=False, config=FP32_GRADIENTS),
+    "every pass reduced, stage 1": Run(accumulate=3, no_sync=False, stage=1, max_norm=0.1),
+    "every pass reduced, overlap": Run(accumulate=2, no_sync=False, config=OVERLAP),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_accumulated_gradients(ranks, world, run):
+    ranks(world)(check, run)
+
+
+ONE_STEP = Run(accumulate=2, steps=1)
+
+
+def compare_after_one_step(trainer: Trainer, rounds: int) -> None:
+    """Step, and compare with the reference fed two passes in one or two rounds."""
+    run = trainer.run
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    reference = Undistributed(run.specs)
+    by_rounds = Run(specs=run.specs, accumulate=2, no_sync=rounds == 1, stage=run.stage)
+    reference.step({spec.name: by_rounds.rounds(spec, 0, ranks) for spec in run.specs}, run.options)
+    trainer.optimizer.step()
+    assert_equals(trainer, reference, f"rank {trainer.rank}")
+
+
+def nested(stage: int) -> None:
+    """The inner context ends inside the outer one, which still holds."""
+    trainer = Trainer(Run(accumulate=2, steps=1, stage=stage))
+    with trainer.optimizer.no_sync():
+        with trainer.optimizer.no_sync():
+            pass
+        trainer.probe.backward(0, trainer.rank)
+    trainer.probe.backward(1, trainer.rank)
+    compare_after_one_step(trainer, rounds=1)
+
+
+def never_synchronised(stage: int) -> None:
+    """All passes under no_sync: the step reduces."""
+    trainer = Trainer(Run(accumulate=2, steps=1, stage=stage))
+    with trainer.optimizer.no_sync():
+        trainer.probe.backward(0, trainer.rank)
+        trainer.probe.backward(1, trainer.rank)
+    compare_after_one_step(trainer, rounds=1)
+
+
+def synchronised_then_not(stage: int) -> None:
+    """The last pass is under no_sync: the step reduces the rest. Stage 1 reduces the sum anew."""
+    trainer = Trainer(Run(accumulate=2, steps=1, stage=stage))
+    trainer.probe.backward(0, trainer.rank)
+    with trainer.optimizer.no_sync():
+        trainer.probe.backward(1, trainer.rank)
+    compare_after_one_step(trainer, rounds=2)
+
+
+def nothing_arrives_on_some_ranks(stage: int) -> None:
+    """In each of the two passes one rank has no gradient at all; it takes part in every collective all the same."""
+    specs = (Spec("w", (32, 64), "nvfp4", used="by turns"), Spec("b", (9,), used="by turns"))
+    trainer = Trainer(Run(specs, options=(ADAM,), accumulate=2, stage=stage))
+    with trainer.optimizer.no_sync():
+        trainer.probe.backward(0, trainer.rank)
+    trainer.probe.backward(1, trainer.rank)
+    compare_after_one_step(trainer, rounds=1)
+
+
+CASES = [nested, never_synchronised, synchronised_then_not, nothing_arrives_on_some_ranks]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_no_sync(ranks, case, stage):
+    case(stage)
+    ranks(2)(case, stage)
+
+
+def no_gradient_at_all() -> None:
+    """A step without any backward pass decays weights, as a gradient of zero does."""
+    trainer, reference = Trainer(Run(steps=1)), Undistributed(MIXED)
+    trainer.optimizer.step()
+    reference.step({spec.name: [spec.initial().numpy() * 0] for spec in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, "no gradient")
+
+
+def test_no_gradient_at_all(ranks):
+    no_gradient_at_all()
+    ranks(2)(no_gradient_at_all)
+
+
+def forgotten(stage: int, set_to_none: bool) -> None:
+    """A backward pass, or a clipped one, that zero_grad has thrown away leaves no trace."""
+    trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(3):
+        with trainer.optimizer.no_sync():
+            trainer.probe.backward(30 + step, trainer.rank)
+        trainer.probe.backward(40 + step, trainer.rank)
+        trainer.optimizer.clip_grad_norm_(1e-6)
+        trainer.optimizer.zero_grad(set_to_none)
+        trainer.step(step)
+        reference.step({s.name: trainer.run.rounds(s, step, ranks) for s in MIXED}, trainer.run.options)
+        assert_equals(trainer, reference, f"step {step}")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_grad_forgets(ranks, stage, set_to_none):
+    forgotten(stage, set_to_none)
+    ranks(2)(forgotten, stage, set_to_none)
+
+
+def model_zero_grad(stage: int) -> None:
+    """`model.zero_grad()` between steps serves as well."""
+    trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
+    for step in range(3):
+        trainer.probe.zero_grad()
+        trainer.backward(step)
+        trainer.optimizer.step()
+        gradients = {s.name: trainer.run.rounds(s, step, dist.get_world_size()) for s in MIXED}
+        reference.step(gradients, trainer.run.options)
+        assert_equals(trainer, reference, f"step {step}")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_model_zero_grad(ranks, stage):
+    ranks(2)(model_zero_grad, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_left_on_the_parameters(stage):
+    """Stage 2 frees gradients in the backward pass, stage 1 keeps them until zero_grad."""
+    trainer = Trainer(Run(stage=stage))
+    trainer.probe.backward(1, 0)
+    held = {spec.name for spec in MIXED if trainer.probe.get_parameter(spec.name).grad is not None}
+    assert held == ({spec.name for spec in MIXED if spec.gradient(1, 0) is not None} if stage == 1 else set())
+    trainer.optimizer.zero_grad()
+    assert all(p.grad is None for p in trainer.probe.parameters())
+
+
+def test_closure():
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+
+    def closure() -> torch.Tensor:
+        trainer.optimizer.zero_grad()
+        loss = trainer.probe.loss({spec.name: spec.gradient(0, 0) for spec in MIXED})
+        loss.backward()
+        return loss.detach()
+
+    assert isinstance(trainer.optimizer.step(closure), torch.Tensor)
+    reference.step({spec.name: trainer.run.rounds(spec, 0, 1) for spec in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, "closure")

@@ -1,0 +1,149 @@
+"""Parameters, groups and hyper-parameters: what is taken, and what is refused, on every rank if on any."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerocast
+from tests.optim.probe import FP32
+from tests.optim.runs import Run, Trainer
+from zerocast import ZeroAdamW, ZeroConfig
+
+NAN = float("nan")
+
+
+def named(**layers: nn.Module) -> Any:
+    """Parameters of some layers with their names."""
+    return nn.ModuleDict(layers).named_parameters()
+
+
+def linear(rows: int = 32) -> nn.Module:
+    """A quantized layer with a bias."""
+    return zerocast.quantize_(nn.Linear(64, rows), zerocast.Recipe({"weight": "nvfp4"}), dtype=torch.bfloat16)
+
+
+BUILD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "unnamed": (lambda: ZeroAdamW(linear().parameters()), TypeError, "names"),
+    "a tensor": (lambda: ZeroAdamW(torch.zeros(3)), TypeError, "names"),
+    "unnamed in a group": (lambda: ZeroAdamW([{"params": list(linear().parameters())}]), TypeError, "names"),
+    "no tensor": (lambda: ZeroAdamW([("w", 3)]), TypeError, "names"),
+    "nothing": (lambda: ZeroAdamW([]), ValueError, "empty"),
+    "nothing to train": (lambda: ZeroAdamW(linear().requires_grad_(False).named_parameters()), ValueError, "gradient|empty"),
+    "no params in a group": (lambda: ZeroAdamW([{"lr": 0.1}]), ValueError, "gradient"),
+    "one name twice": (lambda: ZeroAdamW([*linear().named_parameters(), *linear().named_parameters()]), ValueError, "name"),
+    "one parameter twice": (lambda: ZeroAdamW(_twice()), ValueError, "twice"),
+    "one parameter in two groups": (lambda: ZeroAdamW([{"params": [pair]} for pair in _twice()]), ValueError, "more than one"),
+    "not a leaf": (lambda: ZeroAdamW([("w", nn.Parameter(torch.zeros(3)) * 2)]), ValueError, "leaf"),
+    "float64": (lambda: ZeroAdamW([("w", nn.Parameter(torch.zeros(3, dtype=torch.float64)))]), TypeError, "float64"),
+    "negative lr": (lambda: ZeroAdamW(linear().named_parameters(), lr=-1e-3), ValueError, "lr"),
+    "nan lr": (lambda: ZeroAdamW(linear().named_parameters(), lr=NAN), ValueError, "lr"),
+    "infinite lr": (lambda: ZeroAdamW(linear().named_parameters(), lr=float("inf")), ValueError, "lr"),
+    "lr of two elements": (lambda: ZeroAdamW(linear().named_parameters(), lr=torch.ones(2)), RuntimeError, "one"),
+    "text": (lambda: ZeroAdamW(linear().named_parameters(), lr="1e-3"), TypeError, ""),
+    "beta of 1": (lambda: ZeroAdamW(linear().named_parameters(), betas=(0.9, 1.0)), ValueError, "betas"),
+    "one beta": (lambda: ZeroAdamW(linear().named_parameters(), betas=(0.9,)), ValueError, "betas"),
+    "negative eps": (lambda: ZeroAdamW(linear().named_parameters(), eps=-1.0), ValueError, "eps"),
+    "nan decay": (lambda: ZeroAdamW(linear().named_parameters(), weight_decay=NAN), ValueError, "weight_decay"),
+    "stage": (lambda: ZeroAdamW(linear().named_parameters(), stage=3), ValueError, "stage"),
+    "a group's lr": (lambda: ZeroAdamW([{"params": linear().named_parameters(), "lr": -1.0}]), ValueError, "lr"),
+    "backend": (lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(backend="x")), ValueError, "backend"),
+}  # fmt: skip
+
+
+def _twice() -> Any:
+    weight = nn.Parameter(torch.zeros(3))
+    return [("a", weight), ("b", weight)]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("what", BUILD)
+def test_refused(what):
+    build, kind, message = BUILD[what]
+    with pytest.raises(kind, match=message):
+        build()
+
+
+def refused_by(culprit: int, what: str) -> tuple[str, str]:
+    """What a rank raises when one rank does something wrong and the others do not."""
+    try:
+        if dist.get_rank() == culprit:
+            BUILD[what][0]()
+        else:
+            ZeroAdamW(linear().named_parameters())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("what", BUILD)
+def test_refused_on_every_rank_if_on_one(ranks, what):
+    for kind, message in ranks(2)(refused_by, 1, what):
+        assert kind == BUILD[what][1].__name__
+        assert "rank 1" in message
+
+
+DIFFERENT: dict[str, Callable[[], object]] = {
+    "shape": lambda: ZeroAdamW(linear(48).named_parameters()),
+    "format": lambda: ZeroAdamW(nn.Linear(64, 32).bfloat16().named_parameters()),
+    "name": lambda: ZeroAdamW(named(other=linear())),
+    "order": lambda: ZeroAdamW(reversed(list(linear().named_parameters()))),
+    "fewer": lambda: ZeroAdamW(list(linear().named_parameters())[:1]),
+    "more": lambda: ZeroAdamW([*linear().named_parameters(), ("z", nn.Parameter(torch.zeros(1)))]),
+    "groups": lambda: ZeroAdamW([{"params": [pair]} for pair in linear().named_parameters()]),
+    "lr": lambda: ZeroAdamW(linear().named_parameters(), lr=0.5),
+    "betas": lambda: ZeroAdamW(linear().named_parameters(), betas=(0.5, 0.5)),
+    "stage": lambda: ZeroAdamW(linear().named_parameters(), stage=1),
+    "bucket size": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(bucket_size=7)),
+    "deterministic": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(deterministic=True)),
+    "overlap": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(overlap_all_gather=True)),
+    "gradients": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_dtype=FP32)),
+}
+
+
+def different(what: str) -> tuple[str, str]:
+    """What each rank raises when rank 1 passes something else."""
+    try:
+        DIFFERENT[what]() if dist.get_rank() == 1 else ZeroAdamW(linear().named_parameters())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ(ranks, what):
+    for kind, message in ranks(2)(different, what):
+        assert kind == "ValueError"
+        assert "rank 0" in message
+        assert "rank 1" in message
+
+
+@pytest.mark.parametrize("options", [{"bucket_size": 0}, {"bucket_size": -1}, {"grad_dtype": torch.float16}])
+def test_config_is_checked(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ZeroConfig(**options)
+
+
+def test_a_mesh_of_two_dimensions(ranks):
+    assert ranks(4)(two_dimensions) == [True] * 4
+
+
+def two_dimensions() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match="one dimension"):
+        ZeroAdamW(linear().named_parameters(), group=mesh)
+    with pytest.raises(TypeError, match="group"):
+        ZeroAdamW(linear().named_parameters(), group="world")  # type: ignore[arg-type]
+    return True
+
+
+def test_no_more_parameter_groups():
+    trainer = Trainer(Run())
+    with pytest.raises(RuntimeError, match="build a new one"):
+        trainer.optimizer.add_param_group({"params": [("z", nn.Parameter(torch.zeros(1)))]})
+    assert len(trainer.optimizer.param_groups) == 2

@@ -1,0 +1,288 @@
+"""Whatever autograd does on the way: checkpointing, repeated and partial passes, hooks, passes that die."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerocast
+from tests.optim.lm import LM, batch
+from tests.optim.probe import MIXED
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.traffic import recorded
+from tests.optim.undistributed import Undistributed
+from zerocast import ZeroAdamW, ZeroConfig
+
+SMALL = ZeroConfig(bucket_size=4096, deterministic=True)
+TINY = ZeroConfig(bucket_size=1, deterministic=True)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def train(checkpointing: str | None, config: ZeroConfig, stage: int, steps: int = 4) -> tuple[list[float], int]:
+    """Losses, and exchanges of gradient buckets a step."""
+    model = LM(checkpointing)
+    optimizer = ZeroAdamW(model.named_parameters(), **ADAM, stage=stage, config=config)
+    losses = []
+    with recorded() as log:
+        for step in range(steps):
+            loss = model(batch(step, rank()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, Counter(kind for kind, _ in log)["all-to-all"] // steps
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
+def test_activation_checkpointing_changes_nothing(ranks, checkpointing, overlap, stage):
+    config = ZeroConfig(2**20, overlap, deterministic=True)
+    found, wanted = ranks(2)(train, checkpointing, config, stage), ranks(2)(train, None, config, stage)
+    assert [losses for losses, _ in found] == [losses for losses, _ in wanted]
+    # every reentrant segment is a backward pass of its own: correct, but as many rounds
+    rounds = 1 if checkpointing == "non-reentrant" else 3
+    assert [exchanges for _, exchanges in found] == [exchanges * rounds for _, exchanges in wanted]
+
+
+class SharedBlocks(nn.Module):
+    """One weight in every checkpointed segment: with reentrant checkpointing its gradient arrives piece by piece.
+
+    With `outer` another gradient arrives before these, so that all are one pass; with `bottom` one arrives after them.
+    """
+
+    def __init__(self, reentrant: bool | None, outer: bool, bottom: bool) -> None:
+        super().__init__()
+        self.bottom = nn.Linear(32, 32, bias=False)
+        self.inner = nn.Linear(32, 32, bias=False)
+        self.outer = nn.Linear(32, 32, bias=False)
+        with torch.no_grad():
+            for index, p in enumerate(self.parameters()):
+                p.copy_(torch.linspace(-0.2, 0.3 + index, p.numel()).view_as(p).sin())
+        zerocast.quantize_(self, zerocast.Recipe({"*": "fp8_current"}))
+        self.bottom.requires_grad_(bottom)
+        self.outer.requires_grad_(outer)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bottom, three segments, outer."""
+        x = self.bottom(x)
+        for _ in range(3):
+            x = (
+                checkpoint(self._segment, x, use_reentrant=self.reentrant)
+                if self.reentrant is not None
+                else self._segment(x)
+            )
+        return self.outer(x).square().sum()
+
+    def _segment(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def shared(reentrant: bool | None, outer: bool, bottom: bool, bucket_size: int, stage: int) -> Any:
+    """The masters after a step; or what was raised."""
+    model = SharedBlocks(reentrant, outer, bottom)
+    config = ZeroConfig(bucket_size, deterministic=True)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-3, eps=1.0, stage=stage, config=config)
+    x = torch.linspace(-1, 1, 64).view(2, 32) * (1 + rank())
+    try:
+        model(x.requires_grad_()).backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    state = optimizer.state_dict()["optim"]["state"]
+    return [part.clone() for held in state.values() for _, part in boxes(held["exp_avg"])]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("bucket_size", [1, 2**20])
+@pytest.mark.parametrize(("outer", "bottom"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_gradient_in_pieces(ranks, outer, bottom, bucket_size, stage):
+    """The sum of all pieces, or an error on every rank: never a part of it."""
+    wanted = ranks(2)(shared, None, outer, bottom, bucket_size, stage)
+    found = ranks(2)(shared, True, outer, bottom, bucket_size, stage)
+    if outer and (bucket_size == 1 or not bottom):
+        assert all("second gradient of inner.weight" in text for text in found)
+        return
+    for ours, theirs in zip(found, wanted, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # added in another order
+
+
+class Dies(torch.autograd.Function):
+    """Passes its input on, and raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("half-way")
+
+
+def die(trainer: Trainer, step: int) -> None:
+    """A backward pass in which the gradients of half the parameters arrive."""
+    gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in trainer.run.specs}
+    half = len(gradients) // 2
+    late = {name: gradient for index, (name, gradient) in enumerate(gradients.items()) if index >= half}
+    early = {name: gradient for index, (name, gradient) in enumerate(gradients.items()) if index < half}
+    dying = Dies.apply(trainer.probe.loss({name: None for name in late} | early))
+    living = trainer.probe.loss({name: None for name in early} | late)  # made later, so its gradients come earlier
+    with pytest.raises(ArithmeticError):
+        (dying + living).backward()  # type: ignore[no-untyped-call]
+
+
+def recovered(run: Run, forget: str, accumulated: bool) -> list[str]:
+    """What is raised between a pass that died and zero_grad; afterwards all is as if it had never been."""
+    trainer, reference = Trainer(run), Undistributed(MIXED)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    messages = []
+    for step in range(4):
+        if step in (1, 2):
+            if accumulated:
+                trainer.probe.backward(50, trainer.rank)
+            die(trainer, 30 + step)
+            for attempt in (lambda: trainer.probe.backward(0, trainer.rank), trainer.optimizer.step):
+                if forget == "model":
+                    trainer.probe.zero_grad()
+                try:
+                    attempt()
+                except RuntimeError as error:
+                    messages.append(str(error))
+            trainer.optimizer.zero_grad()
+        trainer.step(step)
+        reference.step({s.name: run.rounds(s, step, ranks) for s in MIXED}, run.options)
+        assert_equals(trainer, reference, f"step {step}")
+    return messages
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("forget", ["nothing", "model"])
+@pytest.mark.parametrize(
+    "run", [Run(config=SMALL), Run(config=TINY), Run(config=TINY, stage=1)], ids=["2", "2 tiny", "1 tiny"]
+)
+def test_recovery_from_a_pass_that_died(ranks, run, forget, accumulated):
+    """It is refused to go on from half a gradient; zero_grad clears it away, in whatever state buckets were."""
+    for messages in [recovered(run, forget, accumulated), *ranks(2)(recovered, run, forget, accumulated)]:
+        assert len(messages) == 4
+        assert all("zero_grad() of the optimizer" in message for message in messages)
+
+
+def test_a_pass_that_dies_under_no_sync():
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    with trainer.optimizer.no_sync():
+        die(trainer, 9)
+    trainer.optimizer.zero_grad()
+    trainer.step(0)
+    reference.step({s.name: trainer.run.rounds(s, 0, 1) for s in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, "after no_sync")
+
+
+def repeated() -> None:
+    """backward(retain_graph=True) twice is two passes."""
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    gradients = {spec.name: spec.gradient(1, trainer.rank) for spec in MIXED}
+    loss = trainer.probe.loss(gradients)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    trainer.optimizer.step()
+    once = {s.name: trainer.run.rounds(s, 1, dist.get_world_size())[0] for s in MIXED}
+    reference.step({name: [g, g] for name, g in once.items()}, trainer.run.options)
+    assert_equals(trainer, reference, "twice")
+
+
+def test_a_graph_can_be_used_twice(ranks):
+    ranks(2)(repeated)
+
+
+def partial() -> None:
+    """backward(inputs=...) and autograd.grad: only what was asked for arrives, and the rest in another pass."""
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    gradients = {spec.name: spec.gradient(1, trainer.rank) for spec in MIXED}
+    parameters = dict(trainer.probe.named_parameters())
+    used = [name for name, gradient in gradients.items() if gradient is not None]
+    loss = trainer.probe.loss(gradients)
+    torch.autograd.grad(loss, [parameters[name] for name in used], retain_graph=True)
+    loss.backward(inputs=[parameters[name] for name in used[:3]], retain_graph=True)
+    loss.backward(inputs=[parameters[name] for name in used[3:]])
+    trainer.optimizer.step()
+    reference.step({s.name: trainer.run.rounds(s, 1, dist.get_world_size()) for s in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, "partial")
+
+
+def test_partial_passes(ranks):
+    ranks(2)(partial)
+
+
+def hooked(stage: int) -> list[bool]:
+    """Tensor hooks change gradients before they are reduced; of later accumulation hooks, stage 1 shows the gradient."""
+    trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
+    weight = trainer.probe.get_parameter("nv")
+    weight.register_hook(lambda g: 2 * g)
+    seen: list[bool] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    trainer.backward(0)
+    trainer.optimizer.step()
+    gradients = {s.name: trainer.run.rounds(s, 0, dist.get_world_size()) for s in MIXED}
+    reference.step({**gradients, "nv": [2 * gradients["nv"][0]]}, trainer.run.options)
+    assert_equals(trainer, reference, "hooks")
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_hooks_of_the_user(ranks, stage):
+    assert ranks(2)(hooked, stage) == [[stage == 1]] * 2
+
+
+def toggled() -> None:
+    """A parameter frozen for a while counts as one without a gradient: the others go on, no rank waits."""
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    for step in range(4):
+        frozen = step in (1, 2)
+        for name in ("nv", "norm"):
+            trainer.probe.get_parameter(name).requires_grad_(not frozen)
+        trainer.step(step)
+        gradients = {s.name: trainer.run.rounds(s, step, dist.get_world_size()) for s in MIXED}
+        if frozen:
+            gradients |= {name: [gradients[name][0] * 0] for name in ("nv", "norm")}
+        reference.step(gradients, trainer.run.options)
+        assert_equals(trainer, reference, f"step {step}")
+
+
+def test_requires_grad_toggled(ranks):
+    ranks(2)(toggled)
+
+
+def test_backward_from_another_thread():
+    """As torch runs it on a device."""
+    import threading
+
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    for step in range(2):
+        thread = threading.Thread(target=trainer.backward, args=(step,))
+        thread.start()
+        thread.join()
+        trainer.optimizer.step()
+        reference.step({s.name: trainer.run.rounds(s, step, 1) for s in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, "thread")
+    assert weight_bytes(trainer.probe)
+
+
+def test_create_graph_leaves_no_graph_behind():
+    """First-order gradients of a pass that could be differentiated again; plain parameters give second-order ones."""
+    model = nn.Linear(8, 8)
+    optimizer = ZeroAdamW(model.named_parameters(), config=SMALL)
+    x = torch.ones(2, 8, requires_grad=True)
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        optimizer.step()
+    assert not any(t.requires_grad for t in optimizer.state_dict()["model"].values())

@@ -1,0 +1,56 @@
+"""Reduction runs during the backward pass: it starts before the last gradient exists, and in one order on every rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from tests.optim.traffic import recorded
+from zerocast import ZeroAdamW, ZeroConfig
+
+LAYERS = 6
+
+
+def model(fmt: str | None) -> nn.Sequential:
+    """Linear layers with biases."""
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
+    if fmt is not None:
+        zerocast.quantize_(layers, zerocast.Recipe({"*.weight": fmt}))
+    return layers
+
+
+def events(fmt: str | None, config: ZeroConfig, stage: int) -> list[Any]:
+    """Gradients as autograd has them ready, and collectives, in the order of a backward pass."""
+    layers = model(fmt)
+    optimizer = ZeroAdamW(layers.named_parameters(), stage=stage, config=config)
+    with recorded() as log:
+        for name, parameter in layers.named_parameters():
+            parameter.register_hook(lambda _, name=name: log.append((name, 0)))
+        layers(torch.randn(2, 64)).sum().backward()  # type: ignore[no-untyped-call]
+    del optimizer
+    return [kind for kind, _ in log]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("fmt", [None, "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_first_reduction_starts_before_the_last_gradient_exists(ranks, fmt, deterministic, stage):
+    kind = "all-to-all" if deterministic else "reduce-scatter"
+    config = ZeroConfig(bucket_size=64 * 64, deterministic=deterministic)
+    first, second = ranks(2)(events, fmt, config, stage)
+    assert first == second, "collectives in one order on every rank"
+    names = [name for name in first if name != kind]
+    assert len(names) == 2 * LAYERS
+    for layer in range(LAYERS - 1):
+        last_of_bucket, next_layer = f"{LAYERS - 1 - layer}.weight", f"{LAYERS - 2 - layer}.weight"
+        assert first.index(last_of_bucket) < first.index(next_layer)
+    before_the_last_gradient = first[: max(first.index(name) for name in names)]
+    assert before_the_last_gradient.count(kind) >= LAYERS - 2
+    assert first.index(kind) < first.index(f"{LAYERS - 3}.weight"), "the first starts once its bucket is full"
+
+
+def test_one_bucket_waits_for_all(ranks):
+    for found in ranks(2)(events, None, ZeroConfig(), 2):
+        assert found.index("reduce-scatter") == len(found) - 1 == 2 * LAYERS

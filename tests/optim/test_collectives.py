@@ -1,0 +1,146 @@
+"""How often a step communicates, and how much: counted twice, at torch.distributed and below it."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.optim.probe import BF16, FP32, Spec
+from tests.optim.runs import ADAM, Run, Trainer
+from tests.optim.traffic import recorded
+from zerocast import ZeroConfig
+from zerocast.optim.bucket import fill_buckets
+
+STORAGE_BYTES = {"fp8_current": 1.0, "fp8_block": 1.0, "fp8_delayed": 1.0, "nvfp4": 0.5, "mxfp8": 2.0, "plain": 2.0}
+MODEL = (
+    Spec("embedding", (64, 32)),
+    Spec("a", (32, 64), "nvfp4"),
+    Spec("b", (64, 32), "nvfp4"),
+    Spec("mx", (32, 64), "mxfp8"),
+    Spec("delayed", (32, 64), "fp8_delayed:amax_history_len=4"),
+    Spec("block", (40, 64), "fp8_block"),
+    Spec("norm", (64,), dtype=FP32),
+)
+
+
+def buckets_of(trainer: Trainer) -> list[Any]:
+    """Laid out as the optimizer lays them out."""
+    run = trainer.run
+    named = [(spec.name, trainer.probe.get_parameter(spec.name), 0) for spec in run.specs]
+    return fill_buckets(named, run.config.bucket_size, dist.get_world_size(), run.config.grad_dtype)
+
+
+def one_step(run: Run, clip: bool) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Counts of a third step at both levels, the number of buckets, and of those that gather two directions."""
+    trainer = Trainer(run)
+    for step in range(2):
+        trainer.step(step)
+    with recorded() as log, CommDebugMode() as below:
+        trainer.backward(2)
+        if clip:
+            trainer.optimizer.clip_grad_norm_(1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        for parameter in trainer.probe.parameters():
+            _ = parameter.rowwise_data if hasattr(parameter, "rowwise_data") else parameter
+    buckets = buckets_of(trainer)
+    counts = Counter(str(op).split(".")[-1].strip("_") for op, n in below.get_comm_counts().items() for _ in range(n))
+    two = sum(bucket.storage.both_directions for bucket in buckets)
+    return dict(Counter(kind for kind, _ in log)), dict(counts), len(buckets), two
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bucket_size", [1, 4096, 2**25])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_collectives_of_a_step(ranks, stage, bucket_size, overlap, clip):
+    config = ZeroConfig(bucket_size=bucket_size, overlap_all_gather=overlap)
+    for calls, below, buckets, two in ranks(2)(one_step, Run(MODEL, options=(ADAM,), stage=stage, config=config), clip):
+        assert calls == {"all-reduce": 2, "all-gather": buckets + two, "reduce-scatter": buckets}
+        assert sum(below.values()) == sum(calls.values()), f"something else communicates: {below}"
+        assert buckets == {1: 7, 4096: 6, 2**25: 5}[bucket_size]
+
+
+def test_deterministic_exchanges_in_their_place(ranks):
+    """An all-to-all a bucket for the reduce-scatter, an all-gather for the all-reduce of the norm."""
+    config = ZeroConfig(bucket_size=4096, deterministic=True)
+    for calls, _, buckets, two in ranks(2)(one_step, Run(MODEL, options=(ADAM,), config=config), True):
+        assert calls == {"all-reduce": 1, "all-gather": buckets + two + 1, "all-to-all": buckets}
+
+
+def accumulated(no_sync: bool) -> int:
+    """Reduce-scatters of a step of three backward passes."""
+    trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=no_sync, config=ZeroConfig()))
+    with recorded() as log:
+        trainer.step(0)
+    return Counter(kind for kind, _ in log)["reduce-scatter"]
+
+
+@pytest.mark.parametrize(("no_sync", "passes"), [(True, 1), (False, 3)])
+def test_one_reduce_scatter_a_bucket_a_backward_pass(ranks, no_sync, passes):
+    assert ranks(2)(accumulated, no_sync) == [5 * passes] * 2
+
+
+def unused_parameters() -> list[Any]:
+    """The order of collectives of a step in which each rank leaves out other parameters."""
+    specs = tuple(Spec(f"w{i}", (32, 64), "nvfp4", used="by turns" if i % 2 else "rank 0") for i in range(6))
+    trainer = Trainer(Run(specs, options=(ADAM,), config=ZeroConfig(bucket_size=1)))
+    with recorded() as log:
+        trainer.step(0)
+    return log
+
+
+def test_unused_parameters_change_no_collective(ranks):
+    first, second = ranks(2)(unused_parameters)
+    assert first == second
+    assert Counter(kind for kind, _ in first) == {"all-reduce": 2, "all-gather": 6, "reduce-scatter": 6}
+
+
+def gathered_bytes(fmt: str) -> list[int]:
+    """Bytes of the all-gathers of a step over four weights of 64 x 128."""
+    dtype = BF16
+    specs = tuple(Spec(f"w{i}", (64, 128), fmt, dtype) for i in range(4))
+    trainer = Trainer(Run(specs, options=(ADAM,), config=ZeroConfig(bucket_size=1)))
+    with recorded() as log:
+        trainer.step(0)
+    return [nbytes for kind, nbytes in log if kind == "all-gather"]
+
+
+@pytest.mark.parametrize("fmt", STORAGE_BYTES)
+def test_all_gather_bytes_a_parameter(ranks, fmt):
+    for sizes in ranks(2)(gathered_bytes, fmt):
+        assert sum(sizes) == 4 * 64 * 128 * STORAGE_BYTES[fmt]
+        assert len(sizes) == (8 if fmt == "mxfp8" else 4)
+
+
+def construction() -> dict[str, int]:
+    """What building an optimizer costs beyond agreement: rank 0's values, and a first gather."""
+    with recorded() as log:
+        Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig()))
+    return dict(Counter(kind for kind, _ in log))
+
+
+def test_construction(ranks):
+    for calls in ranks(2)(construction):
+        assert calls["broadcast"] == 5 + 2, "one a bucket, and the delayed scales with their histories"
+        assert calls["all-reduce"] == 1
+        assert calls["all-gather"] == 5 + 1
+
+
+def evaluation() -> int:
+    """Collectives of a forward pass after the first one."""
+    trainer = Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig(overlap_all_gather=True)))
+    trainer.step(0)
+    gradients = {spec.name: spec.gradient(0, 0) for spec in MODEL}
+    trainer.probe.loss(gradients)
+    with recorded() as log:
+        trainer.probe.loss(gradients)
+        trainer.optimizer.state_dict()
+        _ = trainer.optimizer.skipped_steps
+    return len(log)
+
+
+def test_reading_does_not_communicate(ranks):
+    assert ranks(2)(evaluation) == [0, 0]

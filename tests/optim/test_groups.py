@@ -1,0 +1,185 @@
+"""Parameter groups, process groups, schedulers, and what an optimizer makes of unusual parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import casts
+from tests.optim.probe import MIXED, Probe, Spec
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, check, weight_bytes
+from tests.optim.undistributed import Undistributed, mean
+from zerocast import ZeroAdamW, ZeroConfig
+
+NAN = float("nan")
+
+
+def on_part_of_the_ranks(kind: str) -> None:
+    """Two ranks of four, as a mesh dimension or a group: the others play no part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    group = mesh if kind == "mesh" else mesh.get_group()
+    run = Run()
+    trainer, reference = Trainer(run, group), Undistributed(run.specs)
+    members = dist.get_process_group_ranks(mesh.get_group())
+    for step in range(3):
+        trainer.step(step)
+        reference.step({spec.name: [mean_over(members, run, spec, step)] for spec in run.specs}, run.options)
+        assert_equals(trainer, reference, f"rank {dist.get_rank()}, step {step}")
+
+
+def mean_over(members: list[int], run: Run, spec: Spec, step: int) -> Any:
+    """Over some ranks only."""
+    return mean([run.local(spec, range(step, step + 1), rank) for rank in members], spec)
+
+
+@pytest.mark.parametrize("kind", ["mesh", "group"])
+def test_groups(ranks, kind):
+    ranks(4)(on_part_of_the_ranks, kind)
+
+
+def test_learning_rate_as_a_tensor():
+    """A change in place counts; loading changes the tensor and does not replace it."""
+    rate = torch.tensor(1e-2, dtype=torch.float64)
+    options = ({**ADAM, "lr": rate}, {**ADAM, "lr": 3e-3})
+    probe, reference = Probe(MIXED), Undistributed(MIXED)
+    config = ZeroConfig(bucket_size=4096, deterministic=True)
+    optimizer = ZeroAdamW(probe.param_groups(options), config=config)
+    run = Run()
+    for step in range(3):
+        rate.mul_(0.5)
+        probe.backward(step, 0)
+        optimizer.step()
+        reference.step({s.name: run.rounds(s, step, 1) for s in MIXED}, [{**ADAM, "lr": float(rate)}, options[1]])
+    for name, wanted in reference.bytes.items():
+        casts.assert_same_bytes(weight_bytes(probe)[name], wanted, name)
+    state = optimizer.state_dict()
+    rate.fill_(7.0)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 1e-2 * 0.125
+
+
+def test_frozen_groups_keep_their_number():
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    trained = nn.Linear(4, 4)
+    groups = [{"params": frozen.named_parameters()}, {"params": trained.named_parameters(), "lr": 0.5}]
+    optimizer = ZeroAdamW(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.1**step])
+    before = [p.detach().clone() for p in (*frozen.parameters(), *trained.parameters())]
+    trained(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.05]
+    assert set(optimizer.state_dict()["model"]) == {"weight", "bias"}
+    changed = [
+        not torch.equal(a, b) for a, b in zip(before, (*frozen.parameters(), *trained.parameters()), strict=True)
+    ]
+    assert changed == [False, False, True, True]
+
+
+def test_empty_parameters_are_left_out():
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(0, 5))})
+    optimizer = ZeroAdamW(model.named_parameters(), weight_decay=0.5, lr=1.0)
+    optimizer.step()
+    assert torch.equal(model["a"], torch.full((3,), 0.5))
+    assert set(optimizer.state_dict()["model"]) == {"a"}
+
+
+def test_schedulers_and_skipped_steps(ranks):
+    """A scheduler counts calls, Adam counts steps that were made."""
+    trainer = Trainer(Run(schedule=True))
+    for step in range(3):
+        trainer.backward(step)
+        if step == 1:
+            trainer.optimizer.zero_grad()
+            trainer.probe.get_parameter("norm").grad = torch.full((37,), NAN)
+        trainer.optimizer.step()
+        trainer.scheduler.step()
+        trainer.optimizer.zero_grad()
+    assert trainer.scheduler.last_epoch == 3
+    assert trainer.optimizer.param_groups[0]["lr"] == ADAM["lr"] * trainer.run.factor(3)
+    assert float(trainer.optimizer.state_dict()["optim"]["state"]["nv"]["step"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:To get the last learning rate")
+def test_cycled_betas():
+    """OneCycleLR changes betas as well."""
+    model = nn.Linear(8, 8)
+    optimizer = ZeroAdamW(model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    twin = nn.Linear(8, 8)
+    twin.load_state_dict(model.state_dict())
+    other = torch.optim.AdamW(twin.parameters())
+    other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, max_lr=0.1, total_steps=10)
+    for _ in range(8):
+        for net, opt, sched in ((model, optimizer, scheduler), (twin, other, other_scheduler)):
+            net(torch.ones(2, 8)).square().sum().backward()
+            opt.step()
+            sched.step()
+            opt.zero_grad()
+    assert optimizer.param_groups[0]["betas"] == other.param_groups[0]["betas"] != (0.9, 0.999)
+    assert torch.allclose(model.weight, twin.weight, rtol=1e-4, atol=1e-6)
+
+
+def rank_0_speaks_for_all(seeded: bool) -> None:
+    """Ranks that start from other values are given rank 0's."""
+    probe = Probe(MIXED)
+    if dist.get_rank() and seeded:
+        for spec in MIXED:
+            parameter = probe.get_parameter(spec.name)
+            if hasattr(parameter, "high_precision_init_val"):
+                parameter.high_precision_init_val = torch.randn(spec.shape)
+                if parameter.scale is not None:
+                    parameter.scale.fill_(3.0)
+            else:
+                parameter.data = torch.randn(spec.shape, dtype=torch.float32).to(spec.dtype)
+    trainer = Trainer(Run())
+    trainer.probe = probe
+    trainer.optimizer = ZeroAdamW(probe.param_groups(Run().options), config=Run().config)
+    assert_equals(trainer, Undistributed(MIXED), f"rank {dist.get_rank()}")
+
+
+def test_rank_0_speaks_for_all(ranks):
+    ranks(2)(rank_0_speaks_for_all, True)
+
+
+def test_group_of_one_rank(ranks):
+    ranks(1)(check, Run(max_norm=0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_plays_no_part(dtype):
+    """Models are often built and run under a default of bf16; masters are FP32 all the same."""
+    specs = tuple(Spec(f"w{i}", (32, 64), fmt) for i, fmt in enumerate(("nvfp4", "fp8_block", "plain")))
+    run, probe, reference = Run(specs, options=(ADAM,)), Probe(specs), Undistributed(specs)
+    trainer = Trainer(run)
+    try:
+        torch.set_default_dtype(dtype)
+        trainer.probe, trainer.optimizer = probe, ZeroAdamW(probe.named_parameters(), **ADAM, config=run.config)
+        for step in range(3):
+            for name, parameter in probe.named_parameters():
+                gradients = run.rounds(next(spec for spec in specs if spec.name == name), step, 1)
+                parameter.grad = torch.from_numpy(gradients[0]).to(parameter.dtype)
+            trainer.optimizer.clip_grad_norm_(0.1)
+            trainer.optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for step in range(3):
+        reference.step({spec.name: run.rounds(spec, step, 1) for spec in specs}, [ADAM], 0.1)
+    assert_equals(trainer, reference, str(dtype))
+
+
+def test_strides_do_not_matter():
+    """A parameter that is not contiguous becomes so."""
+    value = torch.randn(8, 16)
+    strided, plain = nn.Parameter(value.t()), nn.Parameter(value.t().contiguous())
+    assert not strided.is_contiguous()
+    for parameter in (strided, plain):
+        optimizer = ZeroAdamW([("w", parameter)], lr=0.1)
+        for _ in range(2):
+            (parameter * torch.arange(8.0)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(strided, plain)

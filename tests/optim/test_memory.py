@@ -1,0 +1,180 @@
+"""Memory: gradients freed as they are reduced, no new buffers after the first step, and a total that arithmetic predicts."""
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocast
+from tests.optim.memory import NewStorages, allocations, live_bytes
+from tests.optim.probe import BF16, FP32, PLAIN, Spec
+from tests.optim.runs import ADAM, Run, Trainer
+from zerocast import ZeroAdamW, ZeroConfig, get_format, layout
+
+LAYERS, WIDTH = 10, 128
+LAYER = WIDTH * WIDTH
+SMALL = 64 * 1024  # activations, scalars, sums of chunks
+
+
+def layers(fmt: str | None) -> nn.Sequential:
+    """Equal linear layers in FP32."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    return model if fmt is None else zerocast.quantize_(model, zerocast.Recipe({"*": fmt}))  # type: ignore[return-value]
+
+
+def peak_of_a_backward_pass(fmt: str | None, stage: int, deterministic: bool, bucket_layers: int) -> int:
+    """The most that gradients and buffers take at any gradient's arrival, above what there was before the first pass."""
+    model = layers(fmt)
+    config = ZeroConfig(bucket_size=bucket_layers * LAYER, deterministic=deterministic)
+    optimizer = ZeroAdamW(model.named_parameters(), stage=stage, config=config)
+    levels: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: levels.append(live_bytes()))
+    loss = model(torch.randn(2, WIDTH)).square().sum()
+    gc.collect()
+    gc.freeze()  # what there was before need not be searched again
+    before = live_bytes()
+    loss.backward()  # type: ignore[no-untyped-call]
+    del optimizer
+    gc.unfreeze()
+    assert len(levels) == LAYERS
+    return max(levels) - before
+
+
+@pytest.mark.parametrize("bucket_layers", [1, 2])
+@pytest.mark.parametrize("fmt", [None, "nvfp4"])
+def test_stage_2_holds_two_buckets(ranks, fmt, bucket_layers):
+    """Two buckets and the reduced half of one on two ranks: not the 10 gradients of the model."""
+    bucket = 4 * LAYER * bucket_layers
+    assert abs(peak_of_a_backward_pass(fmt, 2, False, bucket_layers) - 2 * bucket) <= SMALL / 4
+    for peak in ranks(2)(peak_of_a_backward_pass, fmt, 2, False, bucket_layers):
+        assert abs(peak - 2.5 * bucket) <= SMALL / 4
+
+
+def test_stage_1_holds_gradients_too(ranks):
+    for peak in ranks(2)(peak_of_a_backward_pass, None, 1, False, 1):
+        assert peak >= 4 * LAYER * LAYERS
+
+
+def test_deterministic_takes_a_bucket_more(ranks):
+    """Every rank's part is kept until all are here."""
+    for peak in ranks(2)(peak_of_a_backward_pass, None, 2, True, 1):
+        assert peak <= 3 * 4 * LAYER + SMALL
+
+
+def later_steps(deterministic: bool, overlap: bool) -> list[tuple[int, int]]:
+    """(largest allocation, bytes left) of whole steps after the first two; the model's own work is not watched."""
+    config = ZeroConfig(2**18, overlap, deterministic)
+    specs = tuple(Spec(f"w{i}", (1024, 512), fmt) for i, fmt in enumerate(("nvfp4", "fp8_block", "mxfp8", PLAIN)))
+    trainer = Trainer(Run((*specs, Spec("d", (512, 512), "fp8_delayed")), options=(ADAM,), config=config))
+    found = []
+    for step in range(4):
+        gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in trainer.run.specs}
+        trainer.probe.loss(gradients).backward()  # type: ignore[no-untyped-call]
+
+        def update() -> None:
+            trainer.optimizer.clip_grad_norm_(1.0)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            for parameter in trainer.probe.parameters():
+                _ = getattr(parameter, "rowwise_data", None)
+
+        before = live_bytes()
+        if dist.get_world_size() == 1:
+            largest = max(allocations(update).sizes)
+        else:
+            with NewStorages() as new:
+                update()
+            largest = max(new.sizes)
+        found.append((largest, live_bytes() - before))
+    return found[2:]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_later_step_allocates_nothing_large(ranks, world, deterministic, overlap):
+    shard = 4 * (4 * 1024 * 512 + 512 * 512) // world
+    for rank in ranks(world)(later_steps, deterministic, overlap):
+        for largest, left in rank:
+            assert largest <= shard / 8
+            assert left <= 1024
+
+
+def left_by_backward_passes(grad_dtype: torch.dtype | None) -> list[int]:
+    """Bytes that steps leave behind, after the first."""
+    trainer = Trainer(Run(steps=1, config=ZeroConfig(grad_dtype=grad_dtype, bucket_size=4096)))
+    levels = []
+    for step in (2, 4, 6, 8):  # the same parameters take part
+        trainer.step(step)
+        levels.append(live_bytes())
+    return [after - before for before, after in zip(levels, levels[1:], strict=False)]
+
+
+@pytest.mark.parametrize("grad_dtype", [None, BF16, FP32])
+def test_later_backward_passes_reuse_their_buckets(ranks, grad_dtype):
+    for rank in ranks(2)(left_by_backward_passes, grad_dtype):
+        assert max(rank) <= 1024
+
+
+MODEL = (
+    Spec("embedding", (512, 256)),
+    Spec("a", (256, 1024), "nvfp4"),
+    Spec("b", (1024, 256), "nvfp4"),
+    Spec("mx", (256, 512), "mxfp8"),
+    Spec("delayed", (512, 256), "fp8_delayed"),
+    Spec("block", (512, 256), "fp8_block"),
+    Spec("norm", (256,), dtype=FP32),
+)
+
+
+def predicted(specs: tuple[Spec, ...], world: int, bucket_size: int) -> dict[str, float]:
+    """Every term, in bytes a rank. Buckets: two of the gradient's dtype, and the reduced part of one."""
+    numel = sum(math.prod(spec.shape) for spec in specs)
+    terms: dict[str, float] = {
+        "masters": 4 * numel / world,
+        "moments": 8 * numel / world,
+        "gradients": 4 * numel / world,
+    }
+    terms["weights"] = terms["scales"] = terms["columnwise copies"] = terms["packed amaxes"] = 0
+    for spec in specs:
+        fmt = get_format("identity" if spec.fmt == PLAIN else spec.fmt)
+        for name, buffer in layout.buffers(fmt, layout.matrix_shape(spec.shape), spec.dtype).items():
+            if buffer is not None and not (name == "columnwise_scale_inv" and fmt.block is None):
+                column = name == "columnwise_data" and spec.fmt != "mxfp8"
+                term = "columnwise copies" if column else "weights" if name.endswith("data") else "scales"
+                terms[term] += math.prod(buffer.shape) * buffer.dtype.itemsize
+        terms["packed amaxes"] += 2 * sum(layout.amax_counts(fmt, *layout.matrix_shape(spec.shape)))
+    terms["buckets"] = BF16.itemsize * bucket_size * (2 + (1 / world if world > 1 else 0))
+    return terms
+
+
+def held(bucket_size: int) -> int:
+    """Bytes that a model and its optimizer live on between steps."""
+    before = live_bytes()
+    trainer = Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig(bucket_size=bucket_size)))
+    for step in range(3):
+        trainer.step(step)
+    trainer.probe.zero_grad()
+    gc.collect()
+    return live_bytes() - before
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_total_is_what_arithmetic_says(ranks, world):
+    terms = predicted(MODEL, world, 2**18)
+    for found in ranks(world)(held, 2**18):
+        assert found == pytest.approx(sum(terms.values()), rel=0.02), terms
+
+
+def initial_values_are_dropped() -> list[Any]:
+    trainer = Trainer(Run(MODEL, options=(ADAM,)))
+    return [getattr(p, "high_precision_init_val", None) for p in trainer.probe.parameters()]
+
+
+def test_initial_values_are_dropped_once_there_are_masters():
+    assert initial_values_are_dropped() == [None] * len(MODEL)

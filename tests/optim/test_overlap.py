@@ -1,0 +1,192 @@
+"""An all-gather in flight is seen by nobody: whatever reads a weight first waits, and gets the bytes that it would get without."""
+
+import copy
+import dataclasses
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests import casts
+from tests.optim.flight import slow_gathers
+from tests.optim.probe import BF16, MIXED, Probe
+from tests.optim.runs import Run, Trainer, check, weight_bytes
+from zerocast import ZeroAdamW, ZeroConfig
+
+EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
+OVERLAP = dataclasses.replace(EAGER, overlap_all_gather=True)
+QUANTIZED = ("nv", "block", "mx", "delayed", "current")
+Found = dict[str, Any]
+
+
+def data(probe: Probe) -> Found:
+    return {name: casts.raw(probe.get_parameter(name).rowwise_data).copy() for name in QUANTIZED}
+
+
+def columnwise(probe: Probe) -> Found:
+    return {name: casts.raw(probe.get_parameter(name).columnwise_data).copy() for name in QUANTIZED}
+
+
+def scales(probe: Probe) -> Found:
+    names = ("columnwise_scale_inv", "rowwise_scale_inv")
+    return {f"{n} {b}": casts.raw(getattr(probe.get_parameter(n), b)).copy() for n in QUANTIZED for b in names}
+
+
+def dequantized(probe: Probe) -> Found:
+    return {name: casts.raw(probe.get_parameter(name).dequantize()) for name in QUANTIZED}
+
+
+def plain(probe: Probe) -> Found:
+    return {name: casts.raw(probe.get_parameter(name)).copy() for name in ("embedding", "norm", "bias")}
+
+
+def saved(probe: Probe) -> Found:
+    file = io.BytesIO()
+    torch.save(probe.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    return {name: casts.raw(loaded[name].dequantize()) for name in QUANTIZED}
+
+
+def deep_copy(probe: Probe) -> Found:
+    return {name: values["rowwise_data"] for name, values in weight_bytes(copy.deepcopy(probe)).items()}
+
+
+def tied_head(probe: Probe) -> Found:
+    """A functional read, in training mode."""
+    x = torch.ones(3, 112, dtype=BF16)
+    return {"out": casts.raw(nn.functional.linear(x, probe.get_parameter("nv")))}
+
+
+def transposed(probe: Probe) -> Found:
+    x = torch.ones(3, 48, dtype=BF16)
+    return {"out": casts.raw(x @ probe.get_parameter("nv").t().t())}
+
+
+def evaluation(probe: Probe) -> Found:
+    with torch.no_grad():
+        return tied_head(probe.eval())
+
+
+def inference(probe: Probe) -> Found:
+    with torch.inference_mode():
+        return tied_head(probe.eval())
+
+
+def input_gradient(probe: Probe) -> Found:
+    x = torch.ones(3, 96, dtype=BF16, requires_grad=True)
+    nn.functional.linear(x, probe.get_parameter("mx")).sum().backward()
+    y = torch.ones(3, 33, dtype=BF16, requires_grad=True)
+    nn.functional.linear(y, probe.get_parameter("block")).sum().backward()
+    return {"mx": casts.raw(x.grad), "block": casts.raw(y.grad)}
+
+
+def moved(probe: Probe) -> Found:
+    weight = probe.get_parameter("nv")
+    weight.rebind(torch.zeros_like(weight.rowwise_data))
+    return data(probe)
+
+
+def loaded_over(probe: Probe) -> Found:
+    """`load_state_dict` writes into a weight whose gather is in flight: what was loaded stays."""
+    probe.load_state_dict(Probe(MIXED).state_dict())
+    return data(probe)
+
+
+def loaded_from(probe: Probe) -> Found:
+    """A copy of the model that follows it through state_dict, as averages do."""
+    twin = Probe(MIXED)
+    twin.load_state_dict(probe.state_dict())
+    return data(twin)
+
+
+def second_optimizer(probe: Probe) -> Found:
+    """Its masters start from the gathered weights."""
+    optimizer = ZeroAdamW(probe.named_parameters(), config=EAGER)
+    alone = torch.distributed.get_world_size() == 1
+    return {"nv": casts.raw(optimizer.state_dict()["model"]["nv"]) if alone else b""} | data(probe)
+
+
+READS: list[Callable[[Probe], Found]] = [
+    data, columnwise, scales, dequantized, plain, saved, deep_copy, tied_head, transposed, evaluation, inference,
+    input_gradient, moved, loaded_over, loaded_from, second_optimizer,
+]  # fmt: skip
+
+
+def read_in_flight(config: ZeroConfig, name: str, steps: int) -> Found:
+    """What a first read after the last step sees; then one more step, so that the read has broken nothing."""
+    read = {read.__name__: read for read in READS}[name]
+    with slow_gathers() as landed:
+        trainer = Trainer(Run(config=config))
+        for step in range(steps):
+            trainer.step(step)
+        before = len(landed)
+        found = read(trainer.probe)
+        if config.overlap_all_gather and torch.distributed.get_world_size() > 1 and name not in ("scales", "plain"):
+            assert len(landed) > before, "nothing was in flight"
+        if read is not second_optimizer:
+            trainer.step(steps)
+        after = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}
+    return {key: np.asarray(value) for key, value in {**found, **after}.items()}
+
+
+@pytest.mark.parametrize("read", [r.__name__ for r in READS])
+def test_a_read_waits(ranks, read):
+    for steps in (0, 2):
+        eager = ranks(2)(read_in_flight, EAGER, read, steps)
+        overlapped = ranks(2)(read_in_flight, OVERLAP, read, steps)
+        for rank in range(2):
+            casts.assert_same_bytes(overlapped[rank], eager[rank], f"{read} after {steps} steps, rank {rank}")
+
+
+def steps_without_reads() -> None:
+    """Step after step with nobody reading: each cast waits for the gather before it."""
+    with slow_gathers():
+        check(Run(config=OVERLAP, assign=True))
+        trainers = [Trainer(Run(config=config, assign=True)) for config in (OVERLAP, EAGER)]
+        for trainer in trainers:
+            for step in range(4):
+                trainer.step(step)
+        for name, wanted in weight_bytes(trainers[1].probe).items():
+            casts.assert_same_bytes(weight_bytes(trainers[0].probe)[name], wanted, name)
+
+
+def test_steps_without_reads(ranks):
+    steps_without_reads()
+    ranks(2)(steps_without_reads)
+
+
+def whole_run() -> None:
+    """Forward passes are the only readers."""
+    with slow_gathers():
+        check(Run(config=OVERLAP, max_norm=0.1))
+
+
+def test_a_whole_run(ranks):
+    whole_run()
+    ranks(3)(whole_run)
+
+
+def lazily() -> list[int]:
+    """Bytes that have been gathered after each of three first reads."""
+    with slow_gathers() as landed:
+        trainer = Trainer(Run(config=ZeroConfig(bucket_size=1, overlap_all_gather=True)))
+        trainer.step(0)
+        counts = [sum(landed)]
+        for name in ("nv", "block"):
+            _ = trainer.probe.get_parameter(name).rowwise_data
+            counts.append(sum(landed) - sum(counts))
+        trainer.optimizer.state_dict()
+        counts.append(sum(landed) - sum(counts))
+        _ = weight_bytes(trainer.probe)
+    return counts[1:]
+
+
+def test_a_read_waits_for_its_own_bucket_only(ranks):
+    """Sizes are those of the padded shards; the optimizer's own state needs no weights."""
+    nv, block = 2 * 128 * -(-48 * 112 // 256) // 2, 2 * 128 * -(-130 * 33 // 256)
+    assert ranks(2)(lazily) == [[nv, block, 0]] * 2

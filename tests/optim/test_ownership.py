@@ -1,0 +1,256 @@
+"""Who owns a parameter, its gradient and its storage: several optimizers, copies, moved storage."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerocast
+from tests import casts
+from tests.optim.flight import slow_gathers
+from tests.optim.probe import FP16, MIXED, Probe
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.undistributed import Undistributed
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+
+SMALL = ZeroConfig(bucket_size=4096, deterministic=True)
+TINY = ZeroConfig(bucket_size=1, deterministic=True)
+OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
+
+
+def ranks_here() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def go_on(trainer: Trainer, reference: Undistributed, steps: range) -> None:
+    """Train both and compare after each step."""
+    for step in steps:
+        trainer.step(step)
+        reference.step({s.name: trainer.run.rounds(s, step, ranks_here()) for s in MIXED}, trainer.run.options)
+        assert_equals(trainer, reference, f"rank {trainer.rank}, step {step}")
+
+
+def taken_over(config: ZeroConfig) -> None:
+    """The last optimizer built over a parameter has it; the one before says so when it is asked to step."""
+    trainer, other = Trainer(Run(config=config)), Trainer(Run(config=config))
+    trainer.step(0)
+    state = trainer.optimizer.state_dict()
+    other.optimizer.load_state_dict(state)
+    reference = Undistributed(MIXED)
+    reference.step({s.name: trainer.run.rounds(s, 0, ranks_here()) for s in MIXED}, trainer.run.options)
+    first = trainer.optimizer
+    trainer.optimizer = ZeroAdamW(trainer.probe.param_groups(trainer.run.options), config=config)
+    trainer.optimizer.load_state_dict(other.optimizer.state_dict())
+    go_on(trainer, reference, range(1, 3))
+    trainer.backward(3)
+    with pytest.raises(RuntimeError, match="another optimizer"):
+        first.step()
+    with pytest.raises(RuntimeError, match="another optimizer"):
+        first.clip_grad_norm_(1.0)
+    trainer.optimizer.step()
+    reference.step({s.name: trainer.run.rounds(s, 3, ranks_here()) for s in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, "after the first one was refused")
+
+
+@pytest.mark.parametrize("config", [SMALL, OVERLAP], ids=["eager", "overlap"])
+def test_a_second_optimizer_takes_over(ranks, config):
+    taken_over(config)
+    ranks(2)(taken_over, config)
+
+
+def test_an_optimizer_is_freed_with_its_last_reference():
+    """No cycle keeps masters alive; its hooks then do nothing, and gradients stay on the parameters."""
+    gc.disable()
+    try:
+        trainer = Trainer(Run(config=OVERLAP))
+        trainer.step(0)
+        optimizer, probe = weakref.ref(trainer.optimizer), trainer.probe
+        del trainer
+        assert optimizer() is None
+    finally:
+        gc.enable()
+    probe.backward(1, 0)
+    assert probe.get_parameter("nv").grad is not None
+    assert weight_bytes(probe)
+
+
+def test_a_gather_outlives_its_optimizer(ranks):
+    assert ranks(2)(outlived) == [None, None]
+
+
+def outlived() -> None:
+    with slow_gathers():
+        eager, late = Trainer(Run(config=SMALL)), Trainer(Run(config=OVERLAP))
+        eager.step(0)
+        late.step(0)
+        probe = late.probe
+        del late.optimizer, late.scheduler
+        gc.collect()
+        for name, wanted in weight_bytes(eager.probe).items():
+            casts.assert_same_bytes(weight_bytes(probe)[name], wanted, name)
+
+
+def averaged_copies() -> None:
+    """deepcopy of the model while it trains: copies own their bytes, have no hooks, and do not disturb."""
+    trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
+    copies = []
+    for step in range(3):
+        go_on(trainer, reference, range(step, step + 1))
+        twin = copy.deepcopy(trainer.probe)
+        copies.append((twin, weight_bytes(twin)))
+        twin.backward(7, trainer.rank)
+        assert twin.get_parameter("norm").grad is not None
+    for twin, then in copies:
+        for name, held in then.items():
+            casts.assert_same_bytes(weight_bytes(twin)[name], held, name)
+    casts.assert_same_bytes(weight_bytes(copies[-1][0])["nv"], reference.bytes["nv"])
+    size = copies[0][0].get_parameter("nv").rowwise_data.untyped_storage().nbytes()
+    assert size == 48 * 112 // 2
+
+
+def test_copies_of_the_model(ranks):
+    averaged_copies()
+    ranks(2)(averaged_copies)
+
+
+def moved(config: ZeroConfig) -> None:
+    """Storage that a user replaced between steps is taken back with the next one; nothing goes stale."""
+    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED)
+    go_on(trainer, reference, range(1))
+    for name in ("nv", "mx"):
+        weight = trainer.probe.get_parameter(name)
+        assert isinstance(weight, QuantizedWeight)
+        column = torch.zeros_like(weight.columnwise_data) if name == "mx" else None
+        weight.rebind(torch.zeros_like(weight.rowwise_data), column)
+    for name in ("norm", "embedding"):
+        parameter = trainer.probe.get_parameter(name)
+        parameter.data = parameter.data.clone()
+    assert_equals(trainer, reference, "moved")
+    go_on(trainer, reference, range(1, 3))
+    with slow_gathers():
+        go_on(trainer, reference, range(3, 4))
+        trainer.probe.to("cpu")
+        assert_equals(trainer, reference, "to")
+        go_on(trainer, reference, range(4, 6))
+        trainer.probe._apply(lambda t: t.clone() if isinstance(t, QuantizedWeight) else t)  # as a change of device does
+        assert_equals(trainer, reference, "new objects")
+        go_on(trainer, reference, range(6, 8))
+
+
+@pytest.mark.parametrize("config", [SMALL, OVERLAP], ids=["eager", "overlap"])
+def test_moved_storage(ranks, config):
+    moved(config)
+    ranks(2)(moved, config)
+
+
+def test_a_converted_parameter_is_refused():
+    trainer = Trainer(Run())
+    parameter = trainer.probe.get_parameter("norm")
+    parameter.data = parameter.data.to(FP16)
+    with pytest.raises(RuntimeError, match="float16"):
+        trainer.optimizer.step()
+
+
+def overwritten() -> None:
+    """Masters are the truth: what is written into weights lasts until the next step. (Delayed scales are no copies.)"""
+    trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
+    go_on(trainer, reference, range(2))
+    other = {name: value for name, value in Probe(MIXED).state_dict().items() if name not in ("delayed", "recent")}
+    trainer.probe.load_state_dict(other, strict=False)
+    nn.init.zeros_(trainer.probe.get_parameter("embedding"))
+    go_on(trainer, reference, range(2, 4))
+
+
+def test_weights_that_were_written_to(ranks):
+    overwritten()
+    ranks(2)(overwritten)
+
+
+def two_optimizers(config: ZeroConfig) -> None:
+    """Each over half of the parameters of one model, stepping at its own pace."""
+    probe, rank = Probe(MIXED), dist.get_rank() if dist.is_initialized() else 0
+    always = tuple(spec for spec in MIXED if spec.used == "always")
+    halves = [tuple(s for i, s in enumerate(always) if i % 2 == half) for half in (0, 1)]
+    optimizers, references = [], [Undistributed(half) for half in halves]
+    for half in halves:
+        named = [(spec.name, probe.get_parameter(spec.name)) for spec in half]
+        optimizers.append(ZeroAdamW(named, **ADAM, config=config))
+    for step in range(4):
+        gradients = {s.name: s.gradient(step, rank) if s in always else None for s in MIXED}
+        probe.loss(gradients).backward()  # type: ignore[no-untyped-call]
+        for index, (half, optimizer, reference) in enumerate(zip(halves, optimizers, references, strict=True)):
+            if index == 1 and step % 2 == 0:  # accumulates two passes
+                continue
+            passes = [step] if index == 0 else [step - 1, step]
+            rounds = {s.name: [Run().rounds(s, p, ranks_here())[0] for p in passes] for s in half}
+            options = [ADAM, ADAM]
+            optimizer.step()
+            reference.step(rounds, options)
+            found = weight_bytes(probe)
+            for spec in half:
+                casts.assert_same_bytes(found[spec.name], reference.bytes[spec.name], f"step {step}, {spec.name}")
+
+
+@pytest.mark.parametrize("config", [SMALL, OVERLAP], ids=["eager", "overlap"])
+def test_two_optimizers_over_one_model(ranks, config):
+    two_optimizers(config)
+    ranks(2)(two_optimizers, config)
+
+
+def interleaved() -> None:
+    """Two optimizers whose gradients arrive by turns, other parameters unused on each rank: nobody gets another's gradient."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    for group, ranks in ((None, range(dist.get_world_size())), (mesh, dist.get_process_group_ranks(mesh.get_group()))):
+        weights = [nn.Parameter(torch.ones(128)) for _ in range(4)]
+        named = [(f"w{index}", weight) for index, weight in enumerate(weights)]
+        first, second = (ZeroAdamW(half, lr=0.0, group=group, config=TINY) for half in (named[:2], named[2:]))
+        size = torch.tensor([1.0, 100.0, 10.0, 1000.0])
+        x = sum(weights[i] * size[i] for i in (0, 2, 1, 3) if (i + dist.get_rank()) % 3)
+        assert isinstance(x, torch.Tensor)
+        x.sum().backward()
+        for optimizer, indices in ((first, (0, 1)), (second, (2, 3))):
+            optimizer.step()
+            state = optimizer.state_dict()["optim"]["state"]
+            for index in indices:
+                mean = sum(float(size[index]) for rank in ranks if (index + rank) % 3) / len(ranks)
+                for _, part in boxes(state[f"w{index}"]["exp_avg"]):
+                    assert torch.allclose(part, torch.tensor(0.1 * mean)), f"w{index} over {ranks}"
+
+
+def test_two_optimizers_do_not_exchange_gradients(ranks):
+    ranks(4)(interleaved)
+
+
+def test_an_optimizer_is_not_copied():
+    trainer = Trainer(Run())
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="load the state"):
+            copying(trainer.optimizer)
+
+
+def test_a_model_under_training_can_be_pickled():
+    trainer = Trainer(Run(config=OVERLAP))
+    trainer.step(0)
+    twin = pickle.loads(pickle.dumps(trainer.probe))
+    for name, wanted in weight_bytes(trainer.probe).items():
+        casts.assert_same_bytes(weight_bytes(twin)[name], wanted, name)
+
+
+def test_a_frozen_weight_stays():
+    """Parameters outside the optimizer keep bytes, storage and gradients."""
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 32, bias=False))
+    zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
+    model[0].requires_grad_(False)
+    before = weight_bytes(model)["0.weight"]
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1.0)
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    casts.assert_same_bytes(weight_bytes(model)["0.weight"], before)
+    assert set(optimizer.state_dict()["model"]) == {"1.weight"}

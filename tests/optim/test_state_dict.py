@@ -1,0 +1,281 @@
+"""What the state is: fixed keys, plain tensors, nothing of ours; what does not fit is refused everywhere with nothing changed."""
+
+import copy
+import io
+import logging
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from tests import casts
+from tests.optim.probe import BF16, FP32, MIXED, PLAIN, Spec
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, weight_bytes
+from tests.optim.test_resume import snapshot, train, with_dcp_load, with_dcp_save
+from tests.optim.undistributed import Undistributed
+from zerocast import ZeroConfig, optim
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+HYPERPARAMETERS = ("lr", "eps", "weight_decay", "beta1", "beta2")
+DELAYED = ("delayed", "recent")
+KEYS = (
+    {f"model.{spec.name}" for spec in MIXED}
+    | {f"optim.state.{spec.name}.{key}" for spec in MIXED for key in MOMENTS}
+    | {f"optim.param_groups.{spec.name}.{key}" for spec in MIXED for key in HYPERPARAMETERS}
+    | {f"zerocast.{name}.{key}" for name in DELAYED for key in ("scale", "amax_history", "cast_scale")}
+)
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name."""
+    if not isinstance(state, dict):
+        return {prefix[1:]: state}
+    return {name: leaf for key, value in state.items() for name, leaf in flat(value, f"{prefix}.{key}").items()}
+
+
+def shapes(path: str | None) -> dict[str, Any]:
+    """Keys, shapes and dtypes of a rank's state; saved on the way."""
+    trainer = Trainer(Run())
+    train(trainer, range(2))
+    if path is not None:
+        with_dcp_save(trainer, path)
+    return {name: (tuple(t.shape), t.dtype) for name, t in flat(trainer.optimizer.state_dict()).items()}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_keys_are_fixed_and_the_same_on_every_rank(ranks, tmp_path, world):
+    first, *others = ranks(world)(shapes, str(tmp_path / "checkpoint"))
+    assert set(first) == KEYS
+    assert all(other == first for other in others)
+    for spec in MIXED:
+        for name in (f"model.{spec.name}", f"optim.state.{spec.name}.exp_avg", f"optim.state.{spec.name}.exp_avg_sq"):
+            assert first[name] == (spec.shape, FP32)
+        assert first[f"optim.state.{spec.name}.step"] == ((), FP32)
+    assert first["zerocast.recent.amax_history"] == ((4,), FP32)
+    metadata = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
+    assert set(metadata) == KEYS
+    assert not [name for name, entry in metadata.items() if isinstance(entry, BytesStorageMetadata)]
+    for spec in MIXED:
+        assert metadata[f"model.{spec.name}"].size == torch.Size(spec.shape)
+        assert len(metadata[f"model.{spec.name}"].chunks) <= 3 * world
+
+
+def test_no_process_group_has_the_same_keys():
+    assert set(shapes(None)) == KEYS
+
+
+OUTSIDER = """
+import sys, torch, torch.distributed.checkpoint as dcp
+path, main = sys.argv[1:]
+sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") not in (main, "")]
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "zerocast":
+            raise ImportError("zerocast is not here")
+sys.meta_path.insert(0, Blocked())
+metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+state = {name: torch.full(entry.size, float("nan"), dtype=entry.properties.dtype) for name, entry in metadata.items()}
+dcp.load(state, checkpoint_id=path, no_dist=True)
+assert "zerocast" not in sys.modules
+torch.save(state, path + ".pt")
+"""
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tools_without_zerocast_read_it(ranks, tmp_path, world):
+    path = tmp_path / "checkpoint"
+    ranks(world)(shapes, str(path))
+    main = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-I", "-c", OUTSIDER, str(path), main], check=True, timeout=120)
+    state = torch.load(f"{path}.pt", weights_only=True)
+    assert set(state) == KEYS
+    reference = Undistributed(MIXED)
+    run = Run()
+    for step in range(2):
+        reference.step({s.name: run.rounds(s, step, world) for s in MIXED}, run.options)
+    for spec in MIXED:
+        assert np.array_equal(state[f"model.{spec.name}"].numpy(), reference.master[spec.name])
+        assert np.array_equal(state[f"optim.state.{spec.name}.exp_avg"].numpy(), reference.exp_avg[spec.name])
+        assert state[f"optim.state.{spec.name}.step"] == 2
+
+
+def test_torch_save_with_one_process():
+    trainer, other = Trainer(Run()), Trainer(Run())
+    train(trainer, range(3))
+    file = io.BytesIO()
+    torch.save(trainer.optimizer.state_dict(), file)
+    file.seek(0)
+    train(other, range(7))
+    other.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
+
+
+def shards_are_no_values() -> None:
+    """Where a rank holds a part only, what would read the whole is refused, not answered with noise."""
+    trainer = Trainer(Run())
+    shard = trainer.optimizer.state_dict()["model"]["nv"]
+    reads: list[Callable[[], object]] = [
+        lambda: shard.norm(), lambda: shard + 1, lambda: torch.empty(48, 112).copy_(shard), lambda: shard.tolist(),
+        lambda: shard.clone(), lambda: copy.deepcopy(shard), lambda: shard.cpu(), lambda: pickle.dumps(shard),
+        lambda: torch.save(trainer.optimizer.state_dict(), io.BytesIO()), lambda: float(shard.sum()),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(TypeError, match=r"TensorShard|several ranks"):
+            read()
+    assert "span=" in repr(shard)
+
+
+def test_shards_are_no_values(ranks):
+    ranks(2)(shards_are_no_values)
+
+
+FORMATS = ("nvfp4", "fp8_block", PLAIN, "fp8_delayed:amax_history_len=4", "mxfp8", "fp8_current")
+
+
+def switch(path: str) -> None:
+    """The same parameter saved from one format and loaded into the next: masters and moments go on."""
+    previous: Trainer | None = None
+    for fmt in FORMATS:
+        specs = (Spec("w", (32, 64), fmt), Spec("b", (7,)))
+        trainer = Trainer(Run(specs, options=(ADAM,)))
+        reference = Undistributed(specs)
+        if previous is not None:
+            optim.load(trainer.optimizer, f"{path} {previous.run.specs[0].fmt}")
+            old = snapshot(previous)
+            wanted = {k: v for k, v in old.items() if k.startswith(("model", "exp_avg", "step", "lr", "beta"))}
+            casts.assert_same_bytes(snapshot(trainer), wanted, f"{previous.run.specs[0].fmt} to {fmt}")
+        masters = trainer.optimizer.state_dict()["model"]["w"]
+        if dist.get_world_size() == 1:
+            reference.master["w"] = masters.numpy().copy()
+            reference.history["w"], reference.scale["w"] = np.zeros(4, np.float32), np.float32(1)
+            if "delayed" not in fmt:
+                reference.scale.pop("w")
+            else:
+                reference._cast("w")
+            reference._cast("w")
+            found = weight_bytes(trainer.probe)["w"]
+            wanted = {k: v for k, v in reference.bytes["w"].items() if k != "amax_history"}
+            casts.assert_same_bytes(found, wanted, f"bytes of {fmt}")
+        train(trainer, range(2))
+        optim.save(trainer.optimizer, f"{path} {fmt}")
+        previous = trainer
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_formats_can_be_switched(ranks, tmp_path, world):
+    ranks(world)(switch, str(tmp_path / "checkpoint"))
+
+
+def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
+    """From a run without delayed scaling; what the optimizer had seen before it loaded plays no part."""
+    plain = Trainer(Run((Spec("w", (32, 64), "nvfp4"),), options=(ADAM,)))
+    train(plain, range(2))
+    optim.save(plain.optimizer, tmp_path / "checkpoint")
+    found = []
+    for steps in (0, 4):
+        delayed = Trainer(Run((Spec("w", (32, 64), "fp8_delayed"),), options=({**ADAM, "lr": 1.0},)))
+        train(delayed, range(steps))
+        with caplog.at_level(logging.WARNING, "zerocast"):
+            optim.load(delayed.optimizer, tmp_path / "checkpoint")
+        assert "seeded" in caplog.text
+        caplog.clear()
+        weight = delayed.probe.get_parameter("w")
+        amax = plain.optimizer.state_dict()["model"]["w"].to(BF16).abs().amax().float()
+        assert weight.scale == torch.tensor(448.0) / amax
+        assert weight.rowwise_scale_inv == 1 / weight.scale
+        found.append(snapshot(delayed))
+    casts.assert_same_bytes(*found)
+
+
+def broken(kind: str, culprit: int) -> tuple[str, str]:
+    """(type, message) of what loading a broken state raises; nothing has changed and training goes on."""
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    state = trainer.optimizer.state_dict()
+    if trainer.rank == culprit:
+        BREAK[kind](state)
+    before = snapshot(trainer)
+    try:
+        trainer.optimizer.load_state_dict(state)
+    except ValueError as error:
+        raised = type(error).__name__, str(error)
+    else:
+        raised = "nothing", ""
+    casts.assert_same_bytes(snapshot(trainer), before, kind)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    trainer.step(0)
+    reference.step({s.name: trainer.run.rounds(s, 0, ranks) for s in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, kind)
+    return raised
+
+
+BREAK: dict[str, Callable[[Any], object]] = {
+    "a name less": lambda s: s["model"].pop("nv"),
+    "a name more": lambda s: s["model"].update(other=torch.zeros(3)),
+    "another shape": lambda s: s["model"].update(nv=torch.zeros(112, 48)),
+    "another shape of a moment": lambda s: s["optim"]["state"]["nv"].update(exp_avg_sq=torch.zeros(3)),
+    "no moments": lambda s: s["optim"]["state"].pop("nv"),
+    "one moment": lambda s: s["optim"]["state"]["nv"].pop("exp_avg"),
+    "two step counts": lambda s: s["optim"]["state"]["nv"].update(step=torch.tensor(7.0)),
+    "two learning rates": lambda s: s["optim"]["param_groups"]["nv"].update(lr=torch.tensor(7.0)),
+    "no beta": lambda s: s["optim"]["param_groups"]["nv"].pop("beta1"),
+    "hyper-parameters of a stranger": lambda s: s["optim"]["param_groups"].update(x={"lr": torch.tensor(1.0)}),
+    "no model": lambda s: s.pop("model"),
+    "no optimizer": lambda s: s.pop("optim"),
+}
+
+
+@pytest.mark.parametrize("kind", BREAK)
+def test_what_does_not_fit_is_refused_everywhere(ranks, kind):
+    assert broken(kind, 0)[0] == "ValueError"
+    for culprit in (0, 1):
+        for name, message in ranks(2)(broken, kind, culprit):
+            assert name == "ValueError"
+            assert f"rank {culprit}" in message
+
+
+def cut_otherwise() -> str:
+    """The state of an optimizer with other buckets, handed over in memory."""
+    trainer, other = Trainer(Run()), Trainer(Run(config=ZeroConfig(bucket_size=1)))
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match="cut otherwise") as raised:
+        trainer.optimizer.load_state_dict(other.optimizer.state_dict())
+    casts.assert_same_bytes(snapshot(trainer), before)
+    return str(raised.value)
+
+
+def test_shards_of_other_buckets_are_refused(ranks):
+    ranks(2)(cut_otherwise)
+
+
+def handed_over() -> None:
+    """From one optimizer to another that cuts alike, in memory, and a whole tensor where a shard could be."""
+    trainer, other = Trainer(Run()), Trainer(Run())
+    train(trainer, range(3))
+    state = trainer.optimizer.state_dict()
+    other.optimizer.load_state_dict(state)
+    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
+
+
+def test_state_of_another_optimizer(ranks):
+    handed_over()
+    ranks(2)(handed_over)
+
+
+def test_an_incomplete_file_is_refused(tmp_path):
+    trainer, other = Trainer(Run(MIXED[:4])), Trainer(Run())
+    with_dcp_save(trainer, str(tmp_path / "checkpoint"))
+    before = snapshot(other)
+    with pytest.raises(ValueError, match="missing"):
+        optim.load(other.optimizer, tmp_path / "checkpoint")
+    casts.assert_same_bytes(snapshot(other), before)
+    with pytest.raises((RuntimeError, dcp.api.CheckpointException)):
+        with_dcp_load(other, str(tmp_path / "checkpoint"))

@@ -1,0 +1,86 @@
+"""Masters, moments, delayed scales and weight bytes after each step: equal to the undistributed update, for any number of ranks."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.optim.probe import BF16, FP16, FP32, MIXED, Spec
+from tests.optim.runs import ADAM, Run, check
+from zerocast import ZeroConfig
+
+DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
+ONE_BUCKET = ZeroConfig(deterministic=True)
+TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
+FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
+BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
+
+RUNS = {
+    "plain": Run(),
+    "long": Run(steps=40, max_norm=0.5, schedule=True),
+    "clip": Run(max_norm=0.02),
+    "no clip needed": Run(max_norm=1e6),
+    "schedule": Run(schedule=True),
+    "one bucket": Run(config=ONE_BUCKET),
+    "tiny buckets": Run(config=TINY_BUCKETS, max_norm=0.1),
+    "fp32 gradients": Run(config=FP32_GRADIENTS, max_norm=0.1),
+    "bf16 gradients": Run(config=BF16_GRADIENTS, max_norm=0.1),
+    "stage 1": Run(stage=1, max_norm=0.1),
+    "assigned gradients": Run(assign=True, max_norm=0.1),
+    "assigned fp32 gradients": Run(assign=True, config=FP32_GRADIENTS, stage=1),
+    "overlap": Run(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True), max_norm=0.1),
+    "experts": Run(
+        specs=(
+            Spec("experts", (4, 32, 48), "nvfp4"),
+            Spec("blocks", (3, 128, 40), "fp8_block"),
+            Spec("mx", (2, 32, 64), "mxfp8", FP16),
+            Spec("convolution", (8, 3, 3, 3), dtype=FP32),
+        ),
+        options=(ADAM,),
+        assign=True,
+    ),
+    "one element": Run(specs=(Spec("one", (1,), dtype=FP32),), options=(ADAM,)),
+    "zero betas": Run(options=({**ADAM, "betas": (0.0, 0.0)}, {**ADAM, "lr": 0.0})),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_bits_of_the_undistributed_update(ranks, world, run):
+    assert ranks(world)(check, run) == [0] * world
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_process_without_a_process_group(name):
+    check(RUNS[name])
+
+
+@pytest.mark.parametrize("grad_dtype", [None, FP32], ids=str)
+def test_two_ranks_add_alike_in_any_library(ranks, grad_dtype):
+    """A sum of two is the same in any order; in FP32 its half is exact."""
+    specs = tuple(spec for spec in MIXED if grad_dtype is FP32 or spec.dtype is FP32)
+    config = ZeroConfig(bucket_size=4096, grad_dtype=grad_dtype)
+    ranks(2)(check, Run(specs=specs, config=config, max_norm=0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_hundreds_of_steps(ranks, world):
+    run = Run(
+        steps=300, max_norm=0.05, schedule=True, config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)
+    )
+    ranks(world)(check, run, timeout=600.0)
+
+
+def test_every_backend_gives_the_bits(backend):
+    config = dataclasses.replace(DETERMINISTIC, backend=backend)
+    check(Run(config=config, max_norm=0.1))
+
+
+def test_threads_do_not_change_the_bits():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        check(Run(max_norm=0.1))
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,101 @@
+"""One step on one process as design.md ("One ZeRO step") has it, in numpy: what any number of ranks must give, to the bit.
+
+Knows no shard, bucket, plan or collective. Every line of the update is one f32 operation an element; numpy fuses none.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests import casts, model
+from tests.optim.probe import PLAIN, Spec
+from zerocast import get_format
+
+F32 = NDArray[np.float32]
+f32 = np.float32
+
+
+class Undistributed:
+    """Masters, moments, step and delayed scales of some parameters; the bytes of their weights."""
+
+    def __init__(self, specs: Iterable[Spec]) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.master = {name: spec.initial().numpy() for name, spec in self.specs.items()}
+        self.exp_avg = {name: np.zeros_like(p) for name, p in self.master.items()}
+        self.exp_avg_sq = {name: np.zeros_like(p) for name, p in self.master.items()}
+        self.step_count = 0
+        self.skipped = 0
+        self.norm = 0.0
+        self.scale: dict[str, np.float32] = {}
+        self.history: dict[str, F32] = {}
+        self.bytes: dict[str, casts.Bytes] = {}
+        for name, spec in self.specs.items():
+            if spec.fmt.startswith("fp8_delayed"):
+                self.scale[name], self.history[name] = f32(1), np.zeros(get_format(spec.fmt).amax_history_len, f32)
+                self._cast(name)  # seeds the scale
+            self._cast(name)
+
+    def step(
+        self,
+        gradients: Mapping[str, Sequence[F32]],
+        options: Sequence[Mapping[str, Any]],
+        max_norm: float | None = None,
+    ) -> None:
+        """One update. `gradients[name]` holds each round's mean over the ranks, f32; `options` the hyper-parameters by group."""
+        total = {name: _sum(rounds) for name, rounds in gradients.items()}
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.norm = math.sqrt(sum(float(np.square(g.astype(np.float64)).sum()) for g in total.values()))
+        if not math.isfinite(self.norm):
+            self.skipped += 1
+            return
+        clip = f32(1)
+        if max_norm is not None:
+            clip = min(f32(1), f32(max_norm) / (f32(self.norm) + f32(1e-6)))
+        self.step_count += 1
+        for name, spec in self.specs.items():
+            self._adam(name, total[name] * clip, **options[spec.group])
+            self._cast(name)
+
+    def _adam(self, name: str, g: F32, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        (beta1, beta2), t = betas, self.step_count
+        c1, c2 = 1 - beta1**t, 1 - beta2**t
+        p, m, v = self.master[name], self.exp_avg[name], self.exp_avg_sq[name]
+        p = p * f32(1 - lr * weight_decay)
+        m = f32(beta1) * m + f32(1 - beta1) * g
+        v = f32(beta2) * v + (f32(1 - beta2) * g) * g
+        p = p - f32(lr / c1) * (m / (np.sqrt(v) / f32(math.sqrt(c2)) + f32(eps)))
+        self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = map(np.asarray, (p, m, v))
+
+    def _cast(self, name: str) -> None:
+        spec, master = self.specs[name], torch.from_numpy(self.master[name].copy()).view(self.specs[name].shape)
+        if spec.fmt == PLAIN:
+            self.bytes[name] = {"rowwise_data": casts.raw(master.to(spec.dtype))}
+            return
+        self.bytes[name] = casts.unsharded(spec.fmt, master, spec.dtype, float(self.scale.get(name, 1.0)))
+        if name in self.scale:
+            fmt = get_format(spec.fmt)
+            assert fmt.element
+            amax = float(self.bytes[name]["amax"].view(f32)[0])
+            self.history[name], self.scale[name] = model.delayed_update(
+                self.history[name], amax, float(self.scale[name]), fmt.element.max, fmt.margin, fmt.amax_compute_algo
+            )
+            self.bytes[name] |= {"scale": self.scale[name].reshape(1).view(np.uint8)}
+            self.bytes[name] |= {"amax_history": self.history[name].view(np.uint8)}
+
+
+def mean(by_rank: Sequence[Tensor | None], like: Spec) -> F32:
+    """The average over the ranks, added in rank order in f32; a missing gradient counts as zero."""
+    parts = [np.zeros(like.shape, f32) if g is None else g.float().numpy() for g in by_rank]
+    return _sum(parts) / f32(len(parts))
+
+
+def _sum(parts: Sequence[F32]) -> F32:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,97 @@
+"""Single stages on hand-made descriptor rows, and through them single codes and scales of any backend."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zerocast import backends, get_format, layout
+from zerocast.descriptor import WIDTH, Column
+
+
+def row(**columns: int) -> list[int]:
+    """A descriptor row: the named columns (`rows=4, master_base=0`), -1 in the others."""
+    values = [-1] * WIDTH
+    for name, value in columns.items():
+        values[Column[name.upper()]] = value
+    return values
+
+
+def table(*rows: list[int]) -> Tensor:
+    """A descriptor table."""
+    return torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
+
+
+def encode(backend: str, element: str, x: Tensor) -> Tensor:
+    """Codes of f32 `x`, one a byte, by a backend's own partial_cast: with scales that are exactly one, a cast is an encoder."""
+    stage = backends.load(backend).partial_cast
+    one = torch.ones(1)
+    where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
+    where |= {"row_data_base": 0, "row_data_offset": 0, "amax_base": 0, "amax_offset": 0, "row_amax": 0}
+    if element != "e2m1":
+        codes = torch.empty(x.numel(), dtype=torch.uint8)
+        rows = table(row(**where, scale_base=0, scale_offset=0))
+        fmt = get_format("fp8_delayed", element=element)
+        stage(fmt, torch.float32, [x], one, [one], [one], rows, [codes], [], None)
+        return codes
+    # A tensor amax of 2688 makes S_enc one, and a block amax of 6 then makes the stored scale one.
+    whole = torch.nn.functional.pad(x, (0, -x.numel() % 16))
+    packed, amax = torch.full((-(-whole.numel() // 256),), 6.0), torch.tensor([2688.0])
+    packed_codes = torch.empty(whole.numel() // 2, dtype=torch.uint8)
+    where |= {"rows": whole.numel() // 16, "columns": 16, "numel": whole.numel()}
+    stage(
+        get_format("nvfp4"), torch.float32, [whole], packed, [amax], [], table(row(**where)), [packed_codes], [], None
+    )
+    return torch.stack((packed_codes & 15, packed_codes >> 4), -1).view(-1)[: x.numel()]
+
+
+def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
+    """Words of f32 `x` rounded to a nominal dtype of 16 bits, by a backend's own partial_cast."""
+    words = torch.empty(x.numel() * nominal.itemsize, dtype=torch.uint8)
+    where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
+    rows = table(row(**where, row_data_base=0, row_data_offset=0))
+    stage = backends.load(backend).partial_cast
+    stage(get_format("identity"), nominal, [x], torch.empty(0), [], [], rows, [words], [], None)
+    return words.view(torch.int16)
+
+
+def decode(backend: str, element: str, codes: Tensor) -> Tensor:
+    """Values of an even number of codes, given one a byte, by a backend's own dequantize."""
+    values = torch.empty(codes.numel() // 16, 16)
+    stage = backends.load(backend).dequantize
+    if element != "e2m1":
+        fmt = get_format("fp8_delayed", element=element)
+        stage(fmt, codes.view(-1, 16), torch.ones(1), torch.ones(1), *values.shape, False, values)
+        return values.view(-1)
+    fmt, data = get_format("nvfp4"), (codes[0::2] | codes[1::2] << 4).view(-1, 8)
+    buffer = layout.rowwise_scale_inv(fmt, *values.shape)
+    assert buffer
+    one = torch.full(buffer.shape, 0x38, dtype=torch.uint8)
+    stage(fmt, data, one, torch.tensor([2688.0]), *values.shape, False, values)
+    return values.view(-1)
+
+
+def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
+    """(stored scale of each block, tensor amax) that a backend derives from these f32 block amaxes."""
+    spec, across = get_format(fmt), amaxes.numel()
+    height, width = spec.block or (1, 1)
+    buffer = layout.rowwise_scale_inv(spec, height, across * width)
+    own = layout.columnwise_scale_inv(spec, height, across * width)
+    assert buffer and own
+    stored = torch.empty(buffer.shape, dtype=buffer.dtype)
+    unused, amax, one = torch.empty(own.shape, dtype=own.dtype), torch.empty(1), torch.ones(1)
+    packed = torch.cat((amaxes, torch.zeros(across * width)))
+    where = {"rows": height, "columns": across * width, "row_amax": 0, "column_amax": across}
+    names = ("row_scale", "column_scale", "amax", "scale")
+    where |= {f"{name}_base": 0 for name in names} | {f"{name}_offset": 0 for name in names}
+    rows = table(row(**where))
+    backends.load(backend).compute_scales(spec, packed, rows, [stored.view(-1)], [unused.view(-1)], [amax], None, [one])
+    return stored.view(buffer.shape)[0, :across].clone(), amax
+
+
+def floats(bits: list[str]) -> Tensor:
+    """f32 values from the hexadecimal bit patterns of goldens.json."""
+    words: NDArray[Any] = np.array([int(word, 16) for word in bits], np.uint32)
+    return torch.from_numpy(words.view(np.float32))

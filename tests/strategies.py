@@ -1,0 +1,74 @@
+"""Hypothesis strategies: weights of every format, cut over ranks in every way that a shard can be cut."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from tests.casts import FORMATS, NOMINAL
+from tests.matrices import CONTENTS
+from tests.sharded import Cut, Weight
+from zerocast import get_format
+from zerocast.layout import matrix_shape
+
+SPECIAL = tuple(sorted(CONTENTS))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, fmt: str) -> tuple[int, ...]:
+    """A shape that the format takes, small; sometimes with more than two dimensions."""
+    spec = get_format(fmt)
+    row, column = spec.multiple
+    rows = row * draw(st.integers(1, max(1, 160 // row)))
+    columns = column * draw(st.integers(1, max(1, 144 // column)))
+    blocked = spec.block is not None and spec.multiple == (1, 1)
+    if not blocked and draw(st.booleans()):
+        return draw(st.integers(1, 3)), min(rows, 64 // row * row), columns
+    return rows, columns
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> tuple[Cut, ...]:
+    """One span a rank in any order: anywhere, or at an edge of a row or tile or one off it; empty, single and missing ones."""
+    numel, columns = math.prod(shape), matrix_shape(shape)[1]
+    edges = {
+        e
+        for unit in (columns, 16 * columns, 128 * columns)
+        for k in range(4)
+        for e in (k * unit - 1, k * unit, k * unit + 1)
+    }
+    place = st.one_of(st.integers(0, numel), st.sampled_from(sorted(e for e in edges if 0 <= e <= numel)))
+    inner = sorted(draw(st.lists(place, min_size=world - 1, max_size=world - 1)))
+    if world > 1 and draw(st.booleans()):  # a rank with one element
+        at = draw(st.integers(0, world - 2))
+        inner[at] = min(numel, (inner[at - 1] if at else 0) + 1)
+        inner.sort()
+    spans = list(zip([0, *inner], [*inner, numel], strict=True))
+    for rank in range(world):  # gaps
+        start, stop = spans[rank]
+        if draw(st.integers(0, 7)) == 0 and stop > start:
+            spans[rank] = (draw(st.integers(start, stop)), stop)
+    return tuple(draw(st.permutations(spans)))
+
+
+@st.composite
+def weights(draw: st.DrawFn, world: int, nominal: torch.dtype | None = None) -> Weight:
+    """Any weight of any format on `world` ranks."""
+    fmt = draw(st.sampled_from(FORMATS))
+    shape = draw(shapes(fmt))
+    return Weight(
+        fmt=fmt,
+        shape=shape,
+        spans=draw(cuts(shape, world)),
+        nominal=nominal or draw(st.sampled_from(NOMINAL)),
+        content=draw(st.sampled_from(SPECIAL)),
+        seed=draw(st.integers(0, 1000)),
+        nominal_master=draw(st.booleans()),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn, world: int) -> tuple[Weight, ...]:
+    """A few weights of mixed formats; often all bf16, so that the packed buffer is."""
+    nominal = torch.bfloat16 if draw(st.booleans()) else None
+    return tuple(draw(st.lists(weights(world, nominal), min_size=1, max_size=4)))

@@ -1,0 +1,178 @@
+"""One all-reduce a cast, whatever is cast; no host work a tensor; process groups of every kind."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import casts, sharded
+from tests.sharded import Cut, Outcome, Sharded, Weight
+from tests.workers import Ranks
+from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
+
+SHAPE = (64, 96)
+
+
+def cut(world: int, offset: int = 0) -> tuple[Cut, ...]:
+    """Near-even spans; an odd `offset` puts NVFP4 cuts in the middle of a byte."""
+    numel = SHAPE[0] * SHAPE[1]
+    inner = [numel * rank // world + offset for rank in range(1, world)]
+    return tuple(zip([0, *inner], [*inner, numel], strict=True))
+
+
+def every_format(world: int, offset: int = 0) -> tuple[Weight, ...]:
+    """One weight of each format and nominal dtype."""
+    return tuple(Weight(fmt, SHAPE, cut(world, offset), nominal) for fmt in casts.FORMATS for nominal in casts.NOMINAL)
+
+
+def count_collectives(cases: tuple[Weight, ...]) -> list[dict[str, int]]:
+    here = Sharded(cases, dist.get_rank())
+    plan = CastPlan(here.weights, here.masters, here.starts)
+    counts = []
+    for run in (plan.cast, plan.cast, plan.post_all_gather):
+        with CommDebugMode() as mode:
+            run()
+        counts.append({str(op): n for op, n in mode.get_comm_counts().items()})
+    return counts
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("count", [1, None])
+def test_one_all_reduce_a_cast(ranks: Ranks, offset: int, count: int | None) -> None:
+    """Of one weight or thirty, of one format or six, with neighbours of odd cuts in it or not."""
+    for first, second, processing in ranks(3)(count_collectives, every_format(3, offset)[:count]):
+        assert first == second == {"c10d.allreduce_": 1}
+        assert processing == {}
+
+
+def test_identity_needs_no_collective(ranks: Ranks) -> None:
+    assert ranks(2)(count_collectives, (Weight("identity", SHAPE, cut(2)),)) == [[{}, {}, {}]] * 2
+
+
+class CountOps(TorchDispatchMode):
+    """Counts every operator that is dispatched, and remembers our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.ours: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if func.namespace == "zerocast":
+            self.ours.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(weights: int, backend: str) -> tuple[int, list[str]]:
+    flat = torch.randn(weights * 1024)
+    model = [QuantizedWeight.empty((32, 32), fmt) for fmt in ("nvfp4", "mxfp8") for _ in range(weights // 2)]
+    plan = CastPlan(model, list(flat.split(1024)), [0] * weights, backend=backend)
+    for _ in range(2):  # columnwise copies get their storage at first; the plan then looks where everything lies
+        plan.cast()
+        plan.post_all_gather()
+    with CountOps() as ops:
+        plan.cast()
+        plan.post_all_gather()
+    return ops.count, ops.ours
+
+
+def test_ops_a_step_do_not_grow_with_the_weights(backend: str) -> None:
+    count, ours = counted_step(4, backend)
+    assert sorted(ours) == ["compute_scales"] * 2 + ["partial_amax"] * 2 + ["partial_cast"] * 2 + ["transpose"]
+    if backend != "reference":  # whose stages are torch operators themselves
+        assert counted_step(200, backend) == (count, ours)
+
+
+def packed_dtype(cases: tuple[Weight, ...]) -> torch.dtype:
+    here = Sharded(cases, dist.get_rank())
+    return CastPlan(here.weights, here.masters, here.starts).packed.buffer.dtype
+
+
+def test_the_packed_buffer_is_bf16_when_every_nominal_dtype_is(ranks: Ranks) -> None:
+    bf16 = tuple(Weight(fmt, SHAPE, cut(2, 1)) for fmt in casts.FORMATS)
+    identity = Weight("identity", SHAPE, cut(2), torch.float32)
+    assert ranks(2)(packed_dtype, (*bf16, identity)) == [torch.bfloat16] * 2
+    assert ranks(2)(packed_dtype, (*bf16, Weight("mxfp8", SHAPE, cut(2), torch.float16))) == [torch.float32] * 2
+
+
+def not_a_number_in_the_packed_buffer() -> bool:
+    """NaN everywhere, beside odd cuts too."""
+    case = Weight("nvfp4", SHAPE, cut(2, 1), content="all_nan")
+    here = Sharded((case,), dist.get_rank())
+    plan = CastPlan(here.weights, here.masters, here.starts)
+    plan.cast()
+    return bool(plan.packed.buffer.isnan().any())
+
+
+def test_nan_never_enters_the_reduction(ranks: Ranks) -> None:
+    """Whether a MAX keeps a NaN depends on the rank that holds it."""
+    assert ranks(2)(not_a_number_in_the_packed_buffer) == [False, False]
+
+
+def cast_in_groups(cases: tuple[Weight, ...], kind: str) -> Outcome:
+    """Two groups of two of the four ranks, each with its own cast of its own masters."""
+    if kind == "mesh":
+        group: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))["shard"]
+        handle = group.get_group()
+    else:
+        group = handle = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    here = Sharded(cases, dist.get_rank() % 2)
+    here.set_masters(dist.get_rank() // 2)
+    plan = CastPlan(here.weights, here.masters, here.starts, group)
+    plan.cast()
+    here.gather(handle)
+    plan.post_all_gather()
+    return Outcome([[casts.bytes_of(weight) for weight in here.weights]], here.complaints)
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_groups_are_apart(ranks: Ranks, kind: str) -> None:
+    cases = every_format(2, 1)
+    for rank, outcome in enumerate(ranks(4)(cast_in_groups, cases, kind)):
+        sharded.assert_unsharded(outcome, cases, f"rank {rank}", step=rank // 2)
+
+
+def wrong_groups() -> list[str]:
+    weight, messages = QuantizedWeight.empty((2, 2), "fp8_current"), []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for group in (mesh, "world", dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            CastPlan([weight], [None], [None], group)
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
+
+
+def test_groups_that_are_none(ranks: Ranks) -> None:
+    for mesh, text, outsider in ranks(4)(wrong_groups):
+        assert mesh.startswith("ValueError") and "mesh['name']" in mesh
+        assert text.startswith("TypeError") and "str" in text
+        assert outsider.startswith("TypeError")
+
+
+def call_by_call(cases: tuple[Weight, ...], manual: bool) -> Outcome:
+    """The two calls of a host's optimizer instead of a plan, twice."""
+    here = Sharded(cases, dist.get_rank())
+    for step in range(2):
+        here.set_masters(step)
+        quantize_master_weights(here.weights, here.masters, here.starts, None, None, manual)
+        here.gather()
+        if manual:
+            post_all_gather_processing(here.weights)
+        else:
+            assert all(w.columnwise_data is None for w in here.weights if w.format.name != "mxfp8")
+            for weight in here.weights:
+                if weight.format.name != "identity":
+                    weight.read(columnwise=True, dtype=torch.float32)
+    return Outcome([[casts.bytes_of(weight) for weight in here.weights]], here.complaints)
+
+
+@pytest.mark.parametrize("manual", [True, False])
+def test_the_two_calls_of_a_host(ranks: Ranks, manual: bool) -> None:
+    cases = tuple(case for case in every_format(3, 1) if "delayed" not in case.fmt)
+    for rank, outcome in enumerate(ranks(3)(call_by_call, cases, manual)):
+        sharded.assert_unsharded(outcome, cases, f"rank {rank}", step=1)

@@ -1,0 +1,31 @@
+"""Sharding is invisible in the bits: any ranks, cuts, formats and values against the function that knows no shard."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import casts, sharded
+from tests.matrices import CONTENTS
+from tests.sharded import Weight
+from tests.strategies import models
+from tests.workers import Ranks
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@given(data=st.data())
+def test_any_cut_of_any_mix(ranks: Ranks, world: int, data: st.DataObject) -> None:
+    cases, backend = data.draw(models(world)), data.draw(st.sampled_from(["reference", None]))
+    for rank, outcome in enumerate(ranks(world)(sharded.cast_and_gather, cases, backend)):
+        sharded.assert_unsharded(outcome, cases, f"rank {rank}")
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("nominal", casts.NOMINAL)
+def test_two_owners_of_a_byte(ranks: Ranks, backend: str, content: str, nominal: torch.dtype) -> None:
+    """Odd NVFP4 cuts, with all that can lie beside them: each owner writes the other's element as the other does."""
+    cuts = (0, 1, 2, 5, 259, 16 * 32)
+    spans = tuple(zip(cuts, cuts[1:], strict=False))
+    cases = tuple(Weight("nvfp4", (16, 32), spans, nominal, content, seed) for seed in (2, 3))
+    for rank, outcome in enumerate(ranks(5)(sharded.cast_and_gather, cases, backend)):
+        sharded.assert_unsharded(outcome, cases, f"rank {rank}")

@@ -1,0 +1,172 @@
+"""Recipes, and the models that they are applied to."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from zerocast import QuantizedWeight, Recipe, get_format, quantize_
+
+
+class Block(nn.Module):
+    """A bit of a transformer: linears, a norm, an embedding whose table is also the head."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(32, 96), "out": nn.Linear(32, 32, bias=False)})
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+
+def formats_of(model: nn.Module) -> dict[str, str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: str(p.format) for name, p in named if isinstance(p, QuantizedWeight)}
+
+
+def values_of(model: nn.Module) -> dict[str, Any]:
+    return {name: p if isinstance(p, QuantizedWeight) else p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_first_match_wins() -> None:
+    recipe = Recipe({"*.qkv.*": "mxfp8", "attn.*": "nvfp4"}, default="fp8_block:element=e5m2")
+    assert str(recipe.format_of("attn.qkv.weight")) == "mxfp8"
+    assert str(recipe.format_of("attn.out.weight")) == "nvfp4"
+    assert recipe.format_of("head.weight") == get_format("fp8_block", element="e5m2")
+    assert str(Recipe({}).format_of("anything")) == "identity"
+
+
+def test_patterns_mind_the_case_on_every_system() -> None:
+    assert str(Recipe({"*.MLP.*": "nvfp4"}).format_of("a.mlp.b")) == "identity"
+
+
+def test_a_recipe_is_a_plain_value() -> None:
+    recipe = Recipe({"*.mlp.*": "nvfp4"}, default=get_format("fp8_current"))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert hash(recipe) == hash(Recipe({"*.mlp.*": "nvfp4"}, default="fp8_current"))
+    with pytest.raises(AttributeError):
+        recipe.default = get_format("nvfp4")  # type: ignore[misc]
+
+
+def test_a_recipe_with_a_misspelt_format() -> None:
+    with pytest.raises(ValueError, match="unknown format"):
+        Recipe({"*": "nvfp8"})
+
+
+def test_quantize_swaps_what_matches() -> None:
+    model = Block()
+    before = values_of(model)
+    assert quantize_(model, Recipe({"attn.*": "nvfp4", "mlp.0.*": "mxfp8", "mlp.2.*": "identity"})) is model
+    assert formats_of(model) == {"attn.qkv.weight": "nvfp4", "attn.out.weight": "nvfp4", "mlp.0.weight": "mxfp8"}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter)
+        if isinstance(parameter, QuantizedWeight):
+            expected = casts.unsharded(str(parameter.format), before[name], torch.bfloat16)
+            casts.assert_same_bytes(casts.bytes_of(parameter), expected, name)
+            assert torch.equal(parameter.high_precision_init_val, before[name])
+            parameter.read(columnwise=True, dtype=torch.float32)
+        else:
+            assert torch.equal(parameter, before[name])
+
+
+def test_the_nominal_dtype_can_be_chosen() -> None:
+    model = Block(torch.float32)
+    value = model.mlp[0].weight.detach().clone()
+    quantize_(model, Recipe({"mlp.*": "nvfp4"}), dtype=torch.bfloat16)
+    weight: Any = model.mlp[0].weight
+    assert weight.dtype is torch.bfloat16
+    assert weight.high_precision_init_val.dtype is torch.float32
+    assert torch.equal(weight.high_precision_init_val, value)
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.unsharded("nvfp4", value, torch.bfloat16))
+
+
+def test_a_delayed_scale_is_seeded() -> None:
+    model = Block()
+    value: Tensor = model.mlp[0].weight.detach().clone()
+    quantize_(model, Recipe({"mlp.0.*": "fp8_delayed"}))
+    weight: Any = model.mlp[0].weight
+    scale = 448 / value.abs().max().float()
+    assert weight.scale.item() == scale
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.unsharded("fp8_delayed", value, torch.bfloat16, scale.item()))
+    assert weight.amax_history[-1].item() == value.abs().max()
+
+
+def test_shared_weights_stay_shared() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    quantize_(model, Recipe({"*.weight": "nvfp4"}))
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, QuantizedWeight)
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    model = Block()
+    model.attn["out"].weight.requires_grad_(False)
+    quantize_(model, Recipe({"attn.*": "nvfp4"}))
+    assert not model.attn["out"].weight.requires_grad
+    assert model.attn["qkv"].weight.requires_grad
+
+
+def test_quantizing_again_changes_nothing() -> None:
+    model = quantize_(Block(), Recipe({"mlp.*": "nvfp4"}))
+    weight = model.mlp[0].weight
+    quantize_(model, Recipe({"mlp.*": "mxfp8", "attn.*": "mxfp8"}))
+    assert model.mlp[0].weight is weight
+    assert formats_of(model)["attn.out.weight"] == "mxfp8"
+
+
+def test_a_quantized_model_trains_in_both_directions() -> None:
+    model = quantize_(Block(), Recipe({"attn.*": "mxfp8", "mlp.*": "nvfp4"}))
+    x = model.embed(torch.tensor([[1, 2, 3]]))
+    y = model.head(model.norm(model.mlp(model.attn["out"](model.attn["qkv"](x)[..., :32]))))
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
+
+
+UNFIT: dict[str, tuple[Recipe, str]] = {
+    "no match": (
+        Recipe({"mlp.*": "nvfp4", "*.ffn.*": "nvfp4"}),
+        r"'\*\.ffn\.\*' matches no weight; there are: embed.weight",
+    ),
+    "only a bias matches": (Recipe({"mlp.*": "nvfp4", "*.bias": "nvfp4"}), r"'\*\.bias' matches no weight"),
+    "embedding": (Recipe({"mlp.*": "nvfp4", "embed.*": "nvfp4"}), "embed.weight is the table of an embedding"),
+    "tied embedding": (Recipe({"mlp.*": "nvfp4", "head.*": "nvfp4"}), "table of an embedding"),
+    "default on an embedding": (Recipe({"mlp.*": "nvfp4"}, default="fp8_block"), "table of an embedding"),
+    "shape": (
+        Recipe({"mlp.*": "nvfp4", "odd.*": "nvfp4"}),
+        "odd.weight: nvfp4 needs rows that are a multiple of 16, got 5",
+    ),
+    "two formats": (
+        Recipe({"mlp.*": "nvfp4", "one.*": "nvfp4", "two.*": "mxfp8"}),
+        "two.weight is shared and its names match two",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_does_not_fit_changes_nothing(name: str) -> None:
+    recipe, message = UNFIT[name]
+    model: Any = Block()
+    model.odd, model.one, model.two = nn.Linear(32, 5), nn.Linear(32, 32), nn.Linear(32, 32)
+    model.two.weight = model.one.weight
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, recipe)
+    assert formats_of(model) == {}
+
+
+def test_a_nominal_dtype_that_is_none_changes_nothing() -> None:
+    model = Block()
+    with pytest.raises(TypeError, match="nominal dtype"):
+        quantize_(model, Recipe({"mlp.*": "nvfp4"}), dtype=torch.float64)
+    assert formats_of(model) == {}
+
+
+def test_public() -> None:
+    assert zerocast.Recipe is Recipe

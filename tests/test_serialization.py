@@ -1,0 +1,199 @@
+"""Saving, loading and copying quantized weights: the bytes travel, and nothing but the weight's own bytes."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from tests.matrices import lcg_matrix
+from zerocast import QuantizedWeight, Recipe
+
+FORMATS = casts.FORMATS
+SHAPE = (32, 64)
+
+
+def cast(fmt: str, seed: int = 0) -> QuantizedWeight:
+    return casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(*SHAPE, seed)))
+
+
+def model(fmt: str, seed: int) -> nn.Module:
+    """Two linears and a tied third, quantized where the format says so."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)).to(torch.bfloat16)
+    layers[2].weight = layers[1].weight
+    return zerocast.quantize_(layers, Recipe({"*.weight": fmt}))
+
+
+def weights_of(module: nn.Module) -> list[QuantizedWeight]:
+    named = module.named_parameters(remove_duplicate=False)
+    return [p for _, p in named if isinstance(p, QuantizedWeight)]
+
+
+def through_torch(value: object) -> object:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+COPIES: dict[str, Callable[[QuantizedWeight], object]] = {
+    "torch.save": through_torch,
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "deepcopy": copy.deepcopy,
+    "clone": lambda w: w.clone(),
+    "to device": lambda w: w.to("cpu", copy=True),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_copy_has_the_same_bytes_and_its_own_storage(how: str, fmt: str) -> None:
+    weight = cast(fmt)
+    twin = COPIES[how](weight)
+    assert type(twin) is QuantizedWeight
+    assert (twin.shape, twin.dtype, twin.format, str(twin.format)) == (weight.shape, weight.dtype, weight.format, fmt)
+    casts.assert_same_bytes(casts.bytes_of(twin), casts.bytes_of(weight))
+    assert casts.bytes_of(twin).keys() == casts.bytes_of(weight).keys()
+    before = casts.bytes_of(twin)
+    weight.rowwise_data.view(torch.uint8).fill_(0)
+    casts.assert_same_bytes(casts.bytes_of(twin), before)
+    if twin.format.element:
+        twin.read(columnwise=True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("how", ["torch.save", "pickle", "deepcopy"])
+def test_a_parameter_stays_one(how: str) -> None:
+    for requires_grad in (True, False):
+        twin = COPIES[how](nn.Parameter(cast("nvfp4"), requires_grad=requires_grad))
+        assert isinstance(twin, nn.Parameter)
+        assert isinstance(twin, QuantizedWeight)
+        assert twin.requires_grad is requires_grad
+
+
+@pytest.mark.parametrize("how", ["torch.save", "pickle", "deepcopy", "clone"])
+def test_a_view_of_a_flat_buffer_takes_only_its_own_bytes(how: str, tmp_path: Path) -> None:
+    """torch.save and deepcopy of a view copy the whole storage behind it."""
+    weight = cast("fp8_block")
+    flat = torch.zeros(10_000_000, dtype=torch.uint8)
+    weight.rebind(rowwise_data=flat[1000 : 1000 + weight.numel()].view(SHAPE))
+    twin = COPIES[how](weight)
+    assert isinstance(twin, QuantizedWeight)
+    assert twin.rowwise_data.untyped_storage().nbytes() == weight.numel()
+    casts.assert_same_bytes(casts.bytes_of(twin), casts.bytes_of(weight))
+    torch.save({"weight": weight}, tmp_path / "file.pt")
+    assert (tmp_path / "file.pt").stat().st_size < 2 * weight.numel() + 4096
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_into_another_model(fmt: str, assign: bool) -> None:
+    source, target = model(fmt, 1), model(fmt, 2)
+    target.load_state_dict(through_torch(source.state_dict()), assign=assign)
+    assert len(weights_of(target)) == len(weights_of(source)) == (0 if fmt == "identity" else 3)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    for mine, theirs in zip(weights_of(target), weights_of(source), strict=True):
+        casts.assert_same_bytes(casts.bytes_of(mine), casts.bytes_of(theirs))
+        assert mine.rowwise_data.data_ptr() != theirs.rowwise_data.data_ptr()
+        assert isinstance(mine, nn.Parameter)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, leaf in zip((source, target), inputs, strict=True):
+        module(leaf).sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+
+
+def test_loading_copies_into_the_storage_that_is_there() -> None:
+    """A plan keeps casting into a weight after load_state_dict."""
+    weight, master = QuantizedWeight.empty(SHAPE, "nvfp4"), torch.randn(32 * 64)
+    plan = zerocast.CastPlan([weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather()
+    place = weight.rowwise_data.data_ptr()
+    weight.copy_(cast("nvfp4", seed=5))
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(cast("nvfp4", seed=5)))
+    assert weight.rowwise_data.data_ptr() == place
+    plan.cast()
+    plan.post_all_gather()
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.unsharded("nvfp4", master.view(SHAPE), torch.bfloat16))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
+def test_loading_a_weight_without_columnwise_copy_leaves_no_stale_one(fmt: str) -> None:
+    weight, source = cast(fmt), QuantizedWeight.empty(SHAPE, fmt)
+    zerocast.quantize_master_weights([source], [torch.randn(32 * 64)], [0])
+    weight.copy_(source)
+    assert torch.equal(weight.rowwise_data, source.rowwise_data)
+    with pytest.raises(RuntimeError, match="older than its last cast"):
+        weight.read(columnwise=True, dtype=torch.float32)
+    zerocast.post_all_gather_processing([weight])
+    zerocast.post_all_gather_processing([source])
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(source))
+
+
+WRONG_SOURCES: dict[str, Callable[[], Tensor]] = {
+    "plain tensor": lambda: torch.randn(SHAPE, dtype=torch.bfloat16),
+    "other format": lambda: cast("mxfp8"),
+    "other options": lambda: cast("fp8_current:element=e5m2"),
+    "other nominal dtype": lambda: casts.cast_whole("fp8_current", torch.randn(SHAPE), torch.float16),
+    "other shape": lambda: casts.cast_whole("fp8_current", torch.randn(64, 32)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SOURCES)
+def test_loading_what_does_not_fit(wrong: str) -> None:
+    weight = cast("fp8_current")
+    before = casts.bytes_of(weight)
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        weight.copy_(WRONG_SOURCES[wrong]())
+    casts.assert_same_bytes(casts.bytes_of(weight), before)
+    linear = nn.Linear(64, 32, bias=False)
+    linear.weight = nn.Parameter(weight)
+    with pytest.raises(RuntimeError, match=r"cannot copy|size mismatch"):
+        linear.load_state_dict({"weight": WRONG_SOURCES[wrong]()})
+    casts.assert_same_bytes(casts.bytes_of(weight), before)
+
+
+def test_a_stale_columnwise_copy_is_not_saved() -> None:
+    weight, master = QuantizedWeight.empty(SHAPE, "nvfp4"), torch.randn(32 * 64)
+    plan = zerocast.CastPlan([weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather()
+    plan.cast()
+    twin = copy.deepcopy(weight)
+    assert twin.columnwise_data is None
+    with pytest.raises(RuntimeError, match="older than its last cast"):
+        twin.read(columnwise=True, dtype=torch.float32)
+
+
+def test_deepcopy_keeps_tied_weights_tied() -> None:
+    twin = copy.deepcopy(model("nvfp4", 1))
+    assert twin[1].weight is twin[2].weight
+
+
+def test_module_to_device_and_dtype() -> None:
+    layers = model("nvfp4", 1)
+    before = [casts.bytes_of(w) for w in weights_of(layers)]
+    layers.to("cpu")
+    for weight, bytes_ in zip(weights_of(layers), before, strict=True):
+        casts.assert_same_bytes(casts.bytes_of(weight), bytes_)
+    with pytest.raises(RuntimeError, match="nominal dtype of a QuantizedWeight is fixed"):
+        layers.to(torch.float32)
+
+
+def test_a_transposed_reading_is_not_copied() -> None:
+    for copied in (copy.deepcopy, pickle.dumps, lambda w: w.clone()):
+        with pytest.raises(RuntimeError, match="transposed"):
+            copied(cast("nvfp4").t())
+
+
+def test_swap_tensors() -> None:
+    a, b = (nn.Parameter(cast("nvfp4", seed)) for seed in (1, 2))
+    expected = casts.bytes_of(b)
+    torch.utils.swap_tensors(a, b)
+    casts.assert_same_bytes(casts.bytes_of(a), expected)

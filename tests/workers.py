@@ -1,0 +1,141 @@
+"""One pool of processes a world size, to which multi-process tests stream their cases.
+
+A case is an importable function with its arguments; every rank calls it, inside a gloo process group, and what each returned comes
+back by rank. A failure on any rank, and a case that is late, fails the test and replaces the processes: nothing of a broken
+collective is left for the next case. Processes are forked from a server that has torch imported, so a new pool costs little.
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+CASE_SECONDS = 60.0  # a case that takes longer hangs
+START_SECONDS = 120.0
+GRACE_SECONDS = 1.0  # for the other ranks, once one has failed
+COLLECTIVE_SECONDS = 30
+
+Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed", "hypothesis", "pytest", "zerocast"])
+
+
+class RanksFailed(AssertionError):
+    """A case raised, died or was late on some ranks; the message holds what each of them said."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+
+
+class Pool:
+    """`world` processes of one gloo group, started at the first case."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the store, which new groups need as well
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
+        """`function(*args)` on every rank; what it returned, by rank. Raises RanksFailed."""
+        message = pickle.dumps((function, args))
+        if not self._workers:
+            self._start()
+        for worker in self._workers:
+            worker.connection.send_bytes(message)
+        return self._collect(function.__qualname__, timeout)
+
+    def close(self) -> None:
+        """Let the processes leave their group and end."""
+        for worker in self._workers:
+            worker.connection.send_bytes(b"")
+        for worker in self._workers:
+            worker.process.join(10.0)
+        self._kill()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zerocast-store-")
+        store = Path(self._folder.name, "store").as_uri()
+        for rank in range(self.world):
+            ours, theirs = _context.Pipe()
+            name = f"rank {rank} of {self.world}"
+            process = _context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True, name=name)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours))
+        self._collect("start", START_SECONDS)
+
+    def _collect(self, what: str, timeout: float) -> list[Any]:
+        ranks = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        results: list[Any] = [None] * self.world
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while ranks:
+            ready = wait(list(ranks), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = ranks.pop(connection)
+                succeeded, results[rank] = _reply(connection)
+                if not succeeded:
+                    failures[rank] = results[rank]
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures or ranks:
+            failures |= {rank: "no answer in time\n" for rank in ranks.values()}
+            self._kill()
+            said = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items()))
+            raise RanksFailed(f"{what} on {self.world} ranks\n{said}")
+        return results
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
+        if self._folder:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _reply(connection: Connection) -> tuple[bool, Any]:
+    try:
+        reply: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        return False, "the process died\n"
+    return reply
+
+
+def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+    """The life of a worker: join the group, answer cases until an empty message."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    connection.send_bytes(pickle.dumps((True, None)))
+    while message := connection.recv_bytes():
+        try:
+            function, args = pickle.loads(message)
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException:  # a rank must answer whatever happens to it
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+    dist.destroy_process_group()
