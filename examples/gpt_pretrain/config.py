@@ -1,0 +1,75 @@
+"""Everything that can be chosen about a run: one dataclass, which tyro turns into the command line as well."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from examples.gpt_pretrain.model import GPTConfig
+
+Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Pre-train a small byte-level GPT with quantized weights and FP32 master shards."""
+
+    format: Format = "bf16"
+    """Format of the matrices in the transformer blocks; bf16 quantizes nothing."""
+    out: Path = Path("runs/gpt")
+    """Folder for metrics.jsonl, tensorboard/ and checkpoints/."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders to train on; by default the source of Python's standard library."""
+    model: GPTConfig = field(default_factory=GPTConfig)
+
+    steps: int = 300
+    """Optimizer steps."""
+    batch_size: int = 4
+    """Sequences a rank and micro-step."""
+    grad_accum: int = 1
+    """Micro-steps whose gradients make one optimizer step."""
+    seed: int = 0
+    """Chooses the initial weights and the batches."""
+
+    lr: float = 1.5e-3
+    """Peak learning rate: linear warm-up, then a cosine down to min_lr_ratio of it."""
+    warmup_steps: int = 40
+    """Steps until the peak."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the matrices in the blocks; norms and the embedding have none."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+
+    stage: Literal[1, 2] = 2
+    """ZeRO stage: 1 shards masters and moments, 2 the gradients as well."""
+    overlap: bool = False
+    """Hide the all-gather of weights behind the next forward pass; does not change one bit."""
+    bucket_size: int = 1 << 20
+    """Parameters in one communication bucket."""
+    deterministic: bool = False
+    """Repeat bit for bit at the same number of ranks, whatever the communication library does."""
+
+    log_every: int = 1
+    """Steps between two records of the training loss."""
+    eval_every: int = 100
+    """Steps between two validations; there is always one after the last step."""
+    eval_sequences: int = 64
+    """Validation sequences, over all ranks."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints, the last step included; 0 writes none."""
+    resume: bool = False
+    """Continue from the newest checkpoint in `out`, at any number of ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is CUDA when there is a GPU for every rank of this host, else CPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "grad_accum", "log_every", "eval_every", "eval_sequences", "bucket_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.warmup_steps, self.checkpoint_every) < 0:
+            steps = self.warmup_steps, self.checkpoint_every
+            raise ValueError(f"warmup_steps and checkpoint_every cannot be negative, got {steps}")

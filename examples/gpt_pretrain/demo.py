@@ -1,0 +1,130 @@
+"""Train the same GPT three times, with BF16, NVFP4 and FP8 weights, and compare: loss, bytes, speed.
+
+    python -m examples.gpt_pretrain.demo                            # what `make demo` runs
+    python -m examples.gpt_pretrain.demo --steps 1000 --lr 1e-3     # other options go to train.py
+
+Each run is torchrun with two ranks on this host, the same seed and the same text. Written to `demo_out`: loss.png,
+results.json and a folder a run with its metrics, TensorBoard files and console. On a slow machine all runs get fewer
+steps, said aloud, so that the demo stays a matter of minutes.
+"""
+
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from examples.gpt_pretrain import report
+from examples.gpt_pretrain.config import Format
+from examples.gpt_pretrain.launch import Run, RunFailedError
+from examples.gpt_pretrain.progress import Progress
+from examples.gpt_pretrain.run_log import Record
+
+DEFAULTS = ["--steps", "300", "--device", "cpu"]  # of train.py; options of the command line come after and win
+START_SECONDS = 10.0  # from launch to the first step, and from the last step to the end
+PACE_STEPS = 12  # steps after which a run's speed is known
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Compare formats on one small model. Options that are not listed here go to train.py."""
+
+    out: Path = Path("demo_out")
+    """Folder for loss.png, results.json and the runs."""
+    formats: tuple[Format, ...] = ("bf16", "nvfp4", "fp8_block")
+    """Formats to train, the first one sets the pace."""
+    ranks: int = 2
+    """Processes a run."""
+    seconds: float = 265.0
+    """Time for all runs; a machine that would need longer gets fewer steps."""
+    timeout: float = 600.0
+    """Seconds after which a single run is ended as hung."""
+
+
+class TooSlowError(Exception):
+    """The first run will not end in its share of the time; `steps` would."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.steps = steps
+
+
+def check_pace(records: Sequence[Record], seconds: float) -> None:
+    """Raise TooSlowError as soon as the log shows that the run takes longer than `seconds`."""
+    times = [record["step_seconds"] for record in records if record["event"] == "train"]
+    if len(times) < PACE_STEPS:
+        return
+    pace = sum(times[PACE_STEPS // 2 :]) / len(times[PACE_STEPS // 2 :])  # the first steps warm up
+    affordable = int((seconds - START_SECONDS) / pace)
+    steps = records[0]["config"]["steps"]
+    if affordable < steps:
+        raise TooSlowError(max(affordable, 2 * PACE_STEPS))
+
+
+class Demo:
+    """All runs, one after the other."""
+
+    def __init__(
+        self, config: DemoConfig, train_arguments: Sequence[str], progress: Progress, console: Console
+    ) -> None:
+        self._config, self._progress, self._console = config, progress, console
+        self._arguments = [*DEFAULTS, *train_arguments]
+
+    def run(self) -> report.Results:
+        """Train every format. Returns the results; raises RunFailedError with the console of a run that failed."""
+        records: dict[str, list[Record]] = {}
+        seconds: dict[str, float] = {}
+        for i, name in enumerate(self._config.formats):
+            share = self._config.seconds / len(self._config.formats)
+            try:
+                records[name], seconds[name] = self._train(name, check_pace_within=None if i else share)
+            except TooSlowError as slow:
+                self._console.print(f"slow machine: {slow.steps} steps a run, to end in {self._config.seconds:.0f} s")
+                self._arguments += ["--steps", str(slow.steps)]
+                records[name], seconds[name] = self._train(name, check_pace_within=None)
+        return report.collect(records, seconds)
+
+    def _train(self, name: str, check_pace_within: float | None) -> tuple[list[Record], float]:
+        self._progress.start(name)
+        shutil.rmtree(self._config.out / name, ignore_errors=True)  # of an earlier demo
+        began = time.monotonic()
+        arguments = [*self._arguments, "--format", name]
+        with Run(self._config.out / name, arguments, ranks=self._config.ranks, timeout=self._config.timeout) as run:
+            while not run.is_over():
+                self._progress.update(name, run.records())
+                if check_pace_within is not None:
+                    check_pace(run.records(), check_pace_within)
+                time.sleep(0.2)
+            records = run.records()
+        self._progress.update(name, records)
+        self._progress.stop(name)
+        return records, time.monotonic() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo from the command line; returns the exit status."""
+    config, train_arguments = tyro.cli(
+        DemoConfig, prog="python -m examples.gpt_pretrain.demo", args=arguments, return_unknown_args=True
+    )
+    console = Console()
+    try:
+        with Progress(console, config.formats) as progress:
+            results = Demo(config, train_arguments, progress, console).run()
+    except RunFailedError as error:
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        return 1
+    console.print(report.table(results))
+    report.write_json(results, config.out / "results.json")
+    report.plot(results, config.out / "loss.png")
+    console.print(f"wrote {config.out / 'loss.png'} and {config.out / 'results.json'}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run as well
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""One training run as a child: torchrun on this host, watched through its metrics.jsonl, never left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.gpt_pretrain.run_log import Record, read_records
+
+ROOT = Path(__file__).resolve().parents[2]  # where `-m examples.gpt_pretrain.train` can be found
+
+
+class RunFailedError(Exception):
+    """A run ended badly or too late; the message ends with the last lines of its console."""
+
+
+class Run:
+    """A run of train.py on `ranks` processes. Use it in a `with`: leaving it ends every process of the run.
+
+    The console goes to `folder`/console.log. Each rank computes on one thread, so that two
+    ranks share two cores in peace. The rendezvous port is chosen by the system, on the loopback interface.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str], *, ranks: int, timeout: float) -> None:
+        self.folder = folder
+        self._deadline = time.monotonic() + timeout
+        self._timeout = timeout
+        folder.mkdir(parents=True, exist_ok=True)
+        rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"]
+        command += ["-m", "examples.gpt_pretrain.train", "--out", str(folder.resolve()), *arguments]
+        with self._console.open("wb") as console:
+            self._process = subprocess.Popen(  # noqa: S603
+                command, cwd=ROOT, env=_environment(), stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def _console(self) -> Path:
+        return self.folder / "console.log"
+
+    def records(self) -> list[Record]:
+        """Read what the run has logged so far."""
+        return read_records(self.folder / "metrics.jsonl")
+
+    def is_over(self) -> bool:
+        """Tell whether the run has ended well. Raises RunFailedError if it ended otherwise or has taken too long."""
+        code = self._process.poll()
+        if code is None and time.monotonic() < self._deadline:
+            return False
+        if code == 0:
+            return True
+        reason = f"took more than {self._timeout:.0f} s" if code is None else f"ended with exit status {code}"
+        raise RunFailedError(f"the run in {self.folder} {reason}; from {self._console}:\n\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """Give the end of what the ranks said, and which one failed, without the long report that torchrun adds."""
+        lines = self._console.read_text(errors="replace").splitlines()
+        end = next((i + 1 for i, line in enumerate(lines) if "failed (exitcode" in line), len(lines))
+        return "\n".join(lines[:end][-40:])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launcher is gone, for whatever reason."""
+        return self._process.poll() is not None
+
+    def wait(self) -> list[Record]:
+        """Wait for the end; returns the records. Raises as `is_over` does."""
+        while not self.is_over():
+            time.sleep(0.1)
+        return self.records()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.has_ended:
+            os.killpg(self._process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in the group as well
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in (name for _, name in socket.if_nameindex()) else {}
+    return {"OMP_NUM_THREADS": "1", **loopback, **os.environ}

@@ -1,0 +1,53 @@
+"""Progress of several runs: bars on a terminal, a line now and then elsewhere."""
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from examples.gpt_pretrain.run_log import Record
+
+
+class Progress:
+    """One bar a run. Where the console is no terminal, ten lines a run instead."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+        self._bars = Bars(TextColumn("{task.description:>11}"), *columns, console=console)
+        self._tasks = {name: self._bars.add_task(name, start=False, total=None, note="waits") for name in names}
+        self._console = console
+        self._printed = ("", 0)  # name of the run, tenths of it that have a line
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def start(self, name: str) -> None:
+        """Start the clock of a run, anew if it ran before."""
+        self._bars.reset(self._tasks[name], note="starts")
+
+    def update(self, name: str, records: Sequence[Record]) -> None:
+        """Show how far a run is by its records."""
+        losses = [record for record in records if record["event"] == "train"]
+        if not losses:
+            return
+        step, total = losses[-1]["step"], records[0]["config"]["steps"]
+        note = f"loss {losses[-1]['loss']:.3f}  {losses[-1]['tokens_per_s']:,.0f} tokens/s"
+        self._bars.update(self._tasks[name], completed=step, total=total, note=note)
+        line = (name, 10 * step // total)
+        if not self._console.is_terminal and line != self._printed:
+            self._printed = line
+            self._console.print(f"{name:>11}  step {step}/{total}  {note}", highlight=False)
+
+    def stop(self, name: str) -> None:
+        """Stop the clock of a run."""
+        self._bars.stop_task(self._tasks[name])

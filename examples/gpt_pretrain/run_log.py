@@ -1,0 +1,59 @@
+"""What a run leaves behind while it goes: records in metrics.jsonl, curves in TensorBoard, lines on the console.
+
+Rank 0 alone writes. metrics.jsonl is the record of truth: the demo makes its progress bars, table and plot of nothing
+else.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the records of a run so far; a line that is still being written is left for the next call."""
+    if not path.exists():
+        return []
+    complete, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+class RunLog:
+    """The log of one run on rank 0; on other ranks every method does nothing.
+
+    A resumed run keeps the records up to the step that it resumes from; the later ones it is about to write again.
+    """
+
+    def __init__(self, folder: Path, *, resumed_at: int, enabled: bool) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        kept = [record for record in read_records(path) if record["step"] <= resumed_at] if resumed_at else []
+        self._file = path.open("w", buffering=1)
+        self._file.writelines(json.dumps(record) + "\n" for record in kept)
+        self._board = SummaryWriter(folder / "tensorboard", purge_step=resumed_at + 1)
+
+    def write(self, event: str, step: int, **values: object) -> None:
+        """Append one record; numbers go to TensorBoard as `event/name` too."""
+        if not self._enabled:
+            return
+        self._file.write(json.dumps({"event": event, "step": step, **values}, default=str) + "\n")
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._board.add_scalar(f"{event}/{name}", value, step)
+
+    def say(self, text: str) -> None:
+        """One line on the console."""
+        if self._enabled:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._enabled:
+            self._file.close()
+            self._board.close()

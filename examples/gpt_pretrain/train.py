@@ -1,0 +1,226 @@
+"""Pre-train the GPT: build, quantize, train, validate, log, checkpoint. One process or torchrun, CPU or CUDA.
+
+    python -m examples.gpt_pretrain.train --format nvfp4
+    torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --checkpoint-every 100
+
+Quantized training shows in `build_model` and `build_optimizer`. The rest is the loop that one would write anyway.
+"""
+
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import zerocast
+from examples.gpt_pretrain import checkpoint
+from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.data import Batch, Corpus
+from examples.gpt_pretrain.measure import TrafficCounter, bytes_per_parameter, count_parameters
+from examples.gpt_pretrain.model import GPT
+from examples.gpt_pretrain.run_log import Record, RunLog
+from examples.gpt_pretrain.world import World
+
+FINAL_WINDOW = 20  # records of the training loss that make the final one: the loss of a single batch is noise
+
+
+def build_model(config: TrainConfig, device: torch.device) -> GPT:
+    """Make the same model on every rank: block matrices in the chosen format, embedding in BF16, norms in FP32.
+
+    Quantizing comes first, from FP32 values, which zerocast keeps until the optimizer has made masters of them.
+    """
+    torch.manual_seed(config.seed)
+    model = GPT(config.model).to(device)
+    if config.format != "bf16":
+        recipe = zerocast.Recipe({"blocks.*.weight": config.format}, default="identity")
+        zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2 and not isinstance(parameter, zerocast.QuantizedWeight):
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def build_optimizer(model: GPT, config: TrainConfig) -> zerocast.ZeroAdamW:
+    """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks decay."""
+    matrices: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = name.startswith("blocks.") and parameter.dim() >= 2
+        (matrices if is_matrix else others).append((name, parameter))
+    return zerocast.ZeroAdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        stage=config.stage,
+        config=zerocast.ZeroConfig(
+            bucket_size=config.bucket_size,
+            overlap_all_gather=config.overlap,
+            deterministic=config.deterministic,
+        ),
+    )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Warm up linearly, then follow half a cosine down to `lr * min_lr_ratio`. Needs the step alone, so it resumes."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def train_step(
+    model: GPT, optimizer: zerocast.ZeroAdamW, batches: Sequence[Batch], *, lr: float, grad_clip: float
+) -> tuple[Tensor, Tensor]:
+    """Make one optimizer step. Returns this rank's mean loss and the global gradient norm before clipping."""
+    total = torch.zeros((), device=batches[0].tokens.device)
+    for i, batch in enumerate(batches):
+        is_last = i == len(batches) - 1
+        with nullcontext() if is_last else optimizer.no_sync():
+            loss = model.loss(batch.tokens, batch.targets) / len(batches)
+            loss.backward()
+        total += loss.detach()
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    norm = optimizer.clip_grad_norm_(grad_clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm
+
+
+@torch.no_grad()
+def evaluate(model: GPT, corpus: Corpus, config: TrainConfig, world: World) -> float:
+    """Mean loss over the same validation sequences at any step, shared out over the ranks."""
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, number of sequences
+    sequences = max(config.eval_sequences, world.size)
+    for batch in corpus.validation_batches(config.batch_size, sequences, rank=world.rank, ranks=world.size):
+        loss = model.loss(batch.tokens.to(world.device), batch.targets.to(world.device))
+        count = len(batch.tokens)
+        total += torch.stack([loss.double() * count, torch.full_like(total[1], count)])
+    loss_sum, count = world.sum(total).tolist()
+    return float(loss_sum / count)
+
+
+@dataclass
+class Trainer:
+    """A run: what it works on, and how far it is."""
+
+    config: TrainConfig
+    world: World
+    corpus: Corpus
+    model: GPT
+    optimizer: zerocast.ZeroAdamW
+    log: RunLog
+    step: int
+    seconds: float = 0.0  # in training steps since the last record
+    steps_timed: int = 0  # the steps that took them
+    losses: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    validation_loss: float = math.nan
+    traffic: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Record:
+        """Train to the last step. Returns the summary that also ends the log."""
+        config, measured = self.config, min(self.step + 1, self.config.steps - 1)
+        while self.step < config.steps:
+            self._advance(measure=self.step == measured)
+            if self.step % config.eval_every == 0 or self.step == config.steps:
+                self._validate()
+            if config.checkpoint_every and (self.step % config.checkpoint_every == 0 or self.step == config.steps):
+                checkpoint.save(self.optimizer, config.out, self.step)
+        return self._summarize()
+
+    def _batches(self) -> list[Batch]:
+        at = {"seed": self.config.seed, "step": self.step, "rank": self.world.rank}
+        micro_steps = range(self.config.grad_accum)
+        batches = [self.corpus.train_batch(self.config.batch_size, micro_step=i, **at) for i in micro_steps]
+        return [batch.to(self.world.device) for batch in batches]
+
+    def _advance(self, measure: bool) -> None:
+        """Make one step and time it. The one under the traffic counter is not the first, which builds things lazily."""
+        config, counter, began = self.config, TrafficCounter(self.model), time.perf_counter()
+        lr = learning_rate(config, self.step)
+        with counter if measure else nullcontext():
+            loss, norm = train_step(self.model, self.optimizer, self._batches(), lr=lr, grad_clip=config.grad_clip)
+        self.step += 1
+        is_record = self.step % config.log_every == 0 or self.step == config.steps
+        mean_loss = self.world.sum(loss).item() / self.world.size if is_record else math.nan  # waits for the device
+        self.seconds += time.perf_counter() - began
+        self.steps_timed += 1
+        if measure:
+            count = count_parameters(self.model)
+            self.traffic = {name: nbytes / count for name, nbytes in sorted(counter.nbytes.items())}
+        if is_record:
+            self._record(mean_loss, float(norm), lr)
+
+    def _record(self, loss: float, norm: float, lr: float) -> None:
+        config = self.config
+        tokens_a_step = config.batch_size * config.grad_accum * config.model.context * self.world.size
+        step_seconds = self.seconds / self.steps_timed
+        speed = tokens_a_step / step_seconds
+        self.seconds, self.steps_timed = 0.0, 0
+        self.losses.append(loss)
+        self.speeds.append(speed)
+        self.log.write(
+            "train", self.step, loss=loss, grad_norm=norm, lr=lr, step_seconds=step_seconds, tokens_per_s=speed
+        )
+        progress = f"step {self.step}/{config.steps}  loss {loss:.4f}"
+        self.log.say(f"{progress}  norm {norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s")
+
+    def _validate(self) -> None:
+        self.validation_loss = evaluate(self.model, self.corpus, self.config, self.world)
+        self.log.write("validation", self.step, loss=self.validation_loss)
+        self.log.say(f"step {self.step}/{self.config.steps}  validation loss {self.validation_loss:.4f}")
+
+    def _summarize(self) -> Record:
+        if not self.losses:
+            raise ValueError(f"nothing left to do: {self.config.out} is at step {self.step} of {self.config.steps}")
+        summary: Record = {
+            "train_loss": statistics.fmean(self.losses[-FINAL_WINDOW:]),
+            "validation_loss": self.validation_loss,
+            "weight_bytes_per_parameter": bytes_per_parameter(self.model),
+            "traffic_bytes_per_parameter": self.traffic,
+            "tokens_per_s": statistics.median(self.speeds),
+            "skipped_steps": self.optimizer.skipped_steps,
+        }
+        self.log.write("end", self.step, **summary)
+        return summary
+
+
+def make_deterministic() -> None:
+    """Ask torch for kernels that repeat bit for bit; reductions between ranks follow `ZeroConfig.deterministic`."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True)
+
+
+def main(config: TrainConfig) -> Record:
+    """Run one training from start or checkpoint to the last step. Returns its summary, on every rank."""
+    if config.deterministic:
+        make_deterministic()
+    world = World.join(config.device)
+    try:
+        corpus = Corpus.load(config.data, config.model.context)
+        model = build_model(config, world.device)
+        optimizer = build_optimizer(model, config)
+        step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+        log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
+        facts = {"ranks": world.size, "device": str(world.device), "parameters": count_parameters(model)}
+        log.write("start", step, **facts, text=corpus.fingerprint, config=dataclasses.asdict(config))
+        log.say(f"{config.format}: {facts}, {len(corpus.train):,} bytes of text, from step {step} to {config.steps}")
+        summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
+        log.close()
+        return summary
+    finally:
+        world.leave()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(TrainConfig, prog="python -m examples.gpt_pretrain.train"))

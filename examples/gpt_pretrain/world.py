@@ -1,0 +1,43 @@
+"""The ranks of a run: started by torchrun, or one process with no process group at all."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """Which rank this is, of how many, on what device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, device: str) -> "World":
+        """Meet the other ranks that torchrun started (NCCL for CUDA, gloo for CPU); alone, communicate with nobody."""
+        rank, size, local_rank, local_size = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        )
+        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.device_count() >= local_size)
+        place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+        if use_cuda:
+            torch.cuda.set_device(place)
+        if "RANK" in os.environ:
+            dist.init_process_group("nccl" if use_cuda else "gloo", device_id=place if use_cuda else None)
+        return cls(rank, size, place)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Add `value` up over all ranks, in place, for every rank."""
+        if dist.is_initialized():
+            dist.all_reduce(value)
+        return value
+
+    def leave(self) -> None:
+        """Give the process group back."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
