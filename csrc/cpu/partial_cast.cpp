@@ -195,7 +195,7 @@ void cast_panel_twice(const Inputs& in, const CastLoops& loops, const Panel& pan
     rows.enter(row);
     columns.enter(row);
     for_pieces(panel, row, [&](int64_t element, int64_t piece, int64_t offset, int64_t n) {
-      master.prefetch(element + panel.pitch, n);
+      if (panel.columns() < panel.pitch) master.prefetch(element + panel.pitch, n);
       loops.cast_twice(master.at(element), rows.piece(row, piece, offset + n) + offset,
                        columns.piece(row, piece, offset + n) + offset, reinterpret_cast<uint8_t*>(rowwise + element),
                        reinterpret_cast<uint8_t*>(columnwise + element), n);
