@@ -76,10 +76,10 @@ def interrupted(run: Run, path: str, by_hand: bool) -> None:
     casts.assert_same_bytes(snapshot(second), snapshot(whole), f"rank {whole.rank}, 20 steps")
 
 
-@pytest.mark.parametrize("by_hand", [True, False], ids=["dcp", "ours"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_resume_is_exact(ranks, tmp_path, world, run, by_hand):
+def test_resume_is_exact(ranks, tmp_path, world, run):
+    by_hand = world == 2  # torch.distributed.checkpoint, else `optim.save` and `optim.load`
     ranks(world)(interrupted, run, str(tmp_path / "checkpoint"), by_hand)
 
 

@@ -270,6 +270,7 @@ def test_state_of_another_optimizer(ranks):
     ranks(2)(handed_over)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_incomplete_file_is_refused(tmp_path):
     trainer, other = Trainer(Run(MIXED[:4])), Trainer(Run())
     with_dcp_save(trainer, str(tmp_path / "checkpoint"))

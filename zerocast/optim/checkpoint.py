@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -74,7 +75,8 @@ def load(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None = 
     """Read what `save` wrote, on any number of ranks, and make the weights from it; `extra` is filled in place.
 
     All ranks call it. Raises ValueError, with nothing changed, for a tensor that is missing or has another shape, and
-    pickle.UnpicklingError for files that would run code. State of delayed scaling that is missing is seeded anew.
+    pickle.UnpicklingError for metadata that would run code; RuntimeError for files that break off or hold something else than
+    tensors, and then the optimizer must load again before it goes on. State of delayed scaling that is missing is seeded anew.
     """
     reader = SafeReader(path)
     saved = reader.read_metadata().state_dict_metadata
@@ -84,8 +86,13 @@ def load(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None = 
     problems = _unfit(saved, "", state)
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
-    with _without_process_group_warning():
-        state_dict_loader.load(state, storage_reader=reader, process_group=optimizer.process_group)
+    try:
+        with _without_process_group_warning():
+            state_dict_loader.load(state, storage_reader=reader, process_group=optimizer.process_group)
+    except CheckpointException as error:  # no Exception, and the same on every rank
+        raise RuntimeError(
+            f"{path} cannot be read to its end; masters are now partly what it holds: {error}"
+        ) from error
     optimizer.load_state_dict(state)
 
 

@@ -1,0 +1,109 @@
+"""Checkpoints from strangers: reading one runs nothing that it carries, on one rank or several, and changes nothing."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests import casts
+from tests.optim.runs import Run, Trainer
+from tests.optim.test_resume import snapshot, train
+from zerocast import optim
+
+
+class Runs:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def saved(path: Path) -> None:
+    trainer = Trainer(Run())
+    train(trainer, range(1))
+    optim.save(trainer.optimizer, path)
+
+
+def plant_metadata(path: Path, trap: Path) -> None:
+    """Code instead of metadata."""
+    (path / ".metadata").write_bytes(pickle.dumps(Runs(trap)))
+
+
+def plant_beside_metadata(path: Path, trap: Path) -> None:
+    """Good metadata with something in it."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.planner_data = Runs(trap)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def plant_in_tensors(path: Path, trap: Path) -> None:
+    """Code where a tensor's bytes belong."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    index, place = next((i, p) for i, p in metadata.storage_data.items() if i.fqn == "model.nv")
+    code = pickle.dumps(Runs(trap))
+    file = path / place.relative_path
+    content = bytearray(file.read_bytes())
+    content[place.offset : place.offset + place.length] = code.ljust(place.length, b"\0")
+    file.write_bytes(content)
+    assert index.fqn == "model.nv"
+
+
+def plant_an_object(path: Path, trap: Path) -> None:
+    """A pickled object under the name of a tensor."""
+    names = list(Trainer(Run()).optimizer.state_dict()["model"])
+    state = {f"model.{name}": Runs(trap) for name in names}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True)
+
+
+PLANTS = [plant_metadata, plant_beside_metadata, plant_in_tensors, plant_an_object]
+
+
+def corrupted(path: Path, trap: Path) -> None:
+    """A file that breaks off."""
+    for file in path.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-3000])
+
+
+PLANTS.append(corrupted)
+PARTLY_READ = ("plant_in_tensors", "corrupted")
+
+
+def refused(path: str) -> str:
+    """What loading raises; the optimizer is as before and goes on."""
+    trainer = Trainer(Run())
+    before = snapshot(trainer)
+    try:
+        optim.load(trainer.optimizer, path)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        return "nothing"
+    if Path(path).name not in PARTLY_READ:
+        casts.assert_same_bytes(snapshot(trainer), before)
+    return text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("plant", PLANTS)
+def test_nothing_runs(ranks, tmp_path, plant):
+    path, trap = tmp_path / plant.__name__, tmp_path / "trap"
+    saved(path)
+    plant(path, trap)
+    errors = [refused(str(path)), *ranks(2)(refused, str(path))]
+    assert not trap.exists()
+    assert all(error.startswith(("UnpicklingError", "ValueError", "RuntimeError")) for error in errors), errors
+
+
+def test_the_trap_works(tmp_path):
+    """torch's own reader falls into it."""
+    saved(tmp_path / "checkpoint")
+    plant_metadata(tmp_path / "checkpoint", tmp_path / "trap")
+    with pytest.raises(AttributeError, match="storage_meta"):  # of the None that os.mkdir returned
+        dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata()
+    assert (tmp_path / "trap").exists()
