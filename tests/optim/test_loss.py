@@ -93,7 +93,8 @@ def reference(ranks):
     return functools.cache(lambda world, grad_dtype: np.array(ranks(1)(unsharded, world, 100, grad_dtype)[0]))
 
 
-WORLDS = [(world, "nominal gradients") for world in (1, 2, 4)] + [(3, case) for case in CASES]
+WORLDS = [(world, "nominal gradients") for world in (1, 2, 3, 4)] + [(3, "overlap")]
+WORLDS += [pytest.param(3, case, marks=pytest.mark.slow) for case in ("stage 1", "fp32 gradients", "one bucket")]
 
 
 @pytest.mark.parametrize(("world", "case"), WORLDS)

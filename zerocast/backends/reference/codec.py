@@ -46,7 +46,7 @@ def _encode_fp8(x: Tensor, mantissa: int, bias: int, largest: float) -> Tensor:
 
     smallest_normal = (128 - bias) << 23
     code = torch.where(magnitude < smallest_normal, subnormal, normal)
-    largest_bits = int(torch.tensor(largest).view(torch.int32))
+    largest_bits = int(torch.tensor(largest, dtype=torch.float32).view(torch.int32))
     largest_code = (largest_bits >> drop) - ((127 - bias) << mantissa)
     code = torch.where(magnitude > largest_bits, torch.full_like(code, largest_code), code)
     code = torch.where(magnitude > INF_BITS, torch.full_like(code, 0x7F), code | sign)
