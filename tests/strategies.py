@@ -21,10 +21,12 @@ def shapes(draw: st.DrawFn, fmt: str) -> tuple[int, ...]:
     row, column = spec.multiple
     rows = row * draw(st.integers(1, max(1, 160 // row)))
     columns = column * draw(st.integers(1, max(1, 144 // column)))
-    blocked = spec.block is not None and spec.multiple == (1, 1)
-    if not blocked and draw(st.booleans()):
-        return draw(st.integers(1, 3)), min(rows, 64 // row * row), columns
-    return rows, columns
+    if draw(st.booleans()):
+        return rows, columns
+    experts = draw(st.integers(1, 3))
+    if spec.block == (128, 128):  # blocks end where an expert ends
+        return experts, 128, min(columns, 40)
+    return experts, min(rows, 64 // row * row), columns
 
 
 @st.composite

@@ -18,7 +18,7 @@ from zerocast.layout import Span, byte_range
 @st.composite
 def benches(draw: st.DrawFn) -> Bench:
     """One to five weights of one format, whole, cut anywhere or not owned, in one table."""
-    model = draw(st.sampled_from(strategies.FORMATS))
+    model = draw(st.sampled_from(casts.FORMATS))
     nominal, nominal_master = draw(st.sampled_from(casts.NOMINAL)), draw(st.booleans())
     weights = []
     for _ in range(draw(st.integers(1, 5))):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zerocast
 from tests import casts
 from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight, get_format
@@ -189,6 +190,12 @@ def test_every_other_operator_raises(name: str, fmt: str) -> None:
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         FORBIDDEN[name](weight)
     casts.assert_same_bytes(casts.bytes_of(weight), before, name)
+
+
+def test_sharing_memory_is_refused() -> None:
+    model = zerocast.quantize_(nn.Linear(64, 32), zerocast.Recipe({"*": "nvfp4"}))
+    with pytest.raises(RuntimeError, match="cannot be shared between processes"):
+        model.share_memory()
 
 
 def test_the_message_says_what_to_do() -> None:

@@ -173,6 +173,10 @@ class QuantizedWeight(Tensor):
         view.transposed_of = self
         return view
 
+    def share_memory_(self) -> "QuantizedWeight":
+        """Refused: pickling copies a weight's bytes, so another process would never see a later cast."""
+        raise RuntimeError("a QuantizedWeight cannot be shared between processes: send each of them a copy")
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Without contents: they would have to be dequantized."""
         return f"QuantizedWeight(shape={tuple(self.shape)}, format={self.format}, dtype={self.dtype}, device={self.device})"

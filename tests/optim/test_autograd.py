@@ -286,3 +286,15 @@ def test_create_graph_leaves_no_graph_behind():
         slope.square().sum().backward()
         optimizer.step()
     assert not any(t.requires_grad for t in optimizer.state_dict()["model"].values())
+
+
+def test_a_sparse_gradient_is_named():
+    table = nn.Embedding(32, 16, sparse=True)
+    optimizer = ZeroAdamW(table.named_parameters())
+    with pytest.raises(RuntimeError, match="the gradient of weight is sparse"):
+        table(torch.tensor([1, 2])).sum().backward()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="the gradient of weight is sparse"):
+        optimizer.step()

@@ -14,9 +14,8 @@ class ZeroConfig:
         overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass. Changes no bit.
         deterministic: add gradients in rank order and take the norm in logical order, so that a run repeats bit for bit at the same
             rank count whatever the communication library does. Costs an all-to-all in place of each reduce-scatter.
-        grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32, weight gradients of
-        quantized weights
-            are computed in FP32 too.
+        grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32, weight gradients of quantized
+            weights are computed in FP32 too.
         backend: a name from `zerocast.backends`; None chooses.
     """
 

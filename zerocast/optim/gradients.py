@@ -172,6 +172,10 @@ class GradientReducer:
             )
         gradient = slot.parameter.grad
         if gradient is not None:
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {slot.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
+                )
             target = filling.buffer[slot.offset : slot.offset + slot.numel]
             more = self._stage == 2 and slot.offset in filling.arrived  # a nested backward pass brought the first part
             target.add_(gradient.detach().reshape(-1)) if more else target.copy_(gradient.detach().reshape(-1))

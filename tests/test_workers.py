@@ -1,0 +1,67 @@
+"""The pool itself: results by rank, and nothing that a case does to it reaches the next one."""
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import Ranks, RanksFailed
+
+
+def add(x: int) -> int:
+    total = torch.tensor([dist.get_rank() + x])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("what went wrong")
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def hang_on_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def skip_a_collective_on_one() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def return_what_cannot_be_pickled() -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_results_by_rank(ranks: Ranks, world: int) -> None:
+    assert ranks(world)(add, 1) == [sum(range(1, world + 1))] * world
+    assert ranks(world)(dist.get_rank) == list(range(world))
+    assert ranks(world)(torch.get_num_threads) == [1] * world
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (raise_on_one, "--- rank 1 ---\nTraceback .*ValueError: what went wrong"),
+        (die_on_one, "--- rank 1 ---\nthe process died"),
+        (hang_on_one, "--- rank 1 ---\nno answer in time"),
+        (skip_a_collective_on_one, "--- rank 0 ---\nno answer in time"),
+        (return_what_cannot_be_pickled, "--- rank 0 ---\nTraceback .*pickle"),
+    ],
+)
+def test_a_failure_fails_the_case_and_not_the_next(ranks: Ranks, case: Callable[[], object], said: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=f"(?s){case.__name__} on 2 ranks\n.*{said}"):
+        ranks(2)(case, timeout=3.0)
+    assert time.monotonic() - start < 20.0
+    assert ranks(2)(add, 1) == [3, 3]
