@@ -123,6 +123,8 @@ def test_markdown_has_a_line_a_measurement_and_names_failures():
         "T Adam", "ours", "0.017", "0.0", "2", "83%", "0.014", "1.20", "3", "0.000", "0.034", "", "≤ 1.04 x floor", "no: 1.20"
     ]  # fmt: skip
     assert "* T cast fp8_current by theirs: does not run" in text
+    assert "Targets met: 0 of 1." in text
+    assert "Targets met" not in markdown(report(slow, full=False))
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
 
 

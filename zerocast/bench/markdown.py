@@ -13,7 +13,7 @@ LEFT = {"row", "by", "target"}
 
 def markdown(report: Report) -> str:
     """The whole report, ready for a README."""
-    return "\n".join([*_head(report), "", *_table(report), *_failures(report.failures)]) + "\n"
+    return "\n".join([*_head(report), "", *_table(report), *_score(report), *_failures(report.failures)]) + "\n"
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -60,6 +60,13 @@ def _cells(report: Report, m: Measurement) -> list[str]:
         verdict.text if verdict else "",
         "" if verdict is None else "yes" if verdict.met else f"no: {verdict.reached:.2f}",
     ]
+
+
+def _score(report: Report) -> Iterator[str]:
+    verdicts = [verdict for verdict in map(report.verdict, report.measurements) if verdict]
+    if verdicts:
+        yield ""
+        yield f"Targets met: {sum(verdict.met for verdict in verdicts)} of {len(verdicts)}."
 
 
 def _failures(failures: Sequence[Failure]) -> Iterator[str]:

@@ -23,7 +23,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Microseconds that all-gathers took on this rank's device, and during how many of them something else computed."""
+    """Microseconds that all-gathers took on this rank's device, and during how many of them something else ran."""
 
     gathered: float
     hidden: float

@@ -44,7 +44,7 @@ def _trace(path: Path, config: BenchConfig) -> int:
         found = write_trace(path, device, config.scale or 1, backend=config.backend)
     if found is not None:
         share = found.hidden / found.gathered if found.gathered else 0.0
-        _say(f"wrote {path}: {found.gathered:,.0f} us of all-gather, {share:.0%} of it while something else computed")
+        _say(f"wrote {path}: {found.gathered:,.0f} us of all-gather, {share:.0%} of it while something else ran")
     return 0
 
 

@@ -1,7 +1,7 @@
 """TransformerEngine on the same shards: `quantize_master_weights`, `post_all_gather_processing` and `FusedAdam`.
 
 Weights have rowwise data only (both directions for mxfp8), which is TransformerEngine's faster setting. Its casts want a process
-group even when alone: one of one rank is made over an in-memory store, with NCCL.
+group even when alone: one of one rank is made over an in-memory store, with NCCL. Its FP4 conversion exists on Blackwell only.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from zerocast.bench.workload import Workload
 
 PACKAGE = "transformer_engine"
 TENSOR = f"{PACKAGE}.pytorch.tensor"
+FP4_NEEDS = (10, 0)
 
 
 def is_importable() -> bool:
@@ -55,6 +56,8 @@ def _quantizer(fmt: str, device: torch.device) -> Any:
         "mxfp8": lambda: of("mxfp8_tensor", "MXFP8Quantizer", e4m3, rowwise=True, columnwise=True),
         "nvfp4": lambda: of("nvfp4_tensor", "NVFP4Quantizer", with_2d_quantization=True, **one_way),
     }
+    if fmt == "nvfp4" and torch.cuda.get_device_capability(device) < FP4_NEEDS:
+        raise RuntimeError("its FP4 conversion needs compute capability 10.0 or higher")
     return makers[fmt]()
 
 
