@@ -1,7 +1,7 @@
 """Builds the extension `zerocast._C`; everything else is declared in pyproject.toml.
 
-The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every target, with ZEROCAST_CUDA=0 not at
-all. No torch is needed.
+The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every target, with ZEROCAST_CUDA=0 not
+at all. No torch is needed.
 """
 
 import os
@@ -35,7 +35,7 @@ FAMILY_OF_MAJOR = {"8": "80", "9": "90a", "10": "100f", "12": "120f"}
 
 
 def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME, else of the path, else of the usual place."""
+    """The compiler of CUDA_HOME, else of the path, else of the usual place."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     places = [f"{home}/bin" for home in homes] + [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
     return next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
@@ -95,6 +95,7 @@ class BuildExtension(build_ext):
     """Compiles the kernels, where there is a compiler for them, before the rest."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
+        """Add the object files of the kernels, or leave their Python interface out."""
         nvcc = find_nvcc()
         targets = cuda_targets(nvcc)
         if targets and nvcc:

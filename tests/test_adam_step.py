@@ -47,11 +47,18 @@ def state(seed: int, wild: bool) -> list[F32]:
     return [values[0], values[1] * 10.0 ** rng.integers(-20, 3), values[2], values[3] ** 2]
 
 
-def run(backend: str, arrays: list[F32], dtype: torch.dtype, clip: float, skip: Tensor | None = None) -> list[F32]:
+def run(
+    backend: str,
+    arrays: list[F32],
+    dtype: torch.dtype,
+    clip: float,
+    skip: Tensor | None = None,
+    moment: torch.dtype = torch.float32,
+) -> list[F32]:
     p, g, m, v = (torch.from_numpy(x.copy()) for x in arrays)
-    rows = torch.from_numpy(scalars())
+    rows, m, v = torch.from_numpy(scalars()), m.to(moment), v.to(moment)
     devices.stage(backend, "adam_step")(p, g.to(dtype), m, v, SEGMENTS, rows, torch.tensor([clip]), skip)
-    return [t.numpy() for t in (p, m, v)]
+    return [t.float().numpy() for t in (p, m, v)]
 
 
 def words(x: F32) -> NDArray[np.uint32]:
@@ -59,17 +66,27 @@ def words(x: F32) -> NDArray[np.uint32]:
     return np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32)
 
 
+def rounded(x: F32, dtype: torch.dtype) -> F32:
+    """What a tensor of this dtype keeps of f32 values."""
+    return torch.from_numpy(x).to(dtype).float().numpy()
+
+
 @pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clip", [1.0, 0.3])
-def test_every_operation_in_order(any_backend: str, wild: bool, dtype: torch.dtype, clip: float, seed: int) -> None:
+def test_every_operation_in_order(
+    any_backend: str, wild: bool, dtype: torch.dtype, moment: torch.dtype, clip: float, seed: int
+) -> None:
+    """A bf16 moment is rounded when it is stored, after the master was updated with it."""
     p, g, m, v = arrays = state(seed, wild)
-    found = run(any_backend, arrays, dtype, clip)
-    g = torch.from_numpy(g).to(dtype).float().numpy()
+    found = run(any_backend, arrays, dtype, clip, moment=moment)
+    g, m, v = rounded(g, dtype), rounded(m, moment), rounded(v, moment)
     expected = [p.copy(), m.copy(), v.copy()]
     for offset, numel, group in SEGMENTS.tolist():
         s = slice(offset, offset + numel)
-        new = update(p[s], g[s], m[s], v[s], scalars()[group], np.float32(clip))
+        new_p, new_m, new_v = update(p[s], g[s], m[s], v[s], scalars()[group], np.float32(clip))
+        new = new_p, rounded(new_m, moment), rounded(new_v, moment)
         for whole, part in zip(expected, new, strict=True):
             whole[s] = part
     for name, a, b in zip(("master", "exp_avg", "exp_avg_sq"), found, expected, strict=True):

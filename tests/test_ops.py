@@ -7,13 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import casts
+from tests import casts, stages
 from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, ops
 from zerocast.group import ONE_PROCESS
 
 Recorded = dict[Any, list[tuple[Any, ...]]]
-STAGES = {"partial_amax", "compute_scales", "partial_cast", "roll_history", "transpose", "dequantize", "adam_step"}
+STAGES = {
+    "partial_amax",
+    "compute_scales",
+    "partial_cast",
+    "roll_history",
+    "transpose",
+    "dequantize",
+    "adam_step",
+    "adam_amax",
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -53,6 +62,19 @@ def calls_of_a_step(backend: str) -> Recorded:
         state = [torch.rand(100) for _ in range(4)]
         segments = torch.tensor([[0, 40, 0], [50, 50, 0]])
         ops.adam_step(backend, *state, segments, torch.rand(1, 8), torch.ones(1), None)
+        lists, groups = [[tensor] for tensor in state], torch.zeros(1, dtype=torch.int64)
+        where = {
+            "rows": 8,
+            "columns": 16,
+            "start": 9,
+            "numel": 100,
+            "master_base": 0,
+            "master_offset": 0,
+            "row_amax": 2,
+        }
+        rows = stages.table(stages.row(**where))
+        scalars = groups, torch.rand(1, 8), torch.ones(1), torch.zeros(4)
+        ops.adam_amax(backend, "fp8_block", torch.bfloat16, *lists, rows, *scalars, torch.tensor([False]))
     return recorder.calls
 
 

@@ -100,11 +100,27 @@ class cpu:  # a submodule
     def adam_step(
         master: int,
         grad: _Typed,
-        exp_avg: int,
-        exp_avg_sq: int,
+        exp_avg: _Typed,
+        exp_avg_sq: _Typed,
         segments: _Table,
         scalars: int,
         clip: float,
+        threads: int,
+        /,
+    ) -> None: ...
+    @staticmethod
+    def adam_amax(
+        fmt: Format,
+        nominal: str,
+        masters: list[int],
+        grads: list[_Typed],
+        exp_avgs: list[_Typed],
+        exp_avg_sqs: list[_Typed],
+        table: _Table,
+        groups: int,
+        scalars: int,
+        clip: float,
+        packed: _Typed,
         threads: int,
         /,
     ) -> None: ...

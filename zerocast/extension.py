@@ -16,11 +16,11 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 def load() -> ModuleType:
     """The extension; ImportError with the remedy where it is missing or of other sources."""
     try:
-        from zerocast import _C
+        from zerocast import _C  # noqa: PLC0415  (whoever asks gets the reason)
     except ImportError as error:
         raise ImportError(
-            "zerocast._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in this source "
-            "tree, with `pip install -e .`; a run from the source root after a plain install sees the sources only"
+            "zerocast._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in this "
+            "source tree, with `pip install -e .`; a run from the source root after a plain install sees the sources only"
         ) from error
     if _C.columns() != [column.name for column in Column]:
         raise ImportError(

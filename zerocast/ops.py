@@ -41,6 +41,11 @@ _SCHEMAS = {
         "(str backend, Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor segments, "
         "Tensor scalars, Tensor clip, Tensor? skip) -> ()"
     ),
+    "adam_amax": (
+        "(str backend, str format, ScalarType nominal, Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+        "Tensor(c!)[] exp_avg_sqs, Tensor table, Tensor groups, Tensor scalars, Tensor clip, Tensor(d!) packed, "
+        "Tensor? skip) -> ()"
+    ),
 }
 
 
@@ -104,3 +109,4 @@ roll_history = torch.ops.zerocast.roll_history.default
 transpose = torch.ops.zerocast.transpose.default
 dequantize = torch.ops.zerocast.dequantize.default
 adam_step = torch.ops.zerocast.adam_step.default
+adam_amax = torch.ops.zerocast.adam_amax.default

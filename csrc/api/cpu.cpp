@@ -14,6 +14,7 @@ namespace zerocast::api {
 namespace {
 
 using TypedBase = std::pair<uintptr_t, std::string>;
+using TypedBases = std::vector<TypedBase>;
 using TableArgument = std::pair<uintptr_t, int64_t>;
 
 Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
@@ -64,10 +65,25 @@ void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv
   cpu::dequantize(format, weight, array_of(out), threads);
 }
 
-void adam_step(uintptr_t master, const TypedBase& grad, uintptr_t exp_avg, uintptr_t exp_avg_sq,
+void adam_step(uintptr_t master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
                const TableArgument& segments, uintptr_t scalars, float clip, int threads) {
-  const cpu::AdamState state{master, array_of(grad), exp_avg, exp_avg_sq};
+  const AdamState state{master, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
   cpu::adam_step(state, table_of(segments).rows, segments.second, reinterpret_cast<const float*>(scalars), clip, threads);
+}
+
+void adam_amax(const Format& format, const std::string& nominal, const Bases& masters, const TypedBases& grads,
+               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
+               uintptr_t scalars, float clip, const TypedBase& packed, int threads) {
+  const size_t n = masters.size();
+  if (grads.size() != n || exp_avgs.size() != n || exp_avg_sqs.size() != n) {
+    throw std::invalid_argument("as many gradients and moments as masters are needed");
+  }
+  std::vector<AdamState> states;
+  for (size_t i = 0; i < n; ++i) {
+    states.push_back({masters[i], array_of(grads[i]), array_of(exp_avgs[i]), array_of(exp_avg_sqs[i])});
+  }
+  cpu::adam_amax(format, dtype_of(nominal), states, table_of(table), reinterpret_cast<const int64_t*>(groups),
+                 reinterpret_cast<const float*>(scalars), clip, array_of(packed), threads);
 }
 
 }  // namespace
@@ -82,6 +98,7 @@ void register_cpu(py::module_& m) {
   cpu.def("transpose", &transpose, free);
   cpu.def("dequantize", &dequantize, free);
   cpu.def("adam_step", &adam_step, free);
+  cpu.def("adam_amax", &adam_amax, free);
 }
 
 }  // namespace zerocast::api

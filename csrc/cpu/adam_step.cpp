@@ -1,20 +1,15 @@
-// Stage adam_step: AdamW on flat FP32 shards, all segments in one parallel region.
+// Stage adam_step: AdamW on flat shards, all segments in one parallel region.
 #include <algorithm>
 #include <vector>
 
 #include "codec.h"
+#include "cpu/adam.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 
 namespace zerocast {
 namespace {
-
-// One row of `scalars`, in the order of zerocast/backends/README.md.
-struct AdamScalars {
-  float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_c2, eps;
-};
-static_assert(sizeof(AdamScalars) == 8 * sizeof(float));
 
 // One row of `segments`.
 struct Segment {
@@ -47,14 +42,11 @@ std::vector<Segment> runs_of(const Segment* segments, int64_t count) {
 void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
                int threads) {
   const std::vector<Segment> runs = runs_of(reinterpret_cast<const Segment*>(segments), count);
-  const auto update = state.grad.dtype == Dtype::kBfloat16 ? ZC_AT_LEVEL(update<Bfloat16>) : ZC_AT_LEVEL(update<Float32>);
-  const auto floats = [](uintptr_t address, int64_t offset) { return reinterpret_cast<float*>(address) + offset; };
+  const AdamLoop update = ZC_AT_LEVEL(adam_loop)(state.grad.dtype, state.exp_avg.dtype);
   parallel_for(static_cast<int64_t>(runs.size()), threads, [&](int64_t i) {
     const Segment& run = runs[i];
     const auto& row = reinterpret_cast<const AdamScalars*>(scalars)[run.scalars];
-    const void* grad = reinterpret_cast<const void*>(state.grad.address + run.offset * size_of(state.grad.dtype));
-    update(floats(state.master, run.offset), grad, floats(state.exp_avg, run.offset), floats(state.exp_avg_sq, run.offset),
-           run.numel, row, clip);
+    update_run(update, state, run.offset, run.numel, row, clip);
   });
 }
 

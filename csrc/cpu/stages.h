@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cpu/adam.h"
 #include "descriptor.h"
 
 namespace zerocast::cpu {
@@ -31,13 +32,12 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, int threads);
 
-struct AdamState {
-  uintptr_t master;
-  Array grad;
-  uintptr_t exp_avg, exp_avg_sq;
-};
 void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
                int threads);
+
+// `states` are indexed by MASTER_BASE, `groups` by the rows of the table.
+void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
+               const int64_t* groups, const float* scalars, float clip, Array packed, int threads);
 
 // Single codes, for tests over every input: f32 to codes and back, one code a byte.
 void encode(Element element, const float* source, uint8_t* codes, int64_t numel);

@@ -1,7 +1,8 @@
 """The backends and the choice between them. One module a backend, found by its file name; ../backends/README.md is the contract.
 
 A backend module says for which devices it is (`DEVICES`, None for any), how much it is preferred (`PREFERENCE`) and, where that is
-not all, what keeps it from a device (`why_not`). One that cannot run here fails at import and says why. `ZEROCAST_BACKEND` names one for the whole process; a wish that cannot be met raises.
+not all, what keeps it from a device (`why_not`). One that cannot run here fails at import and says why. `ZEROCAST_BACKEND` names
+one for the whole process; a wish that cannot be met raises.
 """
 
 import functools

@@ -28,6 +28,10 @@ def _dtypes(tensors: Sequence[Tensor]) -> list[str]:
     return [_DTYPES[tensor.dtype] for tensor in tensors]
 
 
+def _all_typed(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:
+    return [_typed(tensor) for tensor in tensors]
+
+
 def _rows(table: Tensor) -> tuple[int, int]:
     assert table.dtype == torch.int64 and table.is_contiguous(), table
     return table.data_ptr(), table.shape[0]
@@ -177,14 +181,52 @@ def adam_step(
     """See README.md."""
     if _skipped(skip):
         return
-    assert scalars.is_contiguous() and scalars.shape[1] == 8, scalars.shape
     _C.cpu.adam_step(
         master.data_ptr(),
         _typed(grad),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
+        _typed(exp_avg),
+        _typed(exp_avg_sq),
         _rows(segments),
-        scalars.data_ptr(),
+        _scalars(scalars),
         float(clip),
         torch.get_num_threads(),
     )
+
+
+def adam_amax(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    table: Tensor,
+    groups: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    packed: Tensor,
+    skip: Tensor | None,
+) -> None:
+    """See README.md."""
+    if _skipped(skip):
+        return
+    assert groups.dtype == torch.int64 and groups.is_contiguous() and groups.numel() == table.shape[0], groups
+    _C.cpu.adam_amax(
+        _format(fmt),
+        _DTYPES[nominal],
+        _addresses(masters),
+        _all_typed(grads),
+        _all_typed(exp_avgs),
+        _all_typed(exp_avg_sqs),
+        _rows(table),
+        groups.data_ptr(),
+        _scalars(scalars),
+        float(clip),
+        _typed(packed),
+        torch.get_num_threads(),
+    )
+
+
+def _scalars(scalars: Tensor) -> int:
+    assert scalars.is_contiguous() and scalars.dtype == torch.float32 and scalars.shape[1] == 8, scalars
+    return scalars.data_ptr()

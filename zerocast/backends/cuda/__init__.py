@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zerocast import extension
-from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.backends.cuda.launch import addresses, segment_work, stream_of, work
+from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.extension import DTYPES
 from zerocast.extension import format_of as _format
 from zerocast.extension import typed as _typed

@@ -1,5 +1,6 @@
 """The reference backend: plain torch on any device, written for reading. It is the specification that the others equal."""
 
+from zerocast.backends.reference.adam_amax import adam_amax
 from zerocast.backends.reference.adam_step import adam_step
 from zerocast.backends.reference.compute_scales import compute_scales
 from zerocast.backends.reference.dequantize import dequantize
@@ -14,6 +15,7 @@ PREFERENCE = 0
 
 __all__ = [
     "Quantized",
+    "adam_amax",
     "adam_step",
     "compute_scales",
     "dequantize",

@@ -1,4 +1,4 @@
-"""Stage adam_step: AdamW on flat FP32 shards, each line one f32 operation an element (design: "One ZeRO step")."""
+"""Stage adam_step: AdamW on flat shards, each line one f32 operation an element (design: "One ZeRO step")."""
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ def adam_step(
         return
     for offset, numel, group in segments.tolist():
         s = slice(offset, offset + numel)
-        p, m, v = adamw(master[s], grad[s].float(), exp_avg[s], exp_avg_sq[s], scalars[group], clip)
-        master[s], exp_avg[s], exp_avg_sq[s] = p, m, v
+        p, m, v = adamw(master[s], grad[s].float(), exp_avg[s].float(), exp_avg_sq[s].float(), scalars[group], clip)
+        master[s], exp_avg[s], exp_avg_sq[s] = p, m, v  # bf16 moments are rounded here
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
