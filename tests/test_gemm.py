@@ -252,6 +252,17 @@ def test_per_tensor_products(fmt: str, batch: tuple[int, ...], dtype: torch.dtyp
 
 
 @pytest.mark.usefixtures("scaled_mm")
+def test_what_autograd_keeps() -> None:
+    """The input and the quantized weight: no code of the input and nothing dequantized outlives the forward pass."""
+    kept: list[Tensor] = []
+    weight, x = cast("fp8_current"), torch.randn(4, 64).to(BF16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        F.linear(x, weight)
+    assert [type(t) for t in kept] == [Tensor, QuantizedWeight] and kept[0].data_ptr() == x.data_ptr()
+    assert kept[1].state is weight.state
+
+
+@pytest.mark.usefixtures("scaled_mm")
 def test_inputs_and_gradients_of_any_strides() -> None:
     weight = cast("fp8_current")
     x = torch.randn(64, 6).to(BF16).t().requires_grad_()

@@ -1,5 +1,10 @@
 """Quantized inputs: the bytes of the specification. Swizzled scales: the order of the specification, made once a cast."""
 
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,17 @@ def drawn(content: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -
     return torch.where(x.isfinite(), x, 1.0)  # fp16 overflows
 
 
+@pytest.fixture(params=["torch", "triton"])
+def quantizers(request: pytest.FixtureRequest) -> Any:
+    """The plain operations, and the kernels in Triton's interpreter."""
+    if request.param == "torch":
+        return inputs
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton is interpreted when TRITON_INTERPRET=1 is set before it is imported")
+    return importlib.import_module("zerocast.gemm.fused_inputs")
+
+
 def assert_same(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     assert np.array_equal(casts.raw(found), casts.raw(expected))
@@ -33,10 +49,10 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("content", FINITE)
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_per_tensor_bytes_are_those_of_a_cast(element: str, content: str, seed: int) -> None:
+def test_per_tensor_bytes_are_those_of_a_cast(quantizers: Any, element: str, content: str, seed: int) -> None:
     for dtype in DTYPES:
         x = drawn(content, (24, 80), dtype, seed)
-        codes, scale_inv = inputs.per_tensor(x, FP8[element])
+        codes, scale_inv = quantizers.per_tensor(x, FP8[element])
         expected = reference.quantize(get_format("fp8_current", element=element), x, dtype)
         assert_same(codes.view(torch.uint8), expected.rowwise_data)
         assert expected.rowwise_scale_inv is not None
@@ -45,17 +61,53 @@ def test_per_tensor_bytes_are_those_of_a_cast(element: str, content: str, seed: 
 
 @pytest.mark.parametrize("content", FINITE)
 @pytest.mark.parametrize("power_of_2", [False, True])
-def test_group_bytes_are_those_of_a_cast(power_of_2: bool, content: str, seed: int) -> None:
+def test_group_bytes_are_those_of_a_cast(quantizers: Any, power_of_2: bool, content: str, seed: int) -> None:
     """A matrix of one row has blocks of 1x128."""
     fmt = get_format("fp8_block", power_of_2_scale=power_of_2)
     for dtype in DTYPES:
         x = drawn(content, (9, 384), dtype, seed)
-        codes, scale_inv = inputs.groups(x, 128, E4M3, power_of_2)
+        codes, scale_inv = quantizers.groups(x, 128, E4M3, power_of_2)
         for row in range(len(x)):
             expected = reference.quantize(fmt, x[row : row + 1], dtype)
             assert_same(codes[row : row + 1].view(torch.uint8), expected.rowwise_data)
             assert expected.rowwise_scale_inv is not None
             assert_same(scale_inv[row : row + 1], expected.rowwise_scale_inv[:, :3])
+
+
+COMPILE = """
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from zerocast.gemm import fused_inputs
+
+KERNELS = {
+    fused_inputs._groups: (
+        dict(x="*bf16", codes="*u8", scale_inv="*fp32", rows="i32", columns="i32"),
+        dict(WIDTH=128, ROWS=32, MANTISSA=3, LARGEST=448.0, POWER_OF_2=True),
+    ),
+    fused_inputs._whole: (
+        dict(x="*bf16", amax="*fp32", codes="*u8", scale_inv="*fp32", numel="i64"),
+        dict(ELEMENTS=4096, MANTISSA=2, LARGEST=57344.0),
+    ),
+}
+for kernel, (arguments, constants) in KERNELS.items():
+    signature = arguments | {name: "constexpr" for name in constants}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    print(sorted(set(re.findall(r"(?:fma|div)[.][a-z0-9.]*f32", compiled.asm["ptx"]))))
+"""
+
+
+def test_the_kernels_for_hopper_divide_exactly_and_contract_nothing(tmp_path: Path) -> None:
+    """What the interpreter cannot show; compiling needs no GPU."""
+    pytest.importorskip("triton")
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["['div.rn.f32']"] * 2
 
 
 def settings(cast: str) -> Any:
@@ -95,14 +147,14 @@ def test_rows_of_any_number() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_group_that_is_not_finite_is_no_number(bad: float) -> None:
+def test_a_group_that_is_not_finite_is_no_number(quantizers: Any, bad: float) -> None:
     x = torch.randn(4, 256)
     x[2, 130] = bad
     for power_of_2 in (False, True):
-        codes, scale_inv = inputs.groups(x, 128, E4M3, power_of_2)
+        codes, scale_inv = quantizers.groups(x, 128, E4M3, power_of_2)
         assert scale_inv.isnan().nonzero().tolist() == [[2, 1]]
         assert codes[2, 128:].float().isnan().all() and codes[:2].float().isfinite().all()
-    codes, scale_inv = inputs.per_tensor(x, E4M3)
+    codes, scale_inv = quantizers.per_tensor(x, E4M3)
     assert scale_inv.isnan() and codes.float().isnan().all()
     _, scales = inputs.mxfp8(x)
     assert (scales == 0xFF).nonzero().tolist() == [[2, 4]]
