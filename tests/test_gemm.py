@@ -1,5 +1,6 @@
 """GEMM paths on any machine: which one runs and why, what it hands to torch, and what comes out."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -80,6 +81,17 @@ def test_the_reason_why_not(fmt: str, on: dict[str, Any], changes: dict[str, Any
     assert re.search(reason, choice.reason), choice.reason
     if "only when asked" not in reason:
         assert gemm.decide(case(fmt, on, **changes), "scaled_mm") == (None, choice.reason)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+def test_what_has_never_run_is_reached_on_its_own_hardware_only(fmt: str) -> None:
+    devices = [CPU, ROCM, {"device": "xpu"}, {"device": "meta"}]
+    devices += [{**H200, "capability": (major, minor)} for major in range(7, 14) for minor in range(10)]
+    for on in devices:
+        blackwell = on.get("capability", (0, 0))[0] == 10
+        for wish, otherwise in (("auto", "dequantize"), ("scaled_mm", None), ("dequantize", "dequantize")):
+            expected = fmt if blackwell and wish != "dequantize" else otherwise
+            assert gemm.decide(case(fmt, on), wish).path == expected
 
 
 def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +215,11 @@ def test_report_names_path_and_reason() -> None:
         found = backends.report(model)
     assert [(row.path, bool(row.reason)) for row in found.layers] == [("per_tensor", False), ("refused", True)]
     assert "b.weight  nvfp4  refused (runs on Blackwell GPUs" in str(found)
+    experts = nn.Module()
+    experts.weight = nn.Parameter(QuantizedWeight.empty((2, 32, 64), "fp8_current"))
+    assert [row[2:] for row in map(dataclasses.astuple, backends.report(experts).layers)] == [
+        ("refused", "products take a weight of two dimensions")
+    ]
 
 
 # --- products on the CPU, by torch's own emulation --------------------------------------------------------------------------------
@@ -362,6 +379,13 @@ def test_operands_multiply_to_the_product(
         error = (found.float() - exact).norm() / exact.norm().clamp(min=1e-9)
         assert error < loss, f"relative error {error:.4f}"
         assert exact.numel() == 0 or error > loss / 40, "the input was quantized"
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) -> None:
+    weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
+    _, scale_inv, _, _ = block_128.operands(torch.randn(16, 256).to(BF16), weight.format, *weight.direction(False))
+    assert (scale_inv.frexp()[0] == 0.5).all() == power_of_2
 
 
 @pytest.mark.parametrize(("path", "fmt"), [(block_128, "fp8_block"), (mxfp8, "mxfp8"), (nvfp4, "nvfp4")])

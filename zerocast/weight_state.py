@@ -93,7 +93,6 @@ class WeightState:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
         if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:
             self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
-            self._forget()
             self._share_scalar()
             _moved()
 

@@ -71,7 +71,7 @@ def _set(wish: str) -> None:
 
 @functools.cache
 def decide(case: Case, wish: str) -> Choice:
-    """The path for a case. Pure: the same answer on every machine."""
+    """The path for a case; the same answer on every machine with the same torch."""
     if wish == "dequantize":
         return Choice("dequantize", "asked for")
     name = next(name for name, path in PATHS.items() if path.takes(case.format))
@@ -87,6 +87,8 @@ def decide(case: Case, wish: str) -> Choice:
 
 def choice_of(weight: Any, dtype: torch.dtype, transposed: bool = False) -> Choice:
     """The choice for a QuantizedWeight and an input of `dtype`, under the present wish."""
+    if weight.dim() != 2:
+        return Choice(None, "products take a weight of two dimensions")
     choices: dict[Any, Choice] = weight.state.choices
     key = _wish, dtype, transposed
     if key not in choices:
