@@ -2,7 +2,7 @@
 
 FP8 takes one pass for the amaxes, a few operations on the amaxes, and one pass that multiplies in f32 and stores codes. That pass
 ends in torch's own float8 conversion, which rounds to nearest even in every version; versions differ in what overflow and Inf
-become, and neither reaches it: `|x| * scale` is at most `largest * (1 + 2**-22)`, half a step below where overflow begins.
+become, and neither reaches it: `|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above `largest`.
 On CUDA tensors `fused_inputs.py` does the same in fewer launches, where Triton can be imported and nothing is being compiled.
 
 Scales follow formats.md 1.2, with one difference: where the amax is not finite the scale is no number, so that the whole tensor
