@@ -58,8 +58,8 @@ def traced(function: Callable[[], Any]) -> tuple[set[str], set[str]]:
         function()
         torch.cuda.synchronize()
     events = profiler.events() or []
-    kernels = {event.name for event in events if event.device_type is DeviceType.CUDA}
-    operators = {event.name for event in events if event.device_type is DeviceType.CPU}
+    kernels = {event.name for event in events if event.device_type == DeviceType.CUDA}
+    operators = {event.name for event in events if event.device_type == DeviceType.CPU}
     return operators, {name for name in kernels if re.search("gemm|nvjet|cutlass|xmma", name)}
 
 
