@@ -20,6 +20,7 @@ from zerocast.agreement import agree
 from zerocast.group import Group, GroupLike
 from zerocast.optim.adam import Hyperparameters
 from zerocast.optim.bucket import fill_buckets
+from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import DeviceStep
 from zerocast.optim.gradients import GradientReducer, group_of_its_own, has_company
@@ -117,6 +118,18 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._after()
         return loss
 
+    @torch.no_grad()
+    def capture(self, max_norm: float | None = None) -> CapturedStep:
+        """`clip_grad_norm_(max_norm)` and `step()` as one CUDA graph: call what this returns in place of the two.
+
+        All ranks call it, before or between steps; it changes nothing. Loops, schedulers, loading of states and ordinary steps in
+        between stay as they are: learning rates are read anew at every call, whether tensors or numbers. What a graph cannot
+        hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
+        parameters that are not on a CUDA device, and for the reference backend.
+        """
+        check_capturable(self._masters.master.device, self._weights.plan.backend)
+        return CapturedStep(self._device, self._weights, self._before, self._after, max_norm)
+
     def _before(self) -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
         self._finish_gradients()
@@ -128,6 +141,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._weights.done()
         self._square_sum = None
         self._reducer.reset()
+        self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
