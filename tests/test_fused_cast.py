@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts
+from tests.host_traffic import HostTraffic
 from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
 from tests.test_adam_step import scalars
@@ -103,6 +104,21 @@ def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -
         for number, (found, expected) in enumerate(zip(fused.steps, unfused.steps, strict=True)):
             for index, (a, b) in enumerate(zip(found, expected, strict=True)):
                 casts.assert_same_bytes(a, b, f"step {number}, weight {index - 1} of {cases}")
+
+
+def traffic_of_a_cast(cases: tuple[Weight, ...]) -> list[str]:
+    trainee = Trainee(cases, dist.get_rank(), seed=2)
+    trainee.step(1, True, None)
+    rows, clip, skip = torch.from_numpy(scalars(2)), torch.ones(1), torch.tensor([False])
+    with HostTraffic() as traffic:
+        trainee.plan.launch(skip, AdamUpdate(trainee.grad_shard, *trainee.moments, rows, clip))
+    return traffic.found
+
+
+def test_a_cast_does_not_wait_for_the_device(ranks: Ranks) -> None:
+    """Nor where an odd NVFP4 cut sends elements along with the amaxes."""
+    cases = tuple(Weight(fmt, (32, 64), ((0, 555), (555, 2048))) for fmt in casts.FORMATS)
+    assert ranks(2)(traffic_of_a_cast, cases) == [[], []]
 
 
 class Reads(TorchDispatchMode):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import casts
+from tests.host_traffic import HostTraffic
 from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
@@ -42,6 +43,37 @@ def test_replaying_equals_stepping(device, case):
 @pytest.mark.parametrize("name", ["clipped", "overlap", "bf16 moments"])
 def test_on_several_ranks(ranks, world, name):
     assert ranks(world)(compare, CASES[name]) == [1] * world
+
+
+def traffic_of_a_step(case: Case) -> list[str]:
+    """From reduced gradients to gathered bytes, with learning rates that have just changed."""
+    trainee = Trainee(case)
+    for number in range(2):  # columnwise copies get their storage
+        trainee.gradients(number)
+        trainee.ordinary_step()
+    trainee.gradients(2)
+    trainee.change_rates(1)
+    trainee.optimizer._finish_gradients()
+    with HostTraffic() as traffic:
+        trainee.ordinary_step()
+    return traffic.found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["clipped", "overlap", "library order", "bf16 moments"])
+def test_no_step_waits_for_the_device(ranks, world, name):
+    assert ranks(world)(traffic_of_a_step, CASES[name]) == [[]] * world
+
+
+def test_traffic_is_seen():
+    mask, values, places = torch.tensor([True, False]), torch.ones(2), torch.tensor([1, 0])
+    with HostTraffic() as traffic:
+        for read in (values.sum().item, lambda: values[mask], lambda: torch.where(mask, 1.0, values)):
+            read()
+        torch.tensor([1.0])
+        torch.where(mask, values, values)
+        values[places] = values.clone()
+    assert len(traffic.found) == 4
 
 
 def test_the_host_keeps_the_books():
