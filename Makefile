@@ -19,6 +19,7 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
+# With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks
 

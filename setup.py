@@ -1,11 +1,20 @@
-"""Builds the extension `zerocast._C`; everything else is declared in pyproject.toml."""
+"""Builds the extension `zerocast._C`; everything else is declared in pyproject.toml.
+
+The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every target, with ZEROCAST_CUDA=0 not
+at all. No torch is needed.
+"""
 
 import os
+import re
+import shutil
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
 
 # Exact bits need exact arithmetic: no fused multiply-add. The two -fno flags change no value: without errno and traps, square
 # roots and comparisons vectorise.
@@ -15,9 +24,91 @@ OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []
 
 CSRC = Path("csrc")
 SOURCES = [CSRC / "python_api.cpp", *CSRC.glob("api/*.cpp"), *CSRC.glob("cpu/*.cpp")]
-HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc")]
+CUDA_API = CSRC / "api" / "cuda.cpp"
+KERNELS = sorted(CSRC.glob("cuda/*.cu"))
+HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *CSRC.rglob("*.cuh"), *KERNELS]
+JOBS = int(os.environ.get("ZEROCAST_BUILD_JOBS", os.cpu_count() or 1))
 
-ParallelCompile("ZEROCAST_BUILD_JOBS", default=os.cpu_count() or 1).install()
+# Family- and architecture-specific targets: only those of Blackwell have the FP4 conversion. PTX is for what comes after.
+ALL_TARGETS = ["80", "90a", "100f", "120f", "90+PTX"]
+FAMILY_OF_MAJOR = {"8": "80", "9": "90a", "10": "100f", "12": "120f"}
+
+
+def find_nvcc() -> str | None:
+    """The compiler of CUDA_HOME, else of the path, else of the usual place."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [f"{home}/bin" for home in homes] + [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
+
+
+def local_targets() -> list[str]:
+    """The targets of the GPUs that the driver shows here."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return sorted({FAMILY_OF_MAJOR.get(capability.split(".")[0], "90+PTX") for capability in found})
+
+
+def cuda_targets(nvcc: str | None) -> list[str]:
+    """What to build for; empty, with one line that says why, for a build without the GPU part."""
+    wish = os.environ.get("ZEROCAST_CUDA", "")
+    if wish == "1" and nvcc is None:
+        sys.exit("ZEROCAST_CUDA=1 asks for the CUDA kernels, and no nvcc is found: set CUDA_HOME")
+    targets = ALL_TARGETS if wish == "1" else [] if wish == "0" or nvcc is None else local_targets()
+    if not targets:
+        reason = "ZEROCAST_CUDA=0" if wish == "0" else "no nvcc is found" if nvcc is None else "no GPU is found"
+        print(f"zerocast: building without CUDA kernels ({reason})", file=sys.stderr)
+    return targets
+
+
+def code_flag(target: str) -> str:
+    """`-gencode` of a target such as 90a, or 90+PTX."""
+    number, _, ptx = target.partition("+")
+    return f"-gencode=arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}"
+
+
+def compile_kernels(nvcc: str, targets: list[str], folder: Path) -> list[str]:
+    """Object files of all kernels."""
+    flags = ["-std=c++17", "-O3", "-Icsrc", "--fmad=false", "-Xcompiler=-fPIC,-O3", "-Wno-deprecated-gpu-targets"]
+    flags += [f'-DZC_CUDA_TARGETS="{" ".join(targets)}"', *map(code_flag, targets)]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.cu.o"
+        subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        return list(pool.map(compile_one, KERNELS))
+
+
+def library_folders(nvcc: str) -> list[str]:
+    """Where nvcc itself would look for the CUDA runtime; it may be a wrapper that lies elsewhere."""
+    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=True)
+    lines = [line for line in dry.stderr.splitlines() if line.startswith("#$ LIBRARIES=")]
+    return re.findall(r'"-L([^"]+)"', "".join(lines))
+
+
+class BuildExtension(build_ext):
+    """Compiles the kernels, where there is a compiler for them, before the rest."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        """Add the object files of the kernels, or leave their Python interface out."""
+        nvcc = find_nvcc()
+        targets = cuda_targets(nvcc)
+        if targets and nvcc:
+            ext.extra_objects += compile_kernels(nvcc, targets, Path(self.build_temp))
+            ext.define_macros.append(("ZC_WITH_CUDA", "1"))
+            ext.library_dirs += library_folders(nvcc)
+            ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+        else:
+            ext.sources.remove(str(CUDA_API))
+        super().build_extension(ext)
+
+
+ParallelCompile(default=JOBS).install()
 
 setup(
     ext_modules=[
@@ -31,4 +122,5 @@ setup(
             extra_link_args=OPENMP,
         )
     ],
+    cmdclass={"build_ext": BuildExtension},
 )

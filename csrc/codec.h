@@ -8,11 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__CUDACC__)
-#define ZC_HD __host__ __device__ __forceinline__
-#else
-#define ZC_HD __attribute__((always_inline)) inline
-#endif
+#include "platform.h"
 
 namespace zerocast {
 

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "platform.h"
+
 namespace zerocast {
 
 // clang-format off
@@ -27,17 +29,17 @@ enum Column { ZC_COLUMNS(ZC_COLUMN) WIDTH };
 // One row of the table.
 struct Weight {
   const int64_t* row;
-  int64_t operator[](column::Column c) const { return row[c]; }
-  int64_t rows() const { return row[column::ROWS]; }
-  int64_t columns() const { return row[column::COLUMNS]; }
-  int64_t start() const { return row[column::START]; }
-  int64_t stop() const { return row[column::START] + row[column::NUMEL]; }
+  ZC_HD int64_t operator[](column::Column c) const { return row[c]; }
+  ZC_HD int64_t rows() const { return row[column::ROWS]; }
+  ZC_HD int64_t columns() const { return row[column::COLUMNS]; }
+  ZC_HD int64_t start() const { return row[column::START]; }
+  ZC_HD int64_t stop() const { return row[column::START] + row[column::NUMEL]; }
 };
 
 struct Table {
   const int64_t* rows;
   int64_t size;
-  Weight operator[](int64_t i) const { return {rows + i * column::WIDTH}; }
+  ZC_HD Weight operator[](int64_t i) const { return {rows + i * column::WIDTH}; }
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
@@ -46,12 +48,12 @@ enum class ScaleRule : int { kNone, kFP32, kE8M0, kTwoLevel };
 enum class Columnwise : int { kNone, kTranspose, kOwnGrid };
 enum class AmaxPolicy : int { kNone, kCurrent, kDelayed };
 
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+ZC_HD int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 // Extent of a block; {0, 0} is the whole tensor, or, columnwise, no grid of its own.
 struct Block {
   int64_t rows, columns;
-  explicit operator bool() const { return rows != 0; }
+  ZC_HD explicit operator bool() const { return rows != 0; }
 };
 
 // How many blocks there are, down and across.
@@ -59,9 +61,9 @@ struct GridShape {
   int64_t down, across;
 };
 
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+ZC_HD int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-inline GridShape grid_shape(Block block, int64_t rows, int64_t columns) {
+ZC_HD GridShape grid_shape(Block block, int64_t rows, int64_t columns) {
   if (!block) return {1, 1};
   return {(rows + block.rows - 1) / block.rows, (columns + block.columns - 1) / block.columns};
 }
@@ -79,9 +81,11 @@ struct Format {
   int margin;
   int64_t amax_history_len;
 
-  bool has_tensor_amax() const { return scale_rule == ScaleRule::kTwoLevel || (amax_policy != AmaxPolicy::kNone && !block); }
-  int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
-  float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
+  ZC_HD bool has_tensor_amax() const {
+    return scale_rule == ScaleRule::kTwoLevel || (amax_policy != AmaxPolicy::kNone && !block);
+  }
+  ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
+  ZC_HD float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
 };
 
 // A tensor of a floating dtype.

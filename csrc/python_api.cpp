@@ -8,4 +8,7 @@ PYBIND11_MODULE(_C, m) {
   zerocast::api::register_codec(m);
   zerocast::api::register_simd(m);
   zerocast::api::register_cpu(m);
+#if defined(ZC_WITH_CUDA)
+  zerocast::api::register_cuda(m);
+#endif
 }

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import zerocast
+from tests import devices
 from zerocast import QuantizedWeight
 from zerocast.backends import reference
 from zerocast.group import ONE_PROCESS
@@ -63,14 +64,15 @@ def unsharded(fmt: str, master: Tensor, nominal: torch.dtype, scale: float = 1.0
 def cast_whole(
     fmt: str, master: Tensor, nominal: torch.dtype = torch.bfloat16, backend: str | None = None, scale: float = 1.0
 ) -> QuantizedWeight:
-    """A weight cast from its whole master by a plan of one process, columnwise copies included."""
-    weight = QuantizedWeight.empty(master.shape, fmt, nominal)
+    """A weight cast from its whole master by a plan of one process where the backend works, columnwise copies included."""
+    device = devices.of(backend)
+    weight = QuantizedWeight.empty(master.shape, fmt, nominal, device)
     if weight.scale is not None:
         weight.scale.fill_(scale)
-    plan = zerocast.CastPlan([weight], [master.reshape(-1)], [0], ONE_PROCESS, backend=backend)
+    plan = zerocast.CastPlan([weight], [master.reshape(-1).to(device)], [0], ONE_PROCESS, backend=backend)
     plan.cast()
     plan.post_all_gather()
-    return weight
+    return weight.to("cpu")
 
 
 def assert_same_bytes(found: Mapping[str, Any], expected: Mapping[str, Any], what: str = "") -> None:

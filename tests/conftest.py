@@ -6,17 +6,13 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import torch
 
+from tests.devices import HERE, gpu_params
 from tests.workers import Pool, Ranks
-from zerocast import backends
 
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
 hypothesis.settings.load_profile("zerocast")
-
-CPU = torch.device("cpu")
-USABLE_BACKENDS = [name for name in backends.backend_names() if backends.why_not(name, CPU) is None]
 
 
 @pytest.fixture(scope="session")
@@ -28,17 +24,24 @@ def ranks() -> Iterator[Ranks]:
         pool.close()
 
 
-@pytest.fixture(params=USABLE_BACKENDS, scope="module")
+@pytest.fixture(params=HERE, scope="module")
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend that can run on CPU tensors here."""
     name: str = request.param
     return name
 
 
+@pytest.fixture(params=[*HERE, *gpu_params()], scope="module")
+def backend_anywhere(request: pytest.FixtureRequest) -> str:
+    """Every backend, those of a GPU too: for tests of stages and of `casts.cast_whole`, which go where it works."""
+    name: str = request.param
+    return name
+
+
 def _at_every_level() -> list[str]:
     """The backends beside the reference, each at every SIMD level that it has here."""
-    found = [name for name in USABLE_BACKENDS if name not in ("reference", "cpu")]
-    if "cpu" in USABLE_BACKENDS:
+    found = [name for name in HERE if name not in ("reference", "cpu")]
+    if "cpu" in HERE:
         from zerocast import _C
 
         found += [f"cpu@{level}" for level in _C.simd_levels()]
@@ -58,13 +61,13 @@ def _use_level(variant: str) -> Iterator[str]:
     _C.set_simd_level(before)
 
 
-@pytest.fixture(params=_at_every_level(), scope="module")
+@pytest.fixture(params=[*_at_every_level(), *gpu_params()], scope="module")
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """A backend beside the reference, at one of its SIMD levels."""
     yield from _use_level(request.param)
 
 
-@pytest.fixture(params=["reference", *_at_every_level()], scope="module")
+@pytest.fixture(params=["reference", *_at_every_level(), *gpu_params()], scope="module")
 def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every backend, at every SIMD level."""
     yield from _use_level(request.param)

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zerocast import backends, get_format, layout
+from tests import devices
+from zerocast import get_format, layout
 from zerocast.descriptor import WIDTH, Column
 
 
@@ -26,7 +27,7 @@ def table(*rows: list[int]) -> Tensor:
 
 def encode(backend: str, element: str, x: Tensor) -> Tensor:
     """Codes of f32 `x`, one a byte, by a backend's own partial_cast: with scales that are exactly one, a cast is an encoder."""
-    stage = backends.load(backend).partial_cast
+    stage = devices.stage(backend, "partial_cast")
     one = torch.ones(1)
     where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
     where |= {"row_data_base": 0, "row_data_offset": 0, "amax_base": 0, "amax_offset": 0, "row_amax": 0}
@@ -52,7 +53,7 @@ def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
     words = torch.empty(x.numel() * nominal.itemsize, dtype=torch.uint8)
     where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
     rows = table(row(**where, row_data_base=0, row_data_offset=0))
-    stage = backends.load(backend).partial_cast
+    stage = devices.stage(backend, "partial_cast")
     stage(get_format("identity"), nominal, [x], torch.empty(0), [], [], rows, [words], [], None)
     return words.view(torch.int16)
 
@@ -60,7 +61,7 @@ def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
 def decode(backend: str, element: str, codes: Tensor) -> Tensor:
     """Values of an even number of codes, given one a byte, by a backend's own dequantize."""
     values = torch.empty(codes.numel() // 16, 16)
-    stage = backends.load(backend).dequantize
+    stage = devices.stage(backend, "dequantize")
     if element != "e2m1":
         fmt = get_format("fp8_delayed", element=element)
         stage(fmt, codes.view(-1, 16), torch.ones(1), torch.ones(1), *values.shape, False, values)
@@ -87,7 +88,9 @@ def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
     names = ("row_scale", "column_scale", "amax", "scale")
     where |= {f"{name}_base": 0 for name in names} | {f"{name}_offset": 0 for name in names}
     rows = table(row(**where))
-    backends.load(backend).compute_scales(spec, packed, rows, [stored.view(-1)], [unused.view(-1)], [amax], None, [one])
+    devices.stage(backend, "compute_scales")(
+        spec, packed, rows, [stored.view(-1)], [unused.view(-1)], [amax], None, [one]
+    )
     return stored.view(buffer.shape)[0, :across].clone(), amax
 
 

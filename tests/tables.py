@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import casts
+from tests import casts, devices
 from tests.sharded import POISON, Weight
 from tests.stages import row, table
-from zerocast import backends, get_format, layout
+from zerocast import get_format, layout
 from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.codec import round_nominal
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
@@ -136,7 +136,7 @@ class Bench:
         """One stage on fresh arenas; every tensor that it was given, afterwards."""
         on = {name: arena.bases() for name, arena in self.arenas.items()}
         packed = self.packed(reduced=stage != "partial_amax")
-        fmt, function = self.fmt, getattr(backends.load(backend), stage)
+        fmt, function = self.fmt, devices.stage(backend, stage)
         delayed = on["scale"] if fmt.amax_policy is AmaxPolicy.DELAYED else []
         if stage == "partial_amax":
             function(fmt, self.nominal, on["master"], self.table, packed)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import casts, strategies
+from tests import casts, devices, strategies
 from tests.sharded import Weight
 from tests.tables import Bench
 from tests.test_adam_step import scalars
-from zerocast import backends
 from zerocast.backends import reference
 from zerocast.descriptor import Column
 
@@ -52,7 +51,7 @@ class Case:
         given = self.inputs()
         rows, clip = torch.from_numpy(scalars()), torch.tensor([self.clip])
         state = (given[name] for name in FIELDS)
-        stage, table = backends.load(backend).adam_amax, self.bench.table
+        stage, table = devices.stage(backend, "adam_amax"), self.bench.table
         stage(self.bench.fmt, self.bench.nominal, *state, table, given["groups"], rows, clip, given["packed"], skip)
         return given
 

@@ -6,8 +6,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests import devices
 from tests.matrices import F32, bit_patterns
-from zerocast import backends
 
 SEGMENTS = torch.tensor([[7, 1, 0], [8, 40_000, 1], [40_009, 0, 0], [40_010, 333, 2], [40_400, 70_001, 0]])
 SIZE = 110_500
@@ -57,7 +57,7 @@ def run(
 ) -> list[F32]:
     p, g, m, v = (torch.from_numpy(x.copy()) for x in arrays)
     rows, m, v = torch.from_numpy(scalars()), m.to(moment), v.to(moment)
-    backends.load(backend).adam_step(p, g.to(dtype), m, v, SEGMENTS, rows, torch.tensor([clip]), skip)
+    devices.stage(backend, "adam_step")(p, g.to(dtype), m, v, SEGMENTS, rows, torch.tensor([clip]), skip)
     return [t.float().numpy() for t in (p, m, v)]
 
 
@@ -114,6 +114,6 @@ def test_near_torch_adamw(any_backend: str, seed: int) -> None:
         theirs.grad = gradient.clone()
         optimizer.step()
         rows = torch.from_numpy(scalars(step))
-        backends.load(any_backend).adam_step(p, gradient, m, v, whole, rows, torch.ones(1), None)
+        devices.stage(any_backend, "adam_step")(p, gradient, m, v, whole, rows, torch.ones(1), None)
     bound = 20 * (2.0**-23 * theirs.detach().abs() + 8 * 2.0**-23 * 1e-3)
     assert ((p - theirs.detach()).abs() <= bound).all()

@@ -68,7 +68,7 @@ def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
 
 
 @given(bench=benches())
-def test_stage_leaves_the_rest(backend: str, bench: Bench) -> None:
+def test_stage_leaves_the_rest(backend_anywhere: str, bench: Bench) -> None:
     """Guards around every buffer, all inputs, and what of the data is not owned: bytes, and halves of bytes."""
     written = {
         "partial_amax": {"packed"},
@@ -78,7 +78,7 @@ def test_stage_leaves_the_rest(backend: str, bench: Bench) -> None:
         "transpose": {"column_data", "column_scale"},
     }
     for stage in filter(bench.applies, STAGES):
-        after = bench.run(stage, backend)
+        after = bench.run(stage, backend_anywhere)
         for role, arena in bench.arenas.items():
             before = arena.bases()
             if stage in ("partial_cast", "roll_history") and role == "amax":
@@ -107,20 +107,23 @@ def assert_only_owned_codes(bench: Bench, after: dict[str, list[torch.Tensor]]) 
 
 
 @given(bench=benches())
-def test_skip_writes_nothing(backend: str, bench: Bench) -> None:
+def test_skip_writes_nothing(backend_anywhere: str, bench: Bench) -> None:
     skip = torch.tensor([True])
     for stage in ("compute_scales", "partial_cast", "roll_history"):
         if bench.applies(stage):
-            after = bench.run(stage, backend, skip)
+            after = bench.run(stage, backend_anywhere, skip)
             for role in ("row_data", "column_data", "row_scale", "column_scale", "scale", "history"):
                 pairs = zip(after[role], bench.arenas[role].bases(), strict=True)
                 assert all((casts.raw(a) == casts.raw(b)).all() for a, b in pairs), f"{stage} wrote {role}"
 
 
 @given(bench=benches())
-def test_skip_false_changes_nothing(backend: str, bench: Bench) -> None:
+def test_skip_false_changes_nothing(backend_anywhere: str, bench: Bench) -> None:
     for stage in ("compute_scales", "partial_cast", "roll_history"):
         if bench.applies(stage):
-            found, expected = bench.run(stage, backend, torch.tensor([False])), bench.run(stage, backend)
+            found, expected = (
+                bench.run(stage, backend_anywhere, torch.tensor([False])),
+                bench.run(stage, backend_anywhere),
+            )
             for role, bases in expected.items():
                 assert all((casts.raw(a) == casts.raw(b)).all() for a, b in zip(found[role], bases, strict=True))

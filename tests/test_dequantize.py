@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import casts, model, own_goldens, strategies
+from tests import casts, devices, model, own_goldens, strategies
 from tests.matrices import lcg_matrix
 from tests.test_model import format_text
-from zerocast import backends, get_format, layout
+from zerocast import get_format, layout
 from zerocast.formats import Columnwise
 from zerocast.layout import matrix_shape
 
@@ -43,7 +43,7 @@ def run(
     whole = torch.full((shape[0] * shape[1] + 2 * GUARD,), 3.5, dtype=out)
     target = whole[GUARD:-GUARD].view(shape)
     inputs: tuple[Any, ...] = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"], buffers["amax"]
-    backends.load(backend).dequantize(get_format(fmt), *inputs, *shape, columnwise, target)
+    devices.stage(backend, "dequantize")(get_format(fmt), *inputs, *shape, columnwise, target)
     assert (whole[:GUARD] == 3.5).all() and (whole[-GUARD:] == 3.5).all()
     return target
 
@@ -79,23 +79,25 @@ def test_large_weights(variant: str, seed: int) -> None:
 
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize(("name", "settings"), own_goldens.CASES, ids=lambda case: str(getattr(case, "element", case)))
-def test_values_are_those_of_the_model(backend: str, name: str, settings: model.Settings, columnwise: bool) -> None:
+def test_values_are_those_of_the_model(
+    backend_anywhere: str, name: str, settings: model.Settings, columnwise: bool
+) -> None:
     cast = model.Cast(name, "bfloat16", settings)
     expected = cast.of(lcg_matrix(160, 192, 5))
     buffers = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in expected.items()}
     fmt = format_text(name, settings)
-    value = run(backend, fmt, {"amax": None} | buffers, (160, 192), columnwise, torch.float32)
+    value = run(backend_anywhere, fmt, {"amax": None} | buffers, (160, 192), columnwise, torch.float32)
     np.testing.assert_array_equal(value.numpy(), cast.dequantized(expected, columnwise))
 
 
-def test_two_level_scale_order(backend: str) -> None:
+def test_two_level_scale_order(backend_anywhere: str) -> None:
     """`code * ((f32(sd) * amax) * f32(1/2688))`, one f32 operation each."""
     rng = np.random.default_rng(3)
     sd, amax = rng.integers(1, 0x7F, (16, 1), dtype=np.uint8), np.float32(rng.random())
     scale = np.zeros((128, 4), np.uint8)
     scale[:16, 0] = sd[0]
     fmt = {"rowwise_data": torch.full((16, 8), 0x53, dtype=torch.uint8), "rowwise_scale_inv": torch.from_numpy(scale)}
-    value = run(backend, "nvfp4", fmt | {"amax": torch.tensor([amax])}, (16, 16), False, torch.float32)
+    value = run(backend_anywhere, "nvfp4", fmt | {"amax": torch.tensor([amax])}, (16, 16), False, torch.float32)
     code, mantissa = int(sd[0, 0]) >> 3, int(sd[0, 0]) & 7
     decoded = np.float32((mantissa / 8 + (code > 0)) * 2.0 ** (max(code, 1) - 7))
     factor = np.float32(np.float32(decoded * amax) * np.float32(1 / 2688))

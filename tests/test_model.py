@@ -59,11 +59,11 @@ def own_id(golden: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("golden", OWN, ids=own_id)
-def test_own_goldens(backend: str, golden: dict[str, Any]) -> None:
+def test_own_goldens(backend_anywhere: str, golden: dict[str, Any]) -> None:
     settings = model.Settings(**golden["settings"])
     master = torch.from_numpy(own_goldens.master(golden["content"]))
     fmt, nominal = format_text(golden["format"], settings), getattr(torch, golden["nominal"])
-    weight = casts.cast_whole(fmt, master, nominal, backend, settings.scale)
+    weight = casts.cast_whole(fmt, master, nominal, backend_anywhere, settings.scale)
     found = {name: casts.sha(data) for name, data in casts.bytes_of(weight).items() if name in golden}
     expected = {name: value for name, value in golden.items() if name in casts.CAST_BUFFERS}
     assert found == expected

@@ -10,9 +10,9 @@
 #include "codec.h"
 #include "cpu/codes.h"
 #include "cpu/parallel.h"
-#include "cpu/scale_buffer.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
+#include "scale_buffer.h"
 
 namespace zerocast {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "cpu/codes.h"
 #include "cpu/parallel.h"
-#include "cpu/scale_buffer.h"
 #include "cpu/stages.h"
+#include "scale_buffer.h"
 
 namespace zerocast::cpu {
 namespace {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests import casts
 from tests.optim.runs import Run, Trainer
@@ -42,6 +43,20 @@ def plant_beside_metadata(path: Path, trap: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+class Reads:
+    """Reaches for what hangs off the classes that metadata may contain."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Metadata, "__init__")
+
+
+def plant_an_attribute(path: Path, trap: Path) -> None:
+    """Good metadata that reads an attribute of one of its classes."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.planner_data = Reads()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def plant_in_tensors(path: Path, trap: Path) -> None:
     """Code where a tensor's bytes belong."""
     metadata = dcp.FileSystemReader(path).read_metadata()
@@ -61,7 +76,7 @@ def plant_an_object(path: Path, trap: Path) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True)
 
 
-PLANTS = [plant_metadata, plant_beside_metadata, plant_in_tensors, plant_an_object]
+PLANTS = [plant_metadata, plant_beside_metadata, plant_an_attribute, plant_in_tensors, plant_an_object]
 
 
 def corrupted(path: Path, trap: Path) -> None:
@@ -107,3 +122,23 @@ def test_the_trap_works(tmp_path):
     with pytest.raises(AttributeError, match="storage_meta"):  # of the None that os.mkdir returned
         dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata()
     assert (tmp_path / "trap").exists()
+
+
+class AsPython311(pickle.Pickler):
+    """Pickles members of an enumeration as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented
+
+
+def test_metadata_of_another_python(tmp_path):
+    path = tmp_path / "checkpoint"
+    saved(path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    with (path / ".metadata").open("wb") as stream:
+        AsPython311(stream).dump(metadata)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    before = snapshot(Trainer(Run()))
+    trainer = Trainer(Run())
+    optim.load(trainer.optimizer, path)
+    assert any((before[name] != value).any() for name, value in snapshot(trainer).items())

@@ -1,7 +1,8 @@
 """The backends and the choice between them. One module a backend, found by its file name; ../backends/README.md is the contract.
 
-A backend module says for which devices it is (`DEVICES`, None for any) and how much it is preferred (`PREFERENCE`). One that cannot
-run here fails at import and says why. `ZEROCAST_BACKEND` names one for the whole process; a wish that cannot be met raises.
+A backend module says for which devices it is (`DEVICES`, None for any), how much it is preferred (`PREFERENCE`) and, where that is
+not all, what keeps it from a device (`why_not`). One that cannot run here fails at import and says why. `ZEROCAST_BACKEND` names
+one for the whole process; a wish that cannot be met raises.
 """
 
 import functools
@@ -39,7 +40,8 @@ def why_not(name: str, device: torch.device) -> str | None:
         return str(error)
     if module.DEVICES is not None and device.type not in module.DEVICES:
         return f"is for {', '.join(module.DEVICES)} tensors"
-    return None
+    reason: str | None = module.why_not(device) if hasattr(module, "why_not") else None
+    return reason
 
 
 def choose(device: torch.device, wish: str | None = None) -> str:

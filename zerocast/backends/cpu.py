@@ -3,50 +3,21 @@
 This module turns tensors into addresses and values into plain data, and decides nothing. See README.md for what each stage does.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zerocast.descriptor import Column
+from zerocast import extension
+from zerocast.extension import DTYPES as _DTYPES
+from zerocast.extension import format_of as _format
+from zerocast.extension import typed as _typed
 from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)
 PREFERENCE = 1
 
-try:
-    from zerocast import _C
-except ImportError as error:
-    raise ImportError(
-        "zerocast._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in this source "
-        "tree, with `pip install -e .`; a run from the source root after a plain install sees the sources only"
-    ) from error
-
-if _C.columns() != [column.name for column in Column]:
-    raise ImportError(
-        f"zerocast._C was built for the descriptor columns {_C.columns()}, zerocast/descriptor.py has "
-        f"{[column.name for column in Column]}: build it again with `pip install -e .`"
-    )
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-@functools.cache
-def _format(fmt: FormatSpec) -> _C.Format:
-    return _C.Format(
-        element=fmt.element.name if fmt.element else "nominal",
-        scale_rule=fmt.scale_rule.name,
-        columnwise=fmt.columnwise.name,
-        amax_policy=fmt.amax_policy.name,
-        block=fmt.block or (0, 0),
-        columnwise_block=fmt.columnwise_block or (0, 0),
-        power_of_2_scale=fmt.power_of_2_scale,
-        most_recent=fmt.amax_compute_algo == "most_recent",
-        amax_epsilon=fmt.amax_epsilon,
-        margin=fmt.margin,
-        amax_history_len=fmt.amax_history_len,
-    )
+_C = extension.load()
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -55,10 +26,6 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 def _dtypes(tensors: Sequence[Tensor]) -> list[str]:
     return [_DTYPES[tensor.dtype] for tensor in tensors]
-
-
-def _typed(tensor: Tensor) -> tuple[int, str]:
-    return tensor.data_ptr(), _DTYPES[tensor.dtype]
 
 
 def _all_typed(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:

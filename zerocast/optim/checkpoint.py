@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 
 from zerocast.optim.zero_adamw import ZeroAdamW
 
@@ -40,10 +40,19 @@ _METADATA_CLASSES = {
 }
 
 
+def _memory_format(encoding: Any, name: str) -> Any:
+    """What stands in for getattr, by which some releases of Python 3.11 pickle members of an enumeration."""
+    if encoding is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"checkpoint metadata may not read {name!r} of {encoding!r}")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes of checkpoint metadata and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"checkpoint metadata may not contain {module}.{name}")
         return super().find_class(module, name)

@@ -1,0 +1,122 @@
+// The stages on the GPU. Bases are addresses of arrays of addresses in device memory; an address 0 is None.
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+
+#include "api/enums.h"
+#include "api/topics.h"
+#include "cuda/geometry.h"
+#include "cuda/stages.h"
+
+namespace py = pybind11;
+
+namespace zerocast::api {
+namespace {
+
+using TypedBase = std::pair<uintptr_t, std::string>;
+using TableArgument = std::pair<uintptr_t, int64_t>;
+using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
+using StateArgument = std::tuple<uintptr_t, TypedBase, TypedBase, TypedBase>;
+using StepArgument = std::tuple<uintptr_t, uintptr_t, uintptr_t>;  // scalars, clip, skip
+
+Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
+
+cuda::Work work_of(const WorkArgument& work) {
+  const auto& [table, weights, items, blocks] = work;
+  return {table, weights, items, blocks};
+}
+
+cuda::AdamState state_of(const StateArgument& state) {
+  const auto& [master, grad, exp_avg, exp_avg_sq] = state;
+  return {master, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
+}
+
+cuda::AdamStep step_of(const StepArgument& step) {
+  const auto& [scalars, clip, skip] = step;
+  return {scalars, clip, skip};
+}
+
+cuda::Stage stage_of(const std::string& name) {
+  if (name == "panels") return cuda::Stage::kPanels;
+  if (name == "scales") return cuda::Stage::kScales;
+  if (name == "transpose") return cuda::Stage::kTranspose;
+  if (name == "transpose_scales") return cuda::Stage::kTransposeScales;
+  throw std::invalid_argument("unknown kind of work '" + name + "'");
+}
+
+// Thread blocks of each weight of a table in host memory.
+std::vector<int64_t> block_counts(const std::string& stage, const Format& format, const TableArgument& table) {
+  const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};
+  std::vector<int64_t> counts;
+  for (int64_t i = 0; i < rows.size; ++i) counts.push_back(cuda::block_count(stage_of(stage), format, rows[i]));
+  return counts;
+}
+
+void partial_amax(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
+                  const WorkArgument& work, const TypedBase& packed, cuda::Stream stream) {
+  cuda::partial_amax(format, dtype_of(nominal), dtype_of(master), masters, work_of(work), array_of(packed), stream);
+}
+
+void compute_scales(const Format& format, const TypedBase& packed, const WorkArgument& work, cuda::DeviceBases row_scales,
+                    cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, uintptr_t partial,
+                    cuda::Flag skip, cuda::Stream stream) {
+  cuda::compute_scales(format, array_of(packed), work_of(work), row_scales, column_scales, amaxes, scales, partial, skip,
+                       stream);
+}
+
+void partial_cast(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
+                  const TypedBase& packed, cuda::DeviceBases amaxes, cuda::DeviceBases scales, const WorkArgument& work,
+                  cuda::DeviceBases row_data, cuda::DeviceBases column_data, cuda::Flag skip, cuda::Stream stream) {
+  cuda::partial_cast(format, dtype_of(nominal), dtype_of(master), masters, array_of(packed), amaxes, scales, work_of(work),
+                     row_data, column_data, skip, stream);
+}
+
+void roll_history(const Format& format, const WorkArgument& work, cuda::DeviceBases amaxes, cuda::DeviceBases scales,
+                  cuda::DeviceBases histories, cuda::Flag skip, cuda::Stream stream) {
+  cuda::roll_history(format, work_of(work), amaxes, scales, histories, skip, stream);
+}
+
+void transpose(const Format& format, const WorkArgument& data, const WorkArgument& scales, cuda::DeviceBases row_data,
+               cuda::DeviceBases row_scales, cuda::DeviceBases column_data, cuda::DeviceBases column_scales,
+               cuda::Stream stream) {
+  cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales, stream);
+}
+
+void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv, uintptr_t amax, int64_t rows,
+                int64_t columns, bool columnwise, const TypedBase& out, cuda::Stream stream) {
+  const Array source = array_of(data);
+  const cuda::Quantized weight{source.address, scale_inv, amax, source.dtype, rows, columns, columnwise};
+  cuda::dequantize(format, weight, array_of(out), stream);
+}
+
+void adam_step(const StateArgument& state, uintptr_t segments, uintptr_t items, int64_t blocks, const StepArgument& step,
+               cuda::Stream stream) {
+  cuda::adam_step(state_of(state), segments, items, blocks, step_of(step), stream);
+}
+
+void adam_amax(const Format& format, const std::string& nominal, const StateArgument& state, const WorkArgument& work,
+               uintptr_t groups, const StepArgument& step, const TypedBase& packed, cuda::Stream stream) {
+  cuda::adam_amax(format, dtype_of(nominal), state_of(state), work_of(work), groups, step_of(step), array_of(packed),
+                  stream);
+}
+
+}  // namespace
+
+void register_cuda(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> free;
+  py::module_ cuda = m.def_submodule("cuda", "the stages on the GPU");
+  cuda.attr("PARTIAL_AMAXES") = cuda::kPartialAmaxes;
+  cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
+  cuda.def("targets", &cuda::targets);
+  cuda.def("block_counts", &block_counts);
+  cuda.def("partial_amax", &partial_amax, free);
+  cuda.def("compute_scales", &compute_scales, free);
+  cuda.def("partial_cast", &partial_cast, free);
+  cuda.def("roll_history", &roll_history, free);
+  cuda.def("transpose", &transpose, free);
+  cuda.def("dequantize", &dequantize, free);
+  cuda.def("adam_step", &adam_step, free);
+  cuda.def("adam_amax", &adam_amax, free);
+}
+
+}  // namespace zerocast::api

@@ -1,0 +1,72 @@
+// The stages of zerocast/backends/README.md on the GPU. Each is asynchronous on a stream and, but for compute_scales of
+// two-level scales and transposes with scales, one launch for the whole table.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "descriptor.h"
+
+namespace zerocast::cuda {
+
+// A table in device memory with the work list that `zerocast.backends.cuda.launch` made of it: int32 (weight, ordinal)
+// pairs.
+struct Work {
+  uintptr_t table;
+  int64_t weights;
+  uintptr_t items;
+  int64_t blocks;
+};
+
+using DeviceBases = uintptr_t;  // of an array of addresses in device memory
+using Stream = uintptr_t;
+using Flag = uintptr_t;  // of a bool, or 0
+
+void partial_amax(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, const Work& work, Array packed,
+                  Stream stream);
+
+void compute_scales(const Format& format, Array packed, const Work& work, DeviceBases row_scales, DeviceBases column_scales,
+                    DeviceBases amaxes, DeviceBases scales, uintptr_t partial, Flag skip, Stream stream);
+
+// f32 values a weight that compute_scales of two-level scales needs as scratch memory.
+constexpr int kPartialAmaxes = 32;
+
+void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, Array packed, DeviceBases amaxes,
+                  DeviceBases scales, const Work& work, DeviceBases row_data, DeviceBases column_data, Flag skip,
+                  Stream stream);
+
+void roll_history(const Format& format, const Work& work, DeviceBases amaxes, DeviceBases scales, DeviceBases histories,
+                  Flag skip, Stream stream);
+
+void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
+               DeviceBases column_data, DeviceBases column_scales, Stream stream);
+
+// One direction of one weight; `data_dtype` is read for formats without an element only.
+struct Quantized {
+  uintptr_t data, scale_inv, amax;
+  Dtype data_dtype;
+  int64_t rows, columns;
+  bool columnwise;
+};
+void dequantize(const Format& format, const Quantized& weight, Array out, Stream stream);
+
+struct AdamState {
+  uintptr_t master;
+  Array grad, exp_avg, exp_avg_sq;
+};
+struct AdamStep {
+  uintptr_t scalars, clip;
+  Flag skip;
+};
+void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int64_t blocks, const AdamStep& step,
+               Stream stream);
+
+// The same over the owned spans of a table, with the partial amaxes of the result; addresses of `state` are of arrays of
+// addresses.
+void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
+               const AdamStep& step, Array packed, Stream stream);
+
+// Targets that this extension holds machine code for, such as "90a".
+const char* targets();
+
+}  // namespace zerocast::cuda

@@ -1,0 +1,7 @@
+#include "cuda/stages.h"
+
+namespace zerocast::cuda {
+
+const char* targets() { return ZC_CUDA_TARGETS; }
+
+}  // namespace zerocast::cuda

@@ -1,0 +1,172 @@
+// Stage transpose: columnwise copies from the gathered rowwise bytes.
+//
+// A thread block turns a square: a thread reads 16 bytes of 4 rows (8 rows of 4-bit codes), turns them in registers into
+// words that run down a column, and leaves those in shared memory, from which columns go out 128 bytes at a time.
+#include "cuda/dispatch.cuh"
+#include "cuda/stages.h"
+
+namespace zerocast::cuda {
+namespace {
+
+struct Matrix {
+  uint8_t* data;
+  int64_t rows, bytes;  // of a row
+
+  __device__ uint8_t* at(int64_t row, int64_t byte) const { return data + row * bytes + byte; }
+};
+
+// Words of a column of a square, 32 in all. The exclusive or keeps the four-word pieces that neighbouring lanes write in
+// different banks, and a piece contiguous.
+template <int kColumnsPerLane>
+__device__ int place(int column, int word) {
+  return column * 32 + (word ^ (column / kColumnsPerLane % 8 * 4));
+}
+
+// Four rows of four bytes to four columns.
+__device__ inline void turn_bytes(uint32_t (&w)[4]) {
+  const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
+  const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
+  w[0] = __byte_perm(a, b, 0x5410);
+  w[1] = __byte_perm(a, b, 0x7632);
+  w[2] = __byte_perm(c, d, 0x5410);
+  w[3] = __byte_perm(c, d, 0x7632);
+}
+
+// Two rows of codes to their even and their odd columns, in pairs.
+__device__ inline void turn_nibbles(uint32_t& even, uint32_t& odd) {
+  const uint32_t low = (even & 0x0F0F0F0Fu) | (odd << 4 & 0xF0F0F0F0u);
+  odd = (even >> 4 & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u);
+  even = low;
+}
+
+// Reads a word of a row as far as the matrix goes; 0 beyond.
+__device__ uint32_t read_word(const Matrix& m, int64_t row, int64_t byte) {
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (row < m.rows && byte + i < m.bytes) word |= static_cast<uint32_t>(*m.at(row, byte + i)) << (8 * i);
+  }
+  return word;
+}
+
+__device__ uint4 read16(const Matrix& m, int64_t row, int64_t byte) {
+  if (row < m.rows && byte + 16 <= m.bytes && reinterpret_cast<uint64_t>(m.at(row, byte)) % 16 == 0) {
+    return __ldcs(reinterpret_cast<const uint4*>(m.at(row, byte)));
+  }
+  return {read_word(m, row, byte), read_word(m, row, byte + 4), read_word(m, row, byte + 8), read_word(m, row, byte + 12)};
+}
+
+__device__ void write16(const Matrix& m, int64_t row, int64_t byte, uint4 words) {
+  if (row >= m.rows || byte >= m.bytes) return;
+  if (byte + 16 <= m.bytes && reinterpret_cast<uint64_t>(m.at(row, byte)) % 16 == 0) {
+    __stcs(reinterpret_cast<uint4*>(m.at(row, byte)), words);
+    return;
+  }
+  for (int i = 0; i < 16 && byte + i < m.bytes; ++i) *m.at(row, byte + i) = (&words.x)[i / 4] >> (i % 4 * 8);
+}
+
+template <bool kNibbles>
+__global__ void __launch_bounds__(kTurnThreads)
+    turn_kernel(Format format, const int64_t* table, const Item* items, BaseList row_data, BaseList column_data) {
+  constexpr int kRows = kNibbles ? 8 : 4;              // of a thread
+  constexpr int kColumns = kNibbles ? 32 : 16;         // of a thread: 16 bytes
+  constexpr int kSquare = kTurnBytes * kColumns / 16;  // columns of the square
+  __shared__ uint32_t turned[kSquare * 32];
+  const Item item = items[blockIdx.x];
+  const Weight w = weight_of(table, item);
+  const int per_byte = kNibbles ? 2 : 1;
+  const Matrix from{row_data.at<uint8_t>(w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), w.rows(),
+                    w.columns() / per_byte};
+  const Matrix to{column_data.at<uint8_t>(w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET), w.columns(),
+                  w.rows() / per_byte};
+  const TurnGrid grid = turn_grid(format, w);
+  const int64_t square_down = item.ordinal / grid.across, square_across = item.ordinal - square_down * grid.across;
+  const int64_t first_row = square_down * grid.codes_down, first_byte = square_across * kTurnBytes;
+
+  const int across = threadIdx.x % 8, down = threadIdx.x / 8;
+  uint4 rows[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) rows[r] = read16(from, first_row + down * kRows + r, first_byte + across * 16);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // words of the 16 bytes
+    if constexpr (kNibbles) {
+#pragma unroll
+      for (int r = 0; r < kRows; r += 2) turn_nibbles((&rows[r].x)[i], (&rows[r + 1].x)[i]);
+      uint32_t even[4], odd[4];  // rows of byte columns: pairs of rows, of even and of odd codes
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        even[p] = (&rows[2 * p].x)[i];
+        odd[p] = (&rows[2 * p + 1].x)[i];
+      }
+      turn_bytes(even);
+      turn_bytes(odd);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int column = across * kColumns + i * 8 + 2 * c;
+        turned[place<kColumns>(column, down)] = even[c];
+        turned[place<kColumns>(column + 1, down)] = odd[c];
+      }
+    } else {
+      uint32_t words[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) words[r] = (&rows[r].x)[i];
+      turn_bytes(words);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) turned[place<kColumns>(across * kColumns + i * 4 + c, down)] = words[c];
+    }
+  }
+  __syncthreads();
+  const int64_t first_column = first_byte * per_byte, first_out = first_row / per_byte;
+#pragma unroll
+  for (int c = down; c < kSquare; c += kTurnThreads / 8) {
+    const uint4 words = *reinterpret_cast<const uint4*>(turned + place<kColumns>(c, across * 4));
+    write16(to, first_column + c, first_out + across * 16, words);
+  }
+}
+
+// A thread takes four neighbouring entries of the columnwise buffer and the rows that repeat them.
+__global__ void __launch_bounds__(kScaleThreads)
+    turn_scales_kernel(Format format, const int64_t* table, const Item* items, BaseList row_scales, BaseList column_scales) {
+  const Item item = items[blockIdx.x];
+  const Weight w = weight_of(table, item);
+  const ScaleBuffer from = rowwise_scale_buffer(format, w.rows(), w.columns());
+  const ScaleBuffer to = columnwise_scale_buffer(format, w.rows(), w.columns());
+  const int64_t thread = static_cast<int64_t>(item.ordinal) * kScaleThreads + threadIdx.x;
+  if (thread >= scale_threads(to)) return;
+  const int64_t across = to.columns / kScaleEntries;
+  const int64_t down = thread / across, column = (thread - down * across) * kScaleEntries;
+  const auto at = [&](const BaseList& bases, column::Column base, column::Column offset) {
+    return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * to.entry);
+  };
+  const uint8_t* source = at(row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET);
+  uint8_t* out = at(column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET);
+  const auto entry = [&](int i) -> uint32_t {
+    if (down >= to.grid.down || column + i >= to.grid.across) return to.entry == 1 ? 0u : 0x3F800000u;
+    const int64_t index = (column + i) * from.repeat * from.columns + down;
+    return to.entry == 1 ? source[index] : reinterpret_cast<const uint32_t*>(source)[index];
+  };
+  const uint32_t entries[kScaleEntries] = {entry(0), entry(1), entry(2), entry(3)};
+  for (int64_t r = 0; r < to.repeat; ++r) {
+    uint8_t* row = out + (down * to.repeat + r) * to.row_bytes();
+#pragma unroll
+    for (int i = 0; i < kScaleEntries; ++i) {
+      if (to.entry == 1) {
+        row[column + i] = static_cast<uint8_t>(entries[i]);
+      } else {
+        reinterpret_cast<uint32_t*>(row)[column + i] = entries[i];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
+               DeviceBases column_data, DeviceBases column_scales, Stream stream) {
+  const auto kernel = format.elements_per_byte() == 2 ? turn_kernel<true> : turn_kernel<false>;
+  launch(kernel, data.blocks, kTurnThreads, stream, format, table_of(data), items_of(data), bases_of(row_data),
+         bases_of(column_data));
+  launch(turn_scales_kernel, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales),
+         bases_of(row_scales), bases_of(column_scales));
+}
+
+}  // namespace zerocast::cuda

@@ -1,0 +1,46 @@
+// Shapes of scale buffers: zerocast/layout.py's `rowwise_scale_inv` and `columnwise_scale_inv` for the stages. Padding is
+// 1.0 in f32 buffers and the byte 0 in others.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "descriptor.h"
+
+namespace zerocast {
+
+struct ScaleBuffer {
+  GridShape grid;     // the entries that mean something
+  int64_t repeat;     // buffer rows that one grid row fills
+  int64_t used_rows;  // buffer rows that the grid fills
+  int64_t rows, columns;
+  int64_t entry;  // bytes of an entry: an f32, or one E8M0 or E4M3 byte
+
+  ZC_HD int64_t row_bytes() const { return columns * entry; }
+
+  void pad(uint8_t* at, int64_t entries) const {
+    if (entry == 1) {
+      std::memset(at, 0, entries);
+    } else {
+      std::fill_n(reinterpret_cast<float*>(at), entries, 1.0f);
+    }
+  }
+};
+
+ZC_HD ScaleBuffer rowwise_scale_buffer(const Format& format, int64_t rows, int64_t columns) {
+  const GridShape grid = grid_shape(format.block, rows, columns);
+  if (!format.block) return {grid, 1, 1, 1, 1, sizeof(float)};
+  const int64_t width = round_up(grid.across, 4);
+  if (format.scale_rule == ScaleRule::kFP32) return {grid, 1, grid.down, grid.down, width, sizeof(float)};
+  const int64_t repeat = format.scale_rule == ScaleRule::kTwoLevel ? format.block.rows : 1;
+  return {grid, repeat, rows, round_up(rows, 128), width, 1};
+}
+
+ZC_HD ScaleBuffer columnwise_scale_buffer(const Format& format, int64_t rows, int64_t columns) {
+  if (format.columnwise == Columnwise::kTranspose) return rowwise_scale_buffer(format, columns, rows);
+  const GridShape grid = grid_shape(format.columnwise_block, rows, columns);
+  return {grid, 1, grid.down, round_up(grid.down, 4), round_up(grid.across, 128), 1};
+}
+
+}  // namespace zerocast

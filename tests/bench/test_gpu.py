@@ -1,0 +1,36 @@
+"""What only a GPU can show: events, launches, the device side of a trace. At a small scale; `make bench` is the measurement."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerocast import backends
+from zerocast.bench import Bench, BenchConfig
+from zerocast.bench.row import all_rows
+from zerocast.bench.trace import write_trace
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def test_every_row_runs_on_the_device():
+    report = Bench(BenchConfig(scale=16, seconds=0.0)).run()
+    assert [failure for failure in report.failures if failure.ours] == []
+    ours = {m.row.name: m for m in report.measurements if m.by == report.backend}
+    assert list(ours) == [row.name for row in all_rows()]
+    assert all(m.launches and m.times.device_ms > 0 and m.times.host_ms > 0 for m in ours.values())
+    assert report.settings["flushed"] > 0 and report.machine["device"] == torch.cuda.get_device_name()
+
+
+def test_launches_of_a_cast_do_not_grow_with_the_number_of_weights():
+    if backends.choose(torch.device("cuda")) == "reference":
+        pytest.skip("the reference backend works weight by weight")
+    found = [Bench(BenchConfig(scale=s, seconds=0.0, only=("B flat",), peers=False)).run() for s in (64, 256)]
+    many, few = ({m.row.name: m.launches for m in report.measurements} for report in found)  # 16 weights, and 4
+    assert many == few
+
+
+def test_a_trace_has_kernels(tmp_path: Path):
+    found = write_trace(tmp_path / "trace.json", torch.device("cuda"), scale=32)
+    assert found is not None and found.gathered == 0  # one rank gathers nothing
+    assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()

@@ -1,0 +1,148 @@
+"""What a report says of its measurements: floors, targets, peers, regressions, JSON and Markdown."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.made_up import ADAM_ROW, COPY, ROW, TINY, measured, report
+from zerocast.bench.markdown import markdown
+from zerocast.bench.measurement import Failure, Measurement
+from zerocast.bench.plot import plot
+from zerocast.bench.regression import regressions, stored_ratios
+from zerocast.bench.report import Report
+from zerocast.bench.row import ADAM, Row, Target, all_rows, select
+
+ADAM_FLOOR = 28 * 1024 / 2e6  # ms at 2 GB/s
+
+
+def at(ratio: float, by: str = "ours") -> Measurement:
+    """Adam on 1,024 elements in `ratio` times its floor."""
+    return measured(ADAM_ROW, by, ratio * ADAM_FLOOR)
+
+
+def test_a_floor_is_bytes_over_the_mean_copy_rate():
+    assert COPY.rate == 2.0
+    m = at(1.25)
+    assert m.moved == 28 * 1024
+    assert m.floor_ms(COPY.rate) == pytest.approx(0.014336)
+    assert m.over_floor(COPY.rate) == pytest.approx(1.25)
+    assert m.rate == pytest.approx(2 / 1.25)
+
+
+def test_the_clock_of_a_row_chooses_its_time():
+    assert measured(ADAM_ROW, "ours", 1.0).ms == 1.0
+    assert measured(Row(TINY, ADAM, "", clock="wall"), "ours", 1.0).ms == 2.0
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.499, True), (1.501, False)])
+def test_a_target_is_a_multiple_of_the_floor(ratio: float, met: bool):
+    m = measured(Row(TINY, ADAM, "", Target(1.5)), "ours", ratio * ADAM_FLOOR)
+    verdict = report(m).verdict(m)
+    assert verdict is not None and verdict.met is met and verdict.reached == pytest.approx(ratio)
+
+
+def test_a_target_may_be_a_share_of_another_row_and_a_host_time():
+    row = Row(TINY, ADAM, "share", Target(1.3, row=ADAM_ROW.name, share=1 / 8, host_ms=0.1))
+    for ms, host_ms, met in ((1.25, 0.09, True), (1.35, 0.09, False), (1.25, 0.11, False)):
+        m = measured(row, "ours", ms, host_ms)
+        verdict = report(measured(ADAM_ROW, "ours", 8.0), m).verdict(m)
+        assert verdict is not None and verdict.met is met and verdict.reached == pytest.approx(ms)
+    assert report(m).verdict(m) is None  # without the other row there is nothing to hold it against
+
+
+def test_targets_are_for_us_at_full_size():
+    ours, theirs = measured(ROW, "ours", 1.0), measured(ROW, "theirs", 1.0)
+    assert report(ours, theirs).verdict(theirs) is None
+    assert report(ours, full=False).verdict(ours) is None
+    assert report(ours).verdict(ours) is not None
+
+
+def test_peers_stand_beside_ours():
+    ours, theirs = at(1.0), at(3.5, "theirs")
+    both = report(ours, theirs)
+    assert both.over_ours(theirs) == pytest.approx(3.5)
+    assert both.over_ours(ours) is None
+    assert report(theirs).over_ours(theirs) is None
+
+
+def test_only_a_failure_of_ours_fails_the_run():
+    assert not report(failures=(Failure(ROW, "theirs", "does not run", ours=False),)).failed
+    assert report(failures=(Failure(ROW, "ours", "wrong bytes", ours=True),)).failed
+
+
+def stored(tmp_path: Path, found: Report) -> Path:
+    path = tmp_path / "report.json"
+    found.write_json(path)
+    return path
+
+
+@pytest.mark.parametrize(("now", "grown"), [(1.0, 0), (1.049, 0), (1.051, 1), (0.5, 0)])
+def test_growth_beyond_the_threshold_is_a_regression(tmp_path: Path, now: float, grown: int):
+    before = stored_ratios(stored(tmp_path, report(at(1.0), at(9.0, "theirs"))))
+    assert before == {"T Adam": pytest.approx(1.0)}
+    found = regressions(report(at(now), at(99.0, "theirs")), before, threshold=0.05)
+    assert len(found) == grown
+    assert all(str(regression).startswith("T Adam: 1.000 x floor stored, 1.051 now (+5.1%)") for regression in found)
+
+
+def test_rows_that_only_one_report_has_are_not_compared():
+    assert regressions(report(at(5.0)), {"another row": 1.0}, 0.05) == []
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path):
+    path = tmp_path / "other.json"
+    for content in ("[]", "{}", '{"schema": 99}'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="not a report"):
+            stored_ratios(path)
+
+
+def test_json_has_what_was_measured_and_what_follows(tmp_path: Path):
+    found = json.loads(stored(tmp_path, report(at(1.25), at(2.5, "theirs"))).read_text())
+    assert set(found) == {
+        "schema", "date", "backend", "full", "machine", "settings", "method", "copy", "rows", "failures"
+    }  # fmt: skip
+    ours, theirs = found["rows"]
+    assert set(ours) == {
+        "row", "by", "workload", "clock", "ms", "bytes", "gbps", "of_copy", "floor_ms", "over_floor", "launches", "calls",
+        "device_ms", "device_p10_ms", "device_p90_ms", "host_ms", "wall_ms", "over_ours", "target", "checked",
+    }  # fmt: skip
+    assert (ours["bytes"], ours["over_floor"], ours["of_copy"]) == (28672, pytest.approx(1.25), pytest.approx(0.8))
+    assert theirs["over_ours"] == pytest.approx(2.0)
+    assert found["copy"] == {"bytes": 1 << 20, "before_gbps": 1.0, "after_gbps": 3.0, "gbps": 2.0}
+
+
+def test_markdown_has_a_line_a_measurement_and_names_failures():
+    row = Row(TINY, ADAM, "", Target(1.04))
+    slow = measured(row, "ours", 1.2 * ADAM_FLOOR)
+    text = markdown(report(slow, failures=(Failure(ROW, "theirs", "does not run", ours=False),)))
+    (line,) = [line for line in text.splitlines() if line.startswith("| T Adam")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        "T Adam", "ours", "0.017", "0.0", "2", "83%", "0.014", "1.20", "3", "0.000", "0.034", "", "≤ 1.04 x floor", "no: 1.20"
+    ]  # fmt: skip
+    assert "* T cast fp8_current by theirs: does not run" in text
+    assert "Targets met: 0 of 1." in text
+    assert "Targets met" not in markdown(report(slow, full=False))
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def test_the_plot_is_a_picture(tmp_path: Path):
+    path = tmp_path / "report.png"
+    plot(report(at(1.25), at(9.0, "theirs")), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_have_names_of_their_own_and_targets_that_exist():
+    names = [row.name for row in all_rows()]
+    assert len(set(names)) == len(names)
+    assert all(row.target.row in names for row in all_rows() if row.target and row.target.row)
+
+
+def test_select_brings_the_row_that_another_is_held_against():
+    names = [row.name for row in select(["C amax and cast nvfp4"], scale=1)]
+    assert names == ["A amax and cast nvfp4", "C amax and cast nvfp4"]
+    assert [row.name for row in select([], 8)] == [row.name for row in all_rows()]
+    with pytest.raises(ValueError, match="no row is called 'B cast'"):
+        select(["B cast"], 1)

@@ -1,0 +1,180 @@
+"""The benchmark runs: every row on a CPU at a small scale, checked against the reference, and the commands around it."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocast.bench.run as bench_run
+from zerocast import ops
+from zerocast.bench import Bench, BenchConfig, trace
+from zerocast.bench.check import WrongBytesError, check
+from zerocast.bench.clock import Clock, launches
+from zerocast.bench.job import Job, Place
+from zerocast.bench.row import CAST, Row, Work, all_rows
+from zerocast.bench.shard import Shard
+from zerocast.bench.workload import A, Workload
+from zerocast.cli import main
+
+CPU = torch.device("cpu")
+SMALL = A.scaled(64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The work is tiny: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(**changes: object) -> BenchConfig:
+    return BenchConfig(backend="cpu", scale=64, check_scale=64, seconds=0.0, **changes)
+
+
+def test_every_row_runs_and_writes_the_bytes_of_the_reference():
+    report = Bench(small()).run()
+    assert report.failures == ()
+    ours = {m.row.name: m for m in report.measurements if m.by == "cpu"}
+    assert list(ours) == [row.name for row in all_rows()]
+    assert all(m.checked for m in ours.values())
+    assert {m.row.name for m in report.measurements if m.by == "torch fused"} == {"A Adam"}
+    assert all(m.ms > 0 and m.moved > 0 and m.times.calls >= 11 for m in report.measurements)
+    assert report.copy.before > 0 and report.copy.after > 0
+    assert not report.full
+
+
+def test_only_ours_is_measured_without_peers():
+    heard = []
+    report = Bench(small(only=("A Adam",), peers=False)).run(heard.append)
+    assert [m.by for m in report.measurements] == ["cpu"]
+    assert heard == list(report.measurements)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
+def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
+    place = Place(CPU, "cpu", seed=0)
+    shard = Shard(SMALL, fmt, place)
+    assert len(shard.plan.packed.places) == len(SMALL.shapes)  # amaxes and scales of every weight, owned or not
+    before = [weight.rowwise_data.clone() for weight in shard.weights]
+    shard.plan.cast()
+    for weight, old, span in zip(shard.weights, before, SMALL.spans(SMALL.rank), strict=True):
+        changed = (weight.rowwise_data.view(-1) != old.view(-1)).nonzero().view(-1)
+        per_byte = weight.format.elements_per_byte
+        assert bool(len(changed)) == bool(span.numel)
+        assert all(span.start // per_byte <= byte < -(-span.stop // per_byte) for byte in changed.tolist())
+    again = Shard(SMALL, fmt, place)
+    assert torch.equal(again.flat, shard.flat)
+    assert not torch.equal(Shard(SMALL, fmt, Place(CPU, "cpu", seed=1)).flat, shard.flat)
+
+
+@pytest.mark.parametrize("row", list(all_rows()), ids=lambda row: row.name)
+def test_the_check_notices_one_wrong_byte(row: Row):
+    def spoiled(workload: Workload, fmt: str, place: Place) -> Job:
+        job = row.work.build(workload, fmt, place)
+        if place.backend == "reference":
+            return job
+
+        def run() -> None:
+            job.run()
+            job.written()[0].view(-1).view(torch.uint8)[-1] ^= 1
+
+        return Job(run, job.written)
+
+    wrong = dataclasses.replace(row, work=Work("wrong", spoiled, row.work.moved))
+    with pytest.raises(WrongBytesError, match="buffer 0"):
+        check(wrong, row.workload.scaled(256), Place(CPU, "cpu", seed=0))
+
+
+def test_a_row_that_fails_is_reported_and_costs_no_other(monkeypatch: pytest.MonkeyPatch):
+    def broken(workload: Workload, fmt: str, place: Place) -> Job:
+        raise RuntimeError("no such kernel\nand more")
+
+    rows = [Row(SMALL, Work("broken", broken, lambda traffic: 1), "nvfp4"), Row(SMALL, CAST, "nvfp4")]
+    monkeypatch.setattr(bench_run, "select", lambda only, scale: rows)
+    report = Bench(small()).run()
+    assert [m.row.name for m in report.measurements] == ["A cast nvfp4"]
+    (failure,) = report.failures
+    assert failure.reason == "RuntimeError: no such kernel" and report.failed
+
+
+def test_the_clock_measures_the_call():
+    calls = []
+    times = Clock(CPU, seconds=0.0).time(lambda: calls.append(None))
+    assert times.calls == 11 and len(calls) > 11
+    assert 0 <= times.device_p10_ms <= times.device_ms <= times.device_p90_ms < 10
+    assert launches(lambda: None, CPU) is None
+
+
+def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    wish = ["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--only", "A cast nvfp4", "A Adam"]
+    assert main([*wish, "--out", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "| A cast nvfp4 | cpu |" in out and "A Adam" in err
+    (written,) = tmp_path.glob("*.json")
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    assert written.with_suffix(".md").read_text().strip() == out.strip()
+
+    stored = json.loads(written.read_text())
+    for factor, status in ((1e6, 0), (1e-6, 1)):  # what was stored was far slower, then far faster
+        for line in stored["rows"]:
+            line["over_floor"] *= factor
+        written.write_text(json.dumps(stored))
+        assert main([*wish, "--out", str(tmp_path / "again"), "--compare", str(written)]) == status
+        stored = json.loads((tmp_path / "again" / written.name).read_text())
+    assert "regression: A cast nvfp4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "nothing"], "no row is called 'nothing'"),
+        (["--backend", "nothing"], "unknown backend 'nothing'"),
+        (["--compare", "missing.json"], "missing.json"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_ends_with_its_reason(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_its_extra_the_command_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delitem(sys.modules, "zerocast.cli.app", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro.extras", None)
+    assert main(["bench"]) == 2
+    assert "needs tyro: pip install 'zerocast[cli]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(ops, "adam_amax"), reason="this version has no fused stage")
+def test_a_whole_step_is_among_the_rows():
+    assert {"A whole step nvfp4", "A whole step fp8_block"} <= {row.name for row in all_rows()}
+
+
+def test_overlap_is_what_others_cover_of_the_gathers():
+    gathers, others = [(0.0, 10.0), (5.0, 12.0), (20.0, 30.0)], [(8.0, 9.0), (8.5, 11.0), (29.0, 40.0)]
+    assert trace.overlap(gathers, others) == trace.Overlap(gathered=22.0, hidden=4.0)
+    assert trace.overlap([], others) == trace.Overlap(0, 0)
+
+
+def _traced(path: str) -> None:
+    trace.write_trace(Path(path.format(dist.get_rank())), CPU, scale=128)
+
+
+def test_the_trace_shows_two_steps_with_a_gather_a_layer(ranks, tmp_path: Path):
+    ranks(2)(_traced, str(tmp_path / "{}.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+    events = json.loads((tmp_path / "0.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert [names.count(name) for name in ("forward", "backward", "optimizer")] == [2, 2, 2]
+    gathers = [event for event in events if event.get("name") == "c10d::_allgather_base_"]
+    assert len(gathers) == 2 * trace.LAYERS

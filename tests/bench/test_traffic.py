@@ -1,0 +1,84 @@
+"""Bytes counted, against figures worked out by hand and against the table of the targets."""
+
+import pytest
+
+from zerocast import get_format
+from zerocast.bench.traffic import Traffic
+from zerocast.bench.workload import A, Workload
+
+WHOLE, OWNED = 3_489_660_928, 436_207_616
+HALF = Workload("half", ((256, 192),), 2, rank=0, world=2)  # owns the first of two equal weights
+
+
+def of(workload: Workload, fmt: str) -> Traffic:
+    return Traffic(workload, get_format(fmt))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "cast", "step"),
+    [
+        ("fp8_block", 9.0, 33.0),
+        ("fp8_current", 9.0, 33.0),
+        ("mxfp8", 10 + 8 * 0.3125, 34 + 8 * 0.3125),
+        ("nvfp4", 8.5, 32.5),
+    ],
+)
+def test_bytes_an_element_of_a_are_those_of_the_targets(fmt: str, cast: float, step: float):
+    replicated = 8 * (1 / 16 + 2 * 2 / 256) if fmt == "nvfp4" else 0.0  # scales; bf16 amaxes stored and read
+    traffic = of(A, fmt)
+    assert traffic.cast / OWNED == pytest.approx(cast + replicated, rel=5e-4)
+    assert traffic.step / OWNED == pytest.approx(step + replicated, rel=5e-4)
+    assert traffic.adam == 28 * OWNED
+
+
+@pytest.mark.parametrize(
+    ("moved", "milliseconds"),
+    [
+        (of(A, "fp8_block").cast, 0.93),
+        (of(A, "fp8_current").cast, 0.93),
+        (of(A, "mxfp8").cast, 1.29),
+        (of(A, "nvfp4").cast, 0.94),
+        (of(A, "nvfp4").adam, 2.88),
+        (of(A, "nvfp4").step, 3.41),
+        (of(A, "fp8_block").step, 3.40),
+        (of(A, "fp8_current").transpose, 1.65),
+    ],
+)
+def test_floors_at_the_published_copy_rate(moved: int, milliseconds: float):
+    assert moved / 4237e6 == pytest.approx(milliseconds, abs=0.006)
+
+
+def test_a_small_nvfp4_cast_by_hand():
+    traffic = of(HALF, "nvfp4")  # a weight has 16 x 12 tiles, a scale buffer of 256 x 12 and one tensor amax
+    assert traffic.masters == 4 * 49_152
+    assert traffic.codes == 49_152 // 2
+    assert traffic.packed == 2 * (2 * 192)  # two weights, bf16
+    assert traffic.owned_amaxes == 2 * 192
+    assert traffic.scales == 2 * (256 * 12 + 4)
+    assert traffic.partial_amax == 196_608 + 384
+    assert traffic.compute_scales == 768 + 6_152
+    assert traffic.partial_cast == 196_608 + 384 + 24_576
+    assert traffic.cast == 2 * 196_608 + 2 * 768 + 6_152 + 24_576
+    assert traffic.step == 28 * 49_152 + 196_608 + 2 * 768 + 6_152 + 24_576
+    # codes in and out, a scale a tile in, the columnwise buffer [256, 16] out
+    assert traffic.transpose == 2 * (2 * 24_576 + 192 + 256 * 16)
+
+
+def test_a_small_fp8_block_cast_by_hand():
+    traffic = of(HALF, "fp8_block")  # a weight has 2 x 2 blocks and a scale buffer of 2 x 4
+    assert traffic.packed == 2 * (2 * 4)
+    assert traffic.scales == 2 * (8 * 4)
+    assert traffic.cast == 2 * 196_608 + 2 * 16 + 64 + 49_152
+    assert traffic.transpose == 2 * (2 * 49_152 + 4 * 4 + 8 * 4)
+
+
+def test_a_small_mxfp8_cast_by_hand():
+    traffic = of(HALF, "mxfp8")  # 256 x 6 amaxes across, 8 x 192 down; buffers [256, 8] and [8, 256]
+    assert traffic.packed == 2 * 2 * (1536 + 1536)
+    assert traffic.scales == 2 * (2048 + 2048)
+    assert traffic.codes == 2 * 49_152
+    assert traffic.cast == 2 * 196_608 + 2 * 12_288 + 8_192 + 98_304
+
+
+def test_per_tensor_scales_are_not_transposed():
+    assert of(HALF, "fp8_current").transpose == 2 * 2 * 49_152

@@ -1,0 +1,51 @@
+"""Where a backend works: its stages on CPU tensors, whatever device they are for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerocast import backends
+
+CPU = torch.device("cpu")
+HERE = [name for name in backends.backend_names() if backends.why_not(name, CPU) is None]
+ON_A_GPU = [name for name in backends.backend_names() if name not in (*HERE, "reference")]
+
+
+def _why_not_on_a_gpu(name: str) -> str | None:
+    return backends.why_not(name, torch.device("cuda")) if torch.cuda.is_available() else "no CUDA device"
+
+
+def gpu_params() -> list[Any]:
+    """Test parameters for the backends that need a GPU, skipped with the reason where there is none for them."""
+    reasons = [(name, _why_not_on_a_gpu(name)) for name in ON_A_GPU]
+    skips = [(name, pytest.mark.skipif(reason is not None, reason=str(reason))) for name, reason in reasons]
+    return [pytest.param(name, marks=[pytest.mark.gpu, skip]) for name, skip in skips]
+
+
+def of(backend: str | None) -> torch.device:
+    """Where its tensors lie; the CPU for none in particular."""
+    return CPU if backend is None or backend in HERE else torch.device("cuda")
+
+
+def stage(backend: str, name: str) -> Callable[..., None]:
+    """A stage of a backend for CPU tensors; for a backend of a GPU they go there and come back, inputs too."""
+    function: Callable[..., None] = getattr(backends.load(backend), name)
+    return function if backend in HERE else lambda *arguments: _on_a_gpu(function, arguments)
+
+
+def _on_a_gpu(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def there(value: Any) -> Any:
+        if isinstance(value, list):
+            return [there(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        return moved.setdefault(id(value), (value, value.to("cuda")))[1]
+
+    function(*map(there, arguments))
+    for original, copy in moved.values():
+        original.copy_(copy)

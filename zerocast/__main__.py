@@ -1,0 +1,8 @@
+"""`python -m zerocast` is `zerocast`."""
+
+import sys
+
+from zerocast.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Adam steps as jobs: alone, and whole, with the amaxes in the same pass and the cast after it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import ops
+from zerocast.bench.job import Job, Place
+from zerocast.bench.shard import STANDARD_DEVIATION, Shard
+from zerocast.bench.traffic import NOMINAL
+from zerocast.bench.workload import Workload
+from zerocast.optim.adam import scalars
+
+HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEP = 10
+GRADIENT = 1e-3
+
+
+class Moments:
+    """A gradient, both moments and the scalars of step `STEP`, for `numel` masters."""
+
+    def __init__(self, numel: int, device: torch.device, random: torch.Generator) -> None:
+        def normal() -> Tensor:
+            return torch.empty(numel, device=device).normal_(0, GRADIENT, generator=random)
+
+        self.grad, self.exp_avg, self.exp_avg_sq = normal(), normal(), normal().square_()
+        self.scalars = scalars([HYPERPARAMETERS], torch.full((1,), STEP, device=device))
+        self.clip = torch.ones(1, device=device)
+
+
+def adam(workload: Workload, fmt: str, place: Place) -> Job:
+    """`adam_step` on the flat shard."""
+    random, numel = place.generator(), workload.owned
+    master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
+    m = Moments(numel, place.device, random)
+    segments = torch.tensor([[0, numel, 0]], device=place.device)
+    tensors = master, m.grad, m.exp_avg, m.exp_avg_sq
+    return Job(
+        lambda: ops.adam_step(place.backend, *tensors, segments, m.scalars, m.clip, None),
+        lambda: (master, m.exp_avg, m.exp_avg_sq),
+    )
+
+
+def has_step() -> bool:
+    """Whether this version has the fused stage."""
+    return hasattr(ops, "adam_amax")
+
+
+def step(workload: Workload, fmt: str, place: Place) -> Job:
+    """Everything after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
+    shard = Shard(workload, fmt, place)
+    batch, packed = shard.batch(), shard.plan.packed
+    m = Moments(shard.flat.numel(), place.device, place.generator())
+    lists = batch.masters.tensors, [m.grad], [m.exp_avg], [m.exp_avg_sq]
+    groups = torch.zeros(len(shard.weights), dtype=torch.int64, device=place.device)
+    adam_amax = torch.ops.zerocast.adam_amax.default
+
+    def run() -> None:
+        packed.reset()
+        head = place.backend, str(batch.key.fmt), NOMINAL
+        adam_amax(*head, *lists, batch.table, groups, m.scalars, m.clip, packed.buffer, None)
+        batch.compute_scales(packed.buffer, None)
+        batch.partial_cast(packed.buffer, None)
+
+    return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])

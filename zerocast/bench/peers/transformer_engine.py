@@ -1,0 +1,138 @@
+"""TransformerEngine on the same shards: `quantize_master_weights`, `post_all_gather_processing` and `FusedAdam`.
+
+Weights have rowwise data only (both directions for mxfp8), which is TransformerEngine's faster setting. Its casts want a process
+group even when alone: one of one rank is made over an in-memory store, with NCCL. Its FP4 conversion exists on Blackwell only.
+"""
+
+import atexit
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocast.bench.adam_work import HYPERPARAMETERS, Moments
+from zerocast.bench.job import Job, Place
+from zerocast.bench.peers import Peer
+from zerocast.bench.shard import STANDARD_DEVIATION
+from zerocast.bench.traffic import NOMINAL
+from zerocast.bench.workload import Workload
+
+PACKAGE = "transformer_engine"
+TENSOR = f"{PACKAGE}.pytorch.tensor"
+FP4_NEEDS = (10, 0)
+
+
+def is_importable() -> bool:
+    """Whether it is installed and its PyTorch side loads."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return False
+    try:
+        importlib.import_module(f"{PACKAGE}.pytorch")
+    except (ImportError, OSError):  # OSError: a shared library of it does not load
+        return False
+    return True
+
+
+def _quantizer(fmt: str, device: torch.device) -> Any:
+    def of(module: str, name: str, *args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(f"{TENSOR}.{module}"), name)(*args, **options)
+
+    e4m3 = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
+    one_way = {"rowwise": True, "columnwise": False}
+    makers: dict[str, Callable[[], Any]] = {
+        "fp8_current": lambda: of("float8_tensor", "Float8CurrentScalingQuantizer", e4m3, device, **one_way),
+        "fp8_block": lambda: of(
+            "float8_blockwise_tensor",
+            "Float8BlockQuantizer",
+            e4m3,
+            force_pow_2_scales=True,
+            block_scaling_dim=2,
+            **one_way,
+        ),
+        "mxfp8": lambda: of("mxfp8_tensor", "MXFP8Quantizer", e4m3, rowwise=True, columnwise=True),
+        "nvfp4": lambda: of("nvfp4_tensor", "NVFP4Quantizer", with_2d_quantization=True, **one_way),
+    }
+    if fmt == "nvfp4" and torch.cuda.get_device_capability(device) < FP4_NEEDS:
+        raise RuntimeError("its FP4 conversion needs compute capability 10.0 or higher")
+    return makers[fmt]()
+
+
+def _group(device: torch.device) -> Any:
+    if not dist.is_initialized():
+        atexit.register(dist.destroy_process_group)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    return dist.group.WORLD
+
+
+class _Shard:
+    """Its weights, and masters that are views of one flat tensor."""
+
+    def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
+        spans = list(workload.spans(workload.rank))
+        quantizers = [_quantizer(fmt, place.device) for _ in spans]
+        self.weights = [
+            quantizer.make_empty(shape, dtype=NOMINAL, device=place.device)
+            for quantizer, shape in zip(quantizers, workload.shapes, strict=True)
+        ]
+        self.flat = torch.empty(workload.owned, device=place.device)
+        self.flat.normal_(0, STANDARD_DEVIATION, generator=place.generator())
+        parts = self.flat.split([span.numel for span in spans])
+        self.masters: list[Tensor | None] = [part if part.numel() else None for part in parts]
+        self.starts = [span.start if span.numel else None for span in spans]
+        self._calls, self._group = importlib.import_module(f"{TENSOR}.utils"), _group(place.device)
+
+    def cast(self) -> None:
+        """The keyword keeps columnwise copies allocated, as Megatron has it."""
+        self._calls.quantize_master_weights(
+            self.weights, self.masters, self.starts, self._group, manual_post_all_gather_processing=True
+        )
+
+    def post_all_gather(self) -> None:
+        """Columnwise copies."""
+        self._calls.post_all_gather_processing(self.weights)
+
+
+def cast(workload: Workload, fmt: str, place: Place) -> Job:
+    """`quantize_master_weights`."""
+    return Job(_Shard(workload, fmt, place).cast, list)
+
+
+def transpose(workload: Workload, fmt: str, place: Place) -> Job:
+    """`post_all_gather_processing`, after one cast."""
+    shard = _Shard(workload, fmt, place)
+    shard.cast()
+    return Job(shard.post_all_gather, list)
+
+
+def _optimizer(master: Tensor, place: Place) -> Any:
+    parameter = torch.nn.Parameter(master)
+    parameter.grad = Moments(master.numel(), place.device, place.generator()).grad
+    fused = importlib.import_module(f"{PACKAGE}.pytorch.optimizers").FusedAdam
+    return fused([parameter], adam_w_mode=True, **HYPERPARAMETERS)
+
+
+def adam(workload: Workload, fmt: str, place: Place) -> Job:
+    """`FusedAdam` on one flat parameter, in its AdamW mode."""
+    master = torch.empty(workload.owned, device=place.device)
+    master.normal_(0, STANDARD_DEVIATION, generator=place.generator())
+    return Job(_optimizer(master, place).step, list)
+
+
+def step(workload: Workload, fmt: str, place: Place) -> Job:
+    """`FusedAdam`, then `quantize_master_weights`: it has no fused form."""
+    shard = _Shard(workload, fmt, place)
+    optimizer = _optimizer(shard.flat, place)
+
+    def run() -> None:
+        optimizer.step()
+        shard.cast()
+
+    return Job(run, list)
+
+
+PEER = Peer(PACKAGE, {"cast": cast, "transpose": transpose, "Adam": adam, "whole step": step})

@@ -1,0 +1,109 @@
+"""Report: all measurements of one run with the copy rate that they are held against, as a value that becomes JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zerocast.bench.measurement import Failure, Measurement, Verdict, judge
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """GB/s of a device-to-device copy of `nbytes` before and after the rows, bytes read plus bytes written."""
+
+    nbytes: int
+    before: float
+    after: float
+
+    @property
+    def rate(self) -> float:
+        """What the rows are held against: the mean of the two."""
+        return (self.before + self.after) / 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run. `backend` is ours; measurements by others stand beside those of the same row by ours.
+
+    `full` tells whether targets apply: they are set for workloads at full size on a GPU.
+    """
+
+    date: str
+    backend: str
+    full: bool
+    machine: Mapping[str, str | int | None]
+    settings: Mapping[str, Any]
+    method: str
+    copy: CopyRate
+    measurements: tuple[Measurement, ...]
+    failures: tuple[Failure, ...] = ()
+
+    @cached_property
+    def _ours(self) -> dict[str, Measurement]:
+        return {m.row.name: m for m in self.measurements if m.by == self.backend}
+
+    def verdict(self, measurement: Measurement) -> Verdict | None:
+        """Whether one of ours meets its target; None where there is none, or none for this size."""
+        target = measurement.row.target
+        if target is None or not self.full or measurement.by != self.backend:
+            return None
+        other = self._ours.get(target.row or "")
+        return judge(measurement, target, self.copy.rate, other.ms if other else None)
+
+    def over_ours(self, measurement: Measurement) -> float | None:
+        """How many times as long as ours a peer takes for the same row."""
+        ours = self._ours.get(measurement.row.name)
+        return None if measurement.by == self.backend or ours is None else measurement.ms / ours.ms
+
+    @property
+    def failed(self) -> bool:
+        """Whether a row of ours could not be measured, or wrote wrong bytes."""
+        return any(failure.ours for failure in self.failures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every number, measured and derived; see README.md for the keys."""
+        return {
+            "schema": SCHEMA,
+            "date": self.date,
+            "backend": self.backend,
+            "full": self.full,
+            "machine": dict(self.machine),
+            "settings": dict(self.settings),
+            "method": self.method,
+            "copy": {
+                "bytes": self.copy.nbytes, "before_gbps": self.copy.before, "after_gbps": self.copy.after, "gbps": self.copy.rate
+            },
+            "rows": [self._line(measurement) for measurement in self.measurements],
+            "failures": [
+                {"row": f.row.name, "by": f.by, "reason": f.reason, "ours": f.ours} for f in self.failures
+            ],
+        }  # fmt: skip
+
+    def _line(self, m: Measurement) -> dict[str, Any]:
+        verdict = self.verdict(m)
+        return {
+            "row": m.row.name,
+            "by": m.by,
+            "workload": asdict(m.row.workload),
+            "clock": m.row.clock,
+            "ms": m.ms,
+            "bytes": m.moved,
+            "gbps": m.rate,
+            "of_copy": m.rate / self.copy.rate,
+            "floor_ms": m.floor_ms(self.copy.rate),
+            "over_floor": m.over_floor(self.copy.rate),
+            "launches": m.launches,
+            **asdict(m.times),
+            "over_ours": self.over_ours(m),
+            "target": asdict(verdict) if verdict else None,
+            "checked": m.checked,
+        }
+
+    def write_json(self, path: Path) -> None:
+        """Write `as_dict`."""
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")

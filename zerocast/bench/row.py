@@ -1,0 +1,110 @@
+"""Row: a line of the report, before it is measured. Which work on which workload, what it moves, and what it must reach."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zerocast.bench import adam_work, cast_work
+from zerocast.bench.job import Job, Place
+from zerocast.bench.traffic import Traffic
+from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Workload
+from zerocast.formats import get_format
+
+Build = Callable[[Workload, str, Place], Job]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of work: its name, how to set it up on a workload in a format, and the bytes that it must move there."""
+
+    name: str
+    build: Build
+    moved: Callable[[Traffic], int]
+
+
+@dataclass(frozen=True)
+class Target:
+    """At most `limit` times the row's floor; or, with `row`, `limit` times `share` of that row's time. And a host time."""
+
+    limit: float
+    row: str | None = None
+    share: float = 1.0
+    host_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """`clock` says which of its times the row is about."""
+
+    workload: Workload
+    work: Work
+    fmt: str
+    target: Target | None = None
+    clock: Literal["device", "wall"] = "device"
+
+    @property
+    def name(self) -> str:
+        """What the row is called in tables and stored reports, whatever its scale."""
+        return f"{self.workload.name.partition('/')[0]} {self.work.name} {self.fmt}".strip()
+
+    @property
+    def moved(self) -> int:
+        """Bytes read plus bytes written, at least."""
+        return self.work.moved(Traffic(self.workload, get_format(self.fmt or "identity")))
+
+
+CAST = Work("cast", cast_work.cast, lambda traffic: traffic.cast)
+PARTIAL_AMAX = Work("partial_amax", cast_work.partial_amax, lambda traffic: traffic.partial_amax)
+COMPUTE_SCALES = Work("compute_scales", cast_work.compute_scales, lambda traffic: traffic.compute_scales)
+PARTIAL_CAST = Work("partial_cast", cast_work.partial_cast, lambda traffic: traffic.partial_cast)
+AMAX_AND_CAST = Work("amax and cast", cast_work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
+TRANSPOSE = Work("transpose", cast_work.transpose, lambda traffic: traffic.transpose)
+ADAM = Work("Adam", adam_work.adam, lambda traffic: traffic.adam)
+STEP = Work("whole step", adam_work.step, lambda traffic: traffic.step)
+
+FORMATS = ("fp8_block", "fp8_current", "mxfp8", "nvfp4")
+CAST_LIMIT = {"fp8_block": 1.05, "fp8_current": 1.05, "mxfp8": 1.12, "nvfp4": 1.08}
+TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
+STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06}
+ADAM_LIMIT, MANY_LIMIT, SHARE_LIMIT = 1.04, 1.15, 1.3
+HOST_MS = 0.1
+
+
+def all_rows() -> Iterator[Row]:
+    """The rows of the report at full size, in its order."""
+    for fmt in FORMATS:
+        yield Row(A, CAST, fmt, Target(CAST_LIMIT[fmt]))
+    yield Row(A, ADAM, "", Target(ADAM_LIMIT))
+    if adam_work.has_step():
+        for fmt, limit in STEP_LIMIT.items():
+            yield Row(A, STEP, fmt, Target(limit))
+    for fmt in FORMATS:
+        yield Row(B_FLAT, CAST, fmt, Target(MANY_LIMIT, host_ms=HOST_MS), "wall")
+    for fmt in FORMATS:
+        yield Row(B_SCATTERED, CAST, fmt, clock="wall")
+    for fmt in FORMATS:
+        whole = Row(A, AMAX_AND_CAST, fmt)
+        yield whole
+        yield Row(C, AMAX_AND_CAST, fmt, Target(SHARE_LIMIT, row=whole.name, share=A.world / C.world))
+    for fmt, limit in TRANSPOSE_LIMIT.items():
+        yield Row(A, TRANSPOSE, fmt, Target(limit))
+    for fmt in FORMATS:
+        yield from (Row(A, stage, fmt) for stage in (PARTIAL_AMAX, COMPUTE_SCALES, PARTIAL_CAST))
+
+
+def select(only: Sequence[str], scale: int) -> list[Row]:
+    """The rows whose name contains one of `only`, or all, on workloads shrunk by `scale`.
+
+    A row that another one is held against comes along. ValueError for a text that no name contains.
+    """
+    rows = list(all_rows())
+    for text in only:
+        if not any(text in row.name for row in rows):
+            raise ValueError(f"no row is called {text!r}; there are: {', '.join(row.name for row in rows)}")
+    wanted = {row.name for row in rows if not only or any(text in row.name for text in only)}
+    wanted |= {row.target.row for row in rows if row.name in wanted and row.target and row.target.row}
+    return [_scaled(row, scale) for row in rows if row.name in wanted]
+
+
+def _scaled(row: Row, scale: int) -> Row:
+    return replace(row, workload=row.workload.scaled(scale))

@@ -1,0 +1,122 @@
+"""One run of the benchmark: copy, every row by us and by its peers, copy again, and a report of it."""
+
+import datetime
+import gc
+from collections.abc import Callable
+
+import torch
+
+from zerocast import backends
+from zerocast.bench import machine
+from zerocast.bench.check import REFERENCE, check
+from zerocast.bench.clock import Clock, copy_rate, launches
+from zerocast.bench.config import CPU_SCALE, BenchConfig
+from zerocast.bench.job import Place
+from zerocast.bench.measurement import Failure, Measurement
+from zerocast.bench.peers import usable
+from zerocast.bench.report import CopyRate, Report
+from zerocast.bench.row import Build, Row, select
+
+COPY_BYTES, FEWEST_COPY_BYTES = 4 << 30, 1 << 20
+Progress = Callable[[Measurement | Failure], None]
+
+
+class Bench:
+    """A place, a clock, and the rows to measure.
+
+    Raises RuntimeError for a backend that cannot be used here, ValueError for an unknown backend or row.
+    """
+
+    def __init__(self, config: BenchConfig) -> None:
+        device = _device(config.backend)
+        self._config = config
+        self._scale = config.scale or (1 if device.type == "cuda" else CPU_SCALE)
+        self._place = Place(device, backends.choose(device, config.backend), config.seed)
+        self._clock = Clock(device, config.seconds)
+        self._rows = select(config.only, self._scale)
+        self._peers = usable(device.type) if config.peers else []
+
+    def run(self, progress: Progress = lambda _: None) -> Report:
+        """Measure the chosen rows; `progress` hears of each."""
+        nbytes = max(FEWEST_COPY_BYTES, COPY_BYTES // self._scale**2)
+        before = self._copy_rate(nbytes)
+        measured: list[Measurement] = []
+        failures: list[Failure] = []
+        for row in self._rows:
+            for by, build in self._contenders(row):
+                result = self._attempt(row, by, build)
+                progress(result)
+                if isinstance(result, Measurement):
+                    measured.append(result)
+                else:
+                    failures.append(result)
+        copy = CopyRate(nbytes, before, self._copy_rate(nbytes))
+        return self._report(copy, measured, failures)
+
+    def _contenders(self, row: Row) -> list[tuple[str, Build]]:
+        """Ours, then the peers; those keep flat masters, so scattered ones are ours alone."""
+        peers = self._peers if row.workload.flat else []
+        others = [(peer.name, peer.works[row.work.name]) for peer in peers if row.work.name in peer.works]
+        return [(self._place.backend, row.work.build), *others]
+
+    def _attempt(self, row: Row, by: str, build: Build) -> Measurement | Failure:
+        """Whatever goes wrong belongs in the report: one row that cannot run does not cost the others."""
+        ours = by == self._place.backend
+        try:
+            return self._measure(row, by, build, ours)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            return Failure(row, by, f"{type(error).__name__}: {reason}", ours)
+        finally:
+            if self._place.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    def _measure(self, row: Row, by: str, build: Build, ours: bool) -> Measurement:
+        checked = None
+        if ours and by != REFERENCE:
+            small = row.workload.scaled(max(1, self._config.check_scale // self._scale))
+            check(row, small, self._place)
+            checked = small.name
+        job = build(row.workload, row.fmt, self._place)
+        times = self._clock.time(job.run)
+        return Measurement(row, by, times, launches(job.run, self._place.device), checked)
+
+    def _copy_rate(self, nbytes: int) -> float:
+        return copy_rate(self._clock, self._place.device, nbytes)
+
+    def _report(self, copy: CopyRate, measured: list[Measurement], failures: list[Failure]) -> Report:
+        device = self._place.device
+        settings = {name: getattr(self._config, name) for name in ("only", "check_scale", "peers", "seconds", "seed")}
+        return Report(
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            backend=self._place.backend,
+            full=self._scale == 1 and device.type == "cuda",
+            machine=machine.describe(device),
+            settings={**settings, "scale": self._scale, "flushed": self._clock.flushed},
+            method=_method(self._clock, self._scale, device),
+            copy=copy,
+            measurements=tuple(measured),
+            failures=tuple(failures),
+        )
+
+
+def _device(backend: str | None) -> torch.device:
+    """The GPU, if there is one and the wished backend runs there."""
+    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if gpu is not None and (backend is None or backends.why_not(backend, gpu) is None):
+        return gpu
+    return torch.device("cpu")
+
+
+def _method(clock: Clock, scale: int, device: torch.device) -> str:
+    if device.type == "cuda":
+        timed = "Times are medians of CUDA events around single calls, each after a copy of "
+        timed += f"{clock.flushed / 1e6:.0f} MB that overwrites the L2"
+    else:
+        timed = "Times are medians of single calls by the host's clock; nothing is flushed"
+    size = "full size" if scale == 1 else f"rows, columns and layers divided by {scale}: for testing, no target applies"
+    return (
+        f"{timed}; rows B are wall time, host included, of calls made back to back. Bytes are those that must move "
+        f"(zerocast/bench/traffic.py). Workloads at {size}."
+    )

@@ -1,0 +1,110 @@
+"""A Chrome trace of two optimizer steps in which the all-gather of one step runs beside the forward pass of the next.
+
+With several ranks, a GPU each, the collectives are NCCL kernels on a stream of their own. One rank has no collective to show.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zerocast.model import quantize_
+from zerocast.optim import ZeroAdamW, ZeroConfig
+from zerocast.recipe import Recipe
+
+WIDTH, LAYERS, TOKENS = 4096, 12, 8192
+WARM_UP, TRACED = 3, 2
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Microseconds that all-gathers took on this rank's device, and during how many of them something else ran."""
+
+    gathered: float
+    hidden: float
+
+
+def write_trace(
+    path: Path, device: torch.device, scale: int = 1, fmt: str = "nvfp4", backend: str | None = None
+) -> Overlap | None:
+    """Train a stack of linear layers over the default process group and write rank 0's trace to `path`.
+
+    `scale` divides the width. Returns rank 0's overlap; None on other ranks, and on a CPU, whose trace has no device.
+    """
+    trainer = _Trainer(device, max(32, WIDTH // scale), fmt, backend)
+    for _ in range(WARM_UP):
+        trainer.step()
+    _synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:  # on every rank: profiling slows all of them alike
+        for _ in range(TRACED):
+            trainer.step()
+        _synchronize(device)
+    if dist.is_initialized() and dist.get_rank():
+        return None
+    profiler.export_chrome_trace(str(path))
+    return _overlap(profiler) if device.type == "cuda" else None
+
+
+class _Trainer:
+    """A model whose every layer is a bucket, so that the gather of a layer can run beside the layers before it."""
+
+    def __init__(self, device: torch.device, width: int, fmt: str, backend: str | None) -> None:
+        torch.manual_seed(0)
+        with device:
+            layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.GELU())]
+            self._model = nn.Sequential(*layers)
+        quantize_(self._model, Recipe({"*.weight": fmt}), dtype=torch.bfloat16)
+        config = ZeroConfig(bucket_size=width * width, overlap_all_gather=True, backend=backend)
+        self._optimizer = ZeroAdamW(self._model.named_parameters(), lr=1e-4, config=config)
+        self._inputs = torch.randn(TOKENS * width // WIDTH, width, device=device, dtype=torch.bfloat16)
+
+    def step(self) -> None:
+        """Forward, backward, optimizer; each under its name in the trace."""
+        with record_function("forward"):
+            loss = self._model(self._inputs).float().square().mean()
+        with record_function("backward"):
+            loss.backward()
+        with record_function("optimizer"):
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _overlap(profiler: profile) -> Overlap:
+    gathers, others = [], []
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            interval = event.time_range.start, event.time_range.end
+            name = event.name.lower()
+            if "nccl" not in name:
+                others.append(interval)
+            elif "allgather" in name:
+                gathers.append(interval)
+    return overlap(gathers, others)
+
+
+def overlap(gathers: Iterable[Interval], others: Iterable[Interval]) -> Overlap:
+    """The length of the union of `gathers`, and of its part that the union of `others` covers."""
+    gathered, busy = _union(gathers), _union(others)
+    hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in gathered for b in busy)
+    return Overlap(sum(stop - start for start, stop in gathered), hidden)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        else:
+            merged.append((start, stop))
+    return merged

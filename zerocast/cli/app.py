@@ -1,0 +1,18 @@
+"""The commands, by name."""
+
+from collections.abc import Sequence
+
+from tyro.extras import SubcommandApp
+
+from zerocast.cli.bench import bench
+
+DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
+
+commands = SubcommandApp()
+commands.command(bench)
+
+
+def app(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run; returns the exit status. What cannot be parsed ends the process with status 2 and the reason."""
+    status: int = commands.cli(prog="zerocast", description=DESCRIPTION, args=arguments)
+    return status

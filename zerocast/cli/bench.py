@@ -1,0 +1,68 @@
+"""`zerocast bench`: the benchmark, its table on the screen and its report in a folder."""
+
+import sys
+from pathlib import Path
+
+import tyro
+
+from zerocast.bench import Bench, BenchConfig, Report
+from zerocast.bench.markdown import markdown
+from zerocast.bench.measurement import Failure, Measurement
+from zerocast.bench.plot import plot
+from zerocast.bench.regression import regressions, stored_ratios
+from zerocast.bench.trace import write_trace
+from zerocast.cli.world import joined
+
+
+def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
+    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside TransformerEngine where it is installed.
+
+    Prints a Markdown table and writes it with JSON and a plot. Exit status: 1 if a row of ours fails or has grown by more than
+    the threshold, 2 for a wish that cannot be met.
+    """
+    if config.trace is not None:
+        return _trace(config.trace, config)
+    try:
+        stored = stored_ratios(config.compare) if config.compare else {}
+        runner = Bench(config)
+    except (OSError, RuntimeError, ValueError) as error:
+        _say(f"zerocast bench: {error}")
+        return 2
+    report = runner.run(_progress)
+    print(markdown(report))
+    for path in _write(report, config.out):
+        _say(f"wrote {path}")
+    grown = regressions(report, stored, config.threshold)
+    for regression in grown:
+        _say(f"regression: {regression}")
+    return 1 if grown or report.failed else 0
+
+
+def _trace(path: Path, config: BenchConfig) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with joined() as device:
+        found = write_trace(path, device, config.scale or 1, backend=config.backend)
+    if found is not None:
+        share = found.hidden / found.gathered if found.gathered else 0.0
+        _say(f"wrote {path}: {found.gathered:,.0f} us of all-gather, {share:.0%} of it while something else ran")
+    return 0
+
+
+def _write(report: Report, folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    device = "-".join(str(report.machine["device"]).lower().split())
+    stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{report.backend}"
+    json, text, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
+    report.write_json(json)
+    text.write_text(markdown(report))
+    plot(report, picture)
+    return [json, text, picture]
+
+
+def _progress(result: Measurement | Failure) -> None:
+    what = f"{result.ms:9.3f} ms" if isinstance(result, Measurement) else f"not measured: {result.reason}"
+    _say(f"{result.row.name:<32} {result.by:<20} {what}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
