@@ -68,7 +68,7 @@ class Batch:
         self._groups.append(group)
         return row
 
-    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int) -> None:
+    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int = 0) -> None:
         """Append a weight with what this rank owns of it, and its parameter group."""
         row = self.add(shard.weight, place, group)
         if shard.master is not None:
