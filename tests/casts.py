@@ -36,8 +36,8 @@ Bytes = dict[str, NDArray[np.uint8]]
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor, flat."""
-    array: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    """The bytes of a tensor on any device, flat."""
+    array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
 

@@ -72,7 +72,7 @@ class PackedAmax:
                 if owner == rank:
                     value = _element(self._shards[byte.index], byte.element + side)
                     nan = value.isnan()
-                    self._values[2 * slot + side] = torch.where(nan, -torch.inf, value)
+                    self._values[2 * slot + side] = value.masked_fill(nan, -torch.inf)
                     self._is_nan[2 * slot + side] = nan
 
     def neighbours(self, rank: int) -> list[tuple[int, int, int]]:
@@ -86,7 +86,7 @@ class PackedAmax:
 
     def received(self, out: Tensor) -> None:
         """The reduced elements of the shared bytes, by slot, into f32 `out`."""
-        out.copy_(torch.where(self._is_nan > 0, torch.nan, self._values.float()))
+        out.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
 
     def all_reduce(self, group: Group) -> None:
         """The one collective of a cast."""

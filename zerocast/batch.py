@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zerocast import ops
+from zerocast.adam_update import AdamUpdate
 from zerocast.descriptor import WIDTH, Column
 from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
 from zerocast.layout import Span, byte_range
@@ -44,6 +45,7 @@ class Batch:
     masters: Bases = field(init=False)
     buffers: dict[str, Bases] = field(init=False)
     _rows: list[list[int]] = field(default_factory=list)
+    _groups: list[int] = field(default_factory=list)  # parameter group by row
 
     def __post_init__(self) -> None:
         scale = torch.float32 if self.key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
@@ -52,7 +54,7 @@ class Batch:
         self.buffers |= {name: Bases(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
         self.buffers |= {name: Bases(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
 
-    def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0)) -> list[int]:
+    def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
         """Append a weight that owns nothing here; the row is returned for the columns of a shard."""
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = weight.matrix_shape
@@ -63,11 +65,12 @@ class Batch:
             if tensor is not None:
                 row[base], row[offset] = self.buffers[name].add(tensor)
         self._rows.append(row)
+        self._groups.append(group)
         return row
 
-    def add_shard(self, shard: MasterShard, place: tuple[int, int]) -> None:
-        """Append a weight with what this rank owns of it."""
-        row = self.add(shard.weight, place)
+    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int = 0) -> None:
+        """Append a weight with what this rank owns of it, and its parameter group."""
+        row = self.add(shard.weight, place, group)
         if shard.master is not None:
             self.own(row, shard, shard.span, shard.master)
 
@@ -86,11 +89,30 @@ class Batch:
     def freeze(self) -> "Batch":
         """Put the table on the device."""
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
+        self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
+        owned = [
+            [row[Column.MASTER_OFFSET], row[Column.NUMEL], group]
+            for row, group in zip(self._rows, self._groups, strict=True)
+            if row[Column.NUMEL]
+        ]
+        self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
         return self
 
     def moved(self) -> bool:
         """Whether a storage was replaced since the table was made."""
         return self.masters.moved() or any(bases.moved() for bases in self.buffers.values())
+
+    def lies_like(self, other: "Batch") -> bool:
+        """Whether both tables describe the same weights in the same memory."""
+        return (self.key, self._rows, self._groups, self._addresses()) == (
+            other.key,
+            other._rows,
+            other._groups,
+            other._addresses(),
+        )
+
+    def _addresses(self) -> list[list[int]]:
+        return [[t.data_ptr() for t in bases.tensors] for bases in (self.masters, *self.buffers.values())]
 
     def _tensors(self, name: str) -> list[Tensor]:
         return self.buffers[name].tensors
@@ -99,6 +121,21 @@ class Batch:
         """Amaxes of the blocks that this rank owns elements of."""
         if self.key.fmt.amax_policy is not AmaxPolicy.NONE and self.masters.tensors:
             ops.partial_amax(*self._head(), self.key.nominal, self.masters.tensors, self.table, packed)
+
+    def adam_amax(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
+        """Adam on the masters owned here, and in the same pass the amaxes of what they become, where the format has amaxes."""
+        if not self.masters.tensors:
+            return
+        assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
+        master, state = self.masters.tensors, (update.grad, update.exp_avg, update.exp_avg_sq)
+        assert all(tensor.numel() == master[0].numel() for tensor in state), [tensor.shape for tensor in state]
+        if self.key.fmt.amax_policy is AmaxPolicy.NONE:
+            scalars = self._segments, update.scalars, update.clip
+            ops.adam_step(self.key.backend, master[0], *state, *scalars, skip)
+        else:
+            scalars = self._group_rows, update.scalars, update.clip
+            lists = master, *([tensor] for tensor in state)
+            ops.adam_amax(*self._head(), self.key.nominal, *lists, self.table, *scalars, packed, skip)
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Scale buffers and tensor amaxes, the same on every rank."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerocast.adam_update import AdamUpdate
 from zerocast.amax import PackedAmax
 from zerocast.batch import Batch
 from zerocast.group import Group
@@ -18,15 +19,19 @@ def cast(
     received: Tensor,
     group: Group,
     skip: Tensor | None = None,
+    update: AdamUpdate | None = None,
 ) -> None:
-    """Cast the owned masters of `batches` into their weights.
+    """Cast the owned masters of `batches` into their weights, as they are or, with `update`, as it makes them.
 
     `neighbours` writes the elements beside odd cuts, which arrive with the amaxes in f32 `received`. Where `skip`, bool[1], holds
     True nothing is written; the collective runs all the same, since `skip` is on the device.
     """
     packed.reset()
     for batch in batches:
-        batch.partial_amax(packed.buffer)
+        if update is None:
+            batch.partial_amax(packed.buffer)
+        else:
+            batch.adam_amax(update, packed.buffer, skip)
     packed.put_shared(group.rank)
 
     packed.all_reduce(group)

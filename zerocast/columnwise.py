@@ -22,12 +22,15 @@ class ColumnwiseCopies:
         """Transpose all of them; waits for gathers in flight."""
         for w in self._weights:
             w.wait()
-        if not self._weights:
-            return
-        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
-            self._bind()
-        for batch in self._batches:
+        for batch in self.batches():
             batch.transpose()
+
+    def batches(self) -> list[Batch]:
+        """The tables of where everything lies now."""
+        moved = self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches)
+        if self._weights and moved:
+            self._bind()
+        return self._batches
 
     def _bind(self) -> None:
         for name in ("columnwise_data", "columnwise_scale_inv"):

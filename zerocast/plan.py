@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast import weight_state
+from zerocast.adam_update import AdamUpdate
 from zerocast.amax import PackedAmax
 from zerocast.batch import Batch, Batches
 from zerocast.cast import cast
@@ -31,6 +32,7 @@ class CastPlan:
         fsdp_shard_model_weights: for each, None or storage for the owned codes alone, whose first byte holds element
             `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's own data is then not written.
         backend: a name from `zerocast.backends`; None chooses.
+        param_groups: for each, its row of the scalars of an AdamUpdate; None for casts without one.
 
     Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is left as it is. Only the
     constructor communicates beyond the one all-reduce of a cast: what is wrong on any rank raises TypeError or ValueError
@@ -46,6 +48,7 @@ class CastPlan:
         *,
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
         backend: str | None = None,
+        param_groups: Sequence[int] | None = None,
     ) -> None:
         self.group = Group.of(group)
         self._ownership = own(
@@ -57,6 +60,7 @@ class CastPlan:
         self.packed = PackedAmax(self._ownership, self._cast, device)
         self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
+        self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.freshness = Freshness()
         self._bind()
 
@@ -66,11 +70,28 @@ class CastPlan:
         `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and
         then calls `post_all_gather`.
         """
+        self.ready()
+        self.launch(skip)
+        self.freshness.cast += 1
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The tables that a cast works by."""
+        return [*self._batches, *self._neighbours]
+
+    def ready(self) -> None:
+        """The host's part before a cast: no weight in flight, tables of where everything lies now."""
         for w in self.weights if self.freshness.finish else ():
             w.wait()
         self._follow()
-        cast(self._batches, self._neighbours, self.packed, self._received, self.group, skip)
-        self.freshness.cast += 1
+
+    def launch(self, skip: Tensor | None = None, update: AdamUpdate | None = None) -> None:
+        """The device's part of a cast, after `ready`; with `update` the masters, views of one tensor, take that step first.
+
+        Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this counts
+        the cast in `freshness`.
+        """
+        cast(self._batches, self._neighbours, self.packed, self._received, self.group, skip, update)
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes. RuntimeError before the first cast."""
@@ -100,7 +121,8 @@ class CastPlan:
         for index in self._cast:
             shard = self._ownership.shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
-            batches.of(shard.weight, master).add_shard(shard, self.packed.places[index])
+            batch = batches.of(shard.weight, master)
+            batch.add_shard(shard, self.packed.places[index], self._param_groups[index])
         neighbours = Batches(device, self.backend)
         for index, element, slot in self.packed.neighbours(self.group.rank):
             shard = self._ownership.shards[index]

@@ -133,7 +133,7 @@ def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None
         for field, (found, wanted) in held.items():
             for where, values in boxes(found):
                 label = f"{what}: {field} of {name} at {where}"
-                casts.assert_same_bytes({"f32": casts.raw(values)}, {"f32": _raw(wanted[where])}, label)
+                casts.assert_same_bytes({"f32": casts.raw(values.float())}, {"f32": _raw(wanted[where])}, label)
     for name, found in weight_bytes(trainer.probe).items():
         casts.assert_same_bytes(found, reference.bytes[name], f"{what}: {name}")
     assert trainer.optimizer.skipped_steps == reference.skipped, what
@@ -145,7 +145,7 @@ def _raw(values: F32) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def check(run: Run, each_step: Callable[[Trainer, int], None] | None = None) -> int:
     """Train and compare after every step; returns the steps that were skipped."""
-    trainer, reference = Trainer(run), Undistributed(run.specs)
+    trainer, reference = Trainer(run), Undistributed(run.specs, run.config.moment_dtype)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     assert_equals(trainer, reference, "before the first step")
     for step in range(run.steps):

@@ -102,6 +102,7 @@ DIFFERENT: dict[str, Callable[[], object]] = {
     "bucket size": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(bucket_size=7)),
     "deterministic": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(deterministic=True)),
     "overlap": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(overlap_all_gather=True)),
+    "moments": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(moment_dtype=torch.bfloat16)),
     "gradients": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_dtype=FP32)),
 }
 
@@ -123,7 +124,9 @@ def test_ranks_that_differ(ranks, what):
         assert "rank 1" in message
 
 
-@pytest.mark.parametrize("options", [{"bucket_size": 0}, {"bucket_size": -1}, {"grad_dtype": torch.float16}])
+@pytest.mark.parametrize(
+    "options", [{"bucket_size": 0}, {"bucket_size": -1}, {"grad_dtype": torch.float16}, {"moment_dtype": torch.float16}]
+)
 def test_config_is_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         ZeroConfig(**options)

@@ -132,12 +132,12 @@ MODEL = (
 )
 
 
-def predicted(specs: tuple[Spec, ...], world: int, bucket_size: int) -> dict[str, float]:
+def predicted(specs: tuple[Spec, ...], world: int, bucket_size: int, moment_dtype: torch.dtype) -> dict[str, float]:
     """Every term, in bytes a rank. Buckets: two of the gradient's dtype, and the reduced part of one."""
     numel = sum(math.prod(spec.shape) for spec in specs)
     terms: dict[str, float] = {
         "masters": 4 * numel / world,
-        "moments": 8 * numel / world,
+        "moments": 2 * moment_dtype.itemsize * numel / world,
         "gradients": 4 * numel / world,
     }
     terms["weights"] = terms["scales"] = terms["columnwise copies"] = terms["packed amaxes"] = 0
@@ -153,10 +153,11 @@ def predicted(specs: tuple[Spec, ...], world: int, bucket_size: int) -> dict[str
     return terms
 
 
-def held(bucket_size: int) -> int:
+def held(bucket_size: int, moment_dtype: torch.dtype) -> int:
     """Bytes that a model and its optimizer live on between steps."""
     before = live_bytes()
-    trainer = Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig(bucket_size=bucket_size)))
+    config = ZeroConfig(bucket_size=bucket_size, moment_dtype=moment_dtype)
+    trainer = Trainer(Run(MODEL, options=(ADAM,), config=config))
     for step in range(3):
         trainer.step(step)
     trainer.probe.zero_grad()
@@ -164,10 +165,11 @@ def held(bucket_size: int) -> int:
     return live_bytes() - before
 
 
+@pytest.mark.parametrize("moment_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_total_is_what_arithmetic_says(ranks, world):
-    terms = predicted(MODEL, world, 2**18)
-    for found in ranks(world)(held, 2**18):
+def test_the_total_is_what_arithmetic_says(ranks, world, moment_dtype):
+    terms = predicted(MODEL, world, 2**18, moment_dtype)
+    for found in ranks(world)(held, 2**18, moment_dtype):
         assert found == pytest.approx(sum(terms.values()), rel=0.02), terms
 
 

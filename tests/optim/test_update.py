@@ -13,6 +13,7 @@ DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
 ONE_BUCKET = ZeroConfig(deterministic=True)
 TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
+BF16_MOMENTS = ZeroConfig(bucket_size=3000, deterministic=True, moment_dtype=BF16)
 BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
 
 RUNS = {
@@ -25,6 +26,7 @@ RUNS = {
     "tiny buckets": Run(config=TINY_BUCKETS, max_norm=0.1),
     "fp32 gradients": Run(config=FP32_GRADIENTS, max_norm=0.1),
     "bf16 gradients": Run(config=BF16_GRADIENTS, max_norm=0.1),
+    "bf16 moments": Run(config=BF16_MOMENTS, max_norm=0.1),
     "stage 1": Run(stage=1, max_norm=0.1),
     "assigned gradients": Run(assign=True, max_norm=0.1),
     "assigned fp32 gradients": Run(assign=True, config=FP32_GRADIENTS, stage=1),

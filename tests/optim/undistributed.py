@@ -21,9 +21,13 @@ f32 = np.float32
 
 
 class Undistributed:
-    """Masters, moments, step and delayed scales of some parameters; the bytes of their weights."""
+    """Masters, moments, step and delayed scales of some parameters; the bytes of their weights.
 
-    def __init__(self, specs: Iterable[Spec]) -> None:
+    Moments are f32 values that `moment_dtype` can hold.
+    """
+
+    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype = torch.float32) -> None:
+        self._moment_dtype = moment_dtype
         self.specs = {spec.name: spec for spec in specs}
         self.master = {name: spec.initial().numpy() for name, spec in self.specs.items()}
         self.exp_avg = {name: np.zeros_like(p) for name, p in self.master.items()}
@@ -69,6 +73,7 @@ class Undistributed:
         m = f32(beta1) * m + f32(1 - beta1) * g
         v = f32(beta2) * v + (f32(1 - beta2) * g) * g
         p = p - f32(lr / c1) * (m / (np.sqrt(v) / f32(math.sqrt(c2)) + f32(eps)))
+        m, v = (torch.from_numpy(np.asarray(x)).to(self._moment_dtype).float().numpy() for x in (m, v))
         self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = map(np.asarray, (p, m, v))
 
     def _cast(self, name: str) -> None:

@@ -10,7 +10,7 @@ from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.workload import Workload
-from zerocast.optim.adam import scalars
+from zerocast.optim.adam import Hyperparameters
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
@@ -25,7 +25,9 @@ class Moments:
             return torch.empty(numel, device=device).normal_(0, GRADIENT, generator=random)
 
         self.grad, self.exp_avg, self.exp_avg_sq = normal(), normal(), normal().square_()
-        self.scalars = scalars([HYPERPARAMETERS], torch.full((1,), STEP, device=device))
+        hyperparameters = Hyperparameters(1, device)
+        hyperparameters.refresh([HYPERPARAMETERS])
+        self.scalars = hyperparameters.scalars(torch.full((1,), STEP, device=device))
         self.clip = torch.ones(1, device=device)
 
 

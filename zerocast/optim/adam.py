@@ -1,35 +1,41 @@
-"""The scalars of an AdamW step, on the device: one row a parameter group, each rounded once to f32."""
+"""Hyperparameters: those of all parameter groups on the device, and the scalars of a step that follow from them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def scalars(param_groups: list[dict[str, Any]], step: Tensor) -> Tensor:
-    """f32 `[groups, 8]` for step number `step` (int64[1], counted from 1), in the order of `zerocast/backends/README.md`.
+class Hyperparameters:
+    """Learning rate, weight decay, betas and eps, f64 `[groups, 5]` on the device.
 
-    Bias corrections are taken in f64 on the device, so a skipped step needs no host synchronisation.
+    `refresh` is the host's part of a step: a number that has changed is filled in by a launch that carries it, a tensor on the
+    device is copied there, so nothing waits and nothing is uploaded. What a step reads lies in one place, in a CUDA graph too.
     """
-    t = step.double()
-    rows = []
-    for group in param_groups:
-        beta1, beta2 = group["betas"]
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self._values = torch.zeros(groups, 5, dtype=torch.float64, device=device)
+        self._known = [[0.0] * 5 for _ in range(groups)]
+
+    def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Take over what the parameter groups say now."""
+        for row, group in enumerate(param_groups):
+            for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    self._values[row, column].copy_(value.detach().view(()))
+                    self._known[row][column] = float("nan")  # whatever number comes next differs from it
+                elif float(value) != self._known[row][column]:
+                    self._known[row][column] = float(value)
+                    self._values[row, column].fill_(float(value))
+
+    def scalars(self, step: Tensor) -> Tensor:
+        """f32 `[groups, 8]` for step number `step` (int64[1], counted from 1), in the order of `zerocast/backends/README.md`.
+
+        Bias corrections are taken in f64 on the device, each scalar is rounded once to f32.
+        """
+        lr, weight_decay, beta1, beta2, eps = self._values.unbind(1)
+        t = step.double()
         c1, c2 = 1 - torch.pow(beta1, t), 1 - torch.pow(beta2, t)
-        lr = group["lr"].to(t).view(1) if isinstance(group["lr"], Tensor) else torch.full_like(t, group["lr"])
-        ones = torch.ones_like(t)
-        rows.append(
-            torch.cat(
-                [
-                    1 - lr * group["weight_decay"],
-                    ones * beta1,
-                    ones * (1 - beta1),
-                    ones * beta2,
-                    ones * (1 - beta2),
-                    lr / c1,
-                    c2.sqrt(),
-                    ones * group["eps"],
-                ]
-            )
-        )
-    return torch.stack(rows).float()
+        columns = [1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr / c1, c2.sqrt(), eps]
+        return torch.stack(columns, 1).float()

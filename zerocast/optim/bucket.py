@@ -122,14 +122,3 @@ def _end(slots: list[Slot]) -> int:
 def flat_numel(buckets: list[Bucket]) -> int:
     """Elements of one rank's flat FP32 tensors."""
     return sum(bucket.shard_numel for bucket in buckets)
-
-
-def segments(buckets: list[Bucket], rank: int) -> list[tuple[int, int, int]]:
-    """(offset, numel, param group) of every owned piece in the flat FP32 tensors; padding is in none."""
-    pieces = []
-    for bucket in buckets:
-        for slot in bucket.slots:
-            span, start = bucket.owned(slot, rank)
-            if span.numel:
-                pieces.append((start, span.numel, slot.param_group))
-    return pieces

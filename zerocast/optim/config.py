@@ -17,6 +17,8 @@ class ZeroConfig:
         grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32, weight gradients of quantized
             weights are computed in FP32 too.
         backend: a name from `zerocast.backends`; None chooses.
+        moment_dtype: dtype that both moments are stored in; with bf16 an update computes with FP32 values, and what it keeps of
+            them is rounded to nearest even. 4 bytes an element less.
     """
 
     bucket_size: int = 32 * 1024 * 1024
@@ -24,6 +26,7 @@ class ZeroConfig:
     deterministic: bool = False
     grad_dtype: torch.dtype | None = None
     backend: str | None = None
+    moment_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         """Reject what cannot work, before any rank communicates."""
@@ -31,3 +34,5 @@ class ZeroConfig:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
         if self.grad_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"grad_dtype is None, torch.float32 or torch.bfloat16, got {self.grad_dtype}")
+        if self.moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moment_dtype is torch.float32 or torch.bfloat16, got {self.moment_dtype}")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import weight_state
+from zerocast.batch import Batch
 from zerocast.columnwise import ColumnwiseCopies
 from zerocast.freshness import Freshness
 from zerocast.group import Group
@@ -113,6 +114,15 @@ class WeightGather:
             self._finish(buffer)
         for buffer in self._buffers:
             buffer.reclaim()
+
+    def batches(self) -> list[Batch]:
+        """The tables of the columnwise copies."""
+        return [batch for buffer in self._buffers for batch in self._columnwise[id(buffer)].batches()]
+
+    def done(self) -> None:
+        """What has arrived was made from the last cast; what is in flight will say so itself."""
+        if not self._flying:
+            self._freshness.columnwise = self._freshness.cast
 
     def start(self) -> None:
         """Gather; with overlap, what may be still on its way when this returns waits at its first read."""

@@ -255,7 +255,8 @@ def group_of_its_own(group: Group) -> Group:
     parameters that differs between ranks: on one group they would exchange each other's gradients.
     """
     ranks = dist.get_process_group_ranks(group.handle)
-    return Group.of(dist.new_group(ranks, use_local_synchronization=True))
+    backend = dist.get_backend_config(group.handle)  # not that of the default group
+    return Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:

@@ -14,14 +14,15 @@ FIELDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Masters:
-    """Flat f32 tensors `master`, `exp_avg`, `exp_avg_sq`, one element for each that this rank owns, bucket after bucket."""
+    """Flat tensors, one element for each that this rank owns, bucket after bucket: f32 `master`; `exp_avg` and `exp_avg_sq`."""
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group, device: torch.device) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], group: Group, device: torch.device, moment_dtype: torch.dtype = torch.float32
+    ) -> None:
         self._buckets, self._group = list(buckets), group
         numel = flat_numel(self._buckets)
-        self.master, self.exp_avg, self.exp_avg_sq = (
-            torch.zeros(numel, dtype=torch.float32, device=device) for _ in FIELDS
-        )
+        self.master = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg, self.exp_avg_sq = (torch.zeros(numel, dtype=moment_dtype, device=device) for _ in range(2))
         for bucket in buckets:
             self._initialise(bucket)
 

@@ -1,12 +1,13 @@
 """The optimizer's state as a dictionary: plain values keyed by parameter name, the same keys on every rank.
 
     model.<name>                                   f32 master, logical shape
-    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments; step is f32[]
+    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments, in the dtype that they are kept in; step is f32[]
     optim.param_groups.<name>.{lr,...}             f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
 
 With one rank the tensors are ordinary views; with several each holds this rank's part (`TensorShard`). Quantized bytes are not in
-it: masters are the truth.
+it: masters are the truth. Moments saved in one dtype load into the other: bf16 into f32 exactly, f32 into bf16 rounded to nearest
+even.
 """
 
 import logging

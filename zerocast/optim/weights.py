@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zerocast.adam_update import AdamUpdate
 from zerocast.arena import into_arena
+from zerocast.batch import Batch
 from zerocast.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.config import ZeroConfig
@@ -19,27 +21,45 @@ class ShardedWeights:
 
     def __init__(self, buckets: Sequence[Bucket], masters: Masters, group: Group, config: ZeroConfig) -> None:
         self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
-        weights, shards, starts = {}, [], []
+        weights, shards, starts, param_groups = {}, [], [], []
         for buffer in self.buffers:
             for slot, weight in zip(buffer.bucket.slots, buffer.weights, strict=True):
                 span, views = masters.owned(buffer.bucket, slot)
                 weights[slot.name] = weight
                 shards.append(views["master"])
                 starts.append(span.start)
+                param_groups.append(slot.param_group)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
             into_arena([w for w in weights.values() if w.state.buffers[name] is not None], name)
         self.delayed = DelayedScaling(weights, group)
-        self.plan = CastPlan(list(weights.values()), shards, starts, group, backend=config.backend)
-        self._gather = WeightGather(
-            self.buffers, group, self.plan.freshness, self.plan.backend, config.overlap_all_gather
+        self.plan = CastPlan(
+            list(weights.values()), shards, starts, group, backend=config.backend, param_groups=param_groups
         )
+        self.overlap = config.overlap_all_gather
+        self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
 
-    def update(self, skip: Tensor) -> None:
-        """Cast the masters and gather the bytes; where `skip` holds True the bytes stay what they are."""
+    def ready(self) -> None:
+        """The host's part before a step: nothing in flight, everything in its place."""
         self._gather.ready()
+        self.plan.ready()
+
+    def tables(self) -> list[Batch]:
+        """What a step works by, after `ready`: where everything lies."""
+        return [*self.plan.batches, *self._gather.batches()]
+
+    def update(self, update: AdamUpdate, skip: Tensor) -> None:
+        """Update the masters and cast them; where `skip` holds True everything stays what it is. The device's part alone."""
         self.delayed.advance(skip)
-        self.plan.cast(skip)
+        self.plan.launch(skip, update)
+
+    def gather(self) -> None:
+        """All-gather the bytes and make columnwise copies; with overlap, what is still on its way waits at its first read."""
         self._gather.start()
+
+    def done(self) -> None:
+        """The host's part after a step: what the weights hold is of a new cast."""
+        self.plan.freshness.cast += 1
+        self._gather.done()
 
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
@@ -50,3 +70,4 @@ class ShardedWeights:
             with self.delayed.replay():
                 self.plan.cast()
         self._gather.start()
+        self._gather.done()

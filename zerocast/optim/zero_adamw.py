@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocast import backends, ops
+from zerocast import backends
 from zerocast.agreement import agree
 from zerocast.group import Group, GroupLike
-from zerocast.optim.adam import scalars
-from zerocast.optim.bucket import fill_buckets, segments
+from zerocast.optim.adam import Hyperparameters
+from zerocast.optim.bucket import fill_buckets
+from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
+from zerocast.optim.device_step import DeviceStep
 from zerocast.optim.gradients import GradientReducer, group_of_its_own, has_company
 from zerocast.optim.masters import Masters
-from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
+from zerocast.optim.norm import LogicalOrder
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
 from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
@@ -86,19 +88,18 @@ class ZeroAdamW(torch.optim.Optimizer):
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
                 parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
-        self._masters = Masters(buckets, group, device)
+        self._masters = Masters(buckets, group, device, config.moment_dtype)
         self._weights = ShardedWeights(buckets, self._masters, group, config)
         self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device)
         names = [name for name, _, _ in named]
-        self._order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
-        rows = torch.tensor(segments(buckets, group.rank), dtype=torch.int64)
-        self._segments = rows.view(-1, 3).to(device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._skipped = torch.zeros_like(self._step)
+        order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
+        self._hyperparameters = Hyperparameters(len(self.param_groups), device)
+        self._device = DeviceStep(
+            self._reducer.shard, self._masters, self._weights, self._hyperparameters, order, group
+        )
         self._reported = 0
-        self._clip = torch.ones(1, dtype=torch.float32, device=device)
         self._square_sum: Tensor | None = None
-        self._state = ZeroState(buckets, self._masters, self._weights, self._step, self.param_groups, group)
+        self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._weights.recast()
 
     @torch.no_grad()
@@ -111,19 +112,36 @@ class ZeroAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        skip = ~self._reduced_square_sum().isfinite().view(1)
-        self._step += ~skip
-        self._skipped += skip
-        m = self._masters
-        rows = scalars(self.param_groups, self._step)
-        backend = self._weights.plan.backend
-        shards = m.master, self._reducer.shard, m.exp_avg, m.exp_avg_sq
-        ops.adam_step(backend, *shards, self._segments, rows, self._clip, skip)
-        self._weights.update(skip)
-        self._clip.fill_(1.0)
+        self._before()
+        self._device.update(self._reduced_square_sum())
+        self._weights.gather()
+        self._after()
+        return loss
+
+    @torch.no_grad()
+    def capture(self, max_norm: float | None = None) -> CapturedStep:
+        """`clip_grad_norm_(max_norm)` and `step()` as one CUDA graph: call what this returns in place of the two.
+
+        All ranks call it, before or between steps; it changes nothing. Loops, schedulers, loading of states and ordinary steps in
+        between stay as they are: learning rates are read anew at every call, whether tensors or numbers. What a graph cannot
+        hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
+        parameters that are not on a CUDA device, and for the reference backend.
+        """
+        check_capturable(self._masters.master.device, self._weights.plan.backend)
+        return CapturedStep(self._device, self._weights, self._before, self._after, max_norm)
+
+    def _before(self) -> None:
+        """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
+        self._finish_gradients()
+        self._hyperparameters.refresh(self.param_groups)
+        self._weights.ready()
+
+    def _after(self) -> None:
+        """The host's part after the device's: a new cast, gradients used up."""
+        self._weights.done()
         self._square_sum = None
         self._reducer.reset()
-        return loss
+        self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -132,20 +150,24 @@ class ZeroAdamW(torch.optim.Optimizer):
         The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
         """
         norm = self._reduced_square_sum().sqrt().float()
-        self._clip.copy_(clip_factor(norm, max_norm))
+        self._device.clip_to(max_norm, norm)
         return norm
 
     def _reduced_square_sum(self) -> Tensor:
         """Sum of squares of the averaged gradient, f64[], the same on every rank."""
-        if self._reducer.finish() or self._square_sum is None:
-            shard = self._reducer.shard
-            self._square_sum = self._order.square_sum(shard) if self._order else square_sum(shard, self._group)
+        self._finish_gradients()
+        if self._square_sum is None:
+            self._square_sum = self._device.square_sum()
         return self._square_sum
+
+    def _finish_gradients(self) -> None:
+        if self._reducer.finish():
+            self._square_sum = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, reduced or not."""
         super().zero_grad(set_to_none)
-        self._clip.fill_(1.0)
+        self._device.clip.fill_(1.0)
         self._reducer.reset()
 
     @contextlib.contextmanager
@@ -165,7 +187,7 @@ class ZeroAdamW(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """How many steps a non-finite gradient has skipped. Reading waits for the device, and logs what is new."""
-        count = int(self._skipped)
+        count = int(self._device.skipped)
         if count > self._reported and self._group.rank == 0:
             logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
         self._reported = count

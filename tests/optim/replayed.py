@@ -1,0 +1,109 @@
+"""Two optimizers of one model side by side: one takes ordinary steps, the other a captured one, with the same gradients."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import casts
+from tests.optim.probe import MIXED, Probe
+from tests.optim.runs import DETERMINISTIC, TWO_GROUPS, boxes, weight_bytes
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+from zerocast.formats import Columnwise
+from zerocast.optim.captured import CapturedStep, Work
+
+SKIPPED, ORDINARY = 3, 5  # a step with a gradient that is not finite; one that both take with step()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train where. Without `max_norm` the captured step clips nothing."""
+
+    device: str = "cpu"
+    config: ZeroConfig = DETERMINISTIC
+    stage: int = 2
+    max_norm: float | None = 0.5
+    tensor_lr: bool = False
+    steps: int = 9
+
+
+def run_again(work: Work) -> Work:
+    """In place of a CUDA graph where there is none; recording launches nothing there either."""
+    return work
+
+
+class Trainee:
+    """A model on a device, with gradients put on its parameters."""
+
+    def __init__(self, case: Case, group: Any = None) -> None:
+        self.case, self.probe = case, Probe(MIXED).to(case.device)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        groups = self.probe.param_groups([self._options(options) for options in TWO_GROUPS])
+        self.optimizer = ZeroAdamW(groups, group=group, stage=case.stage, config=case.config)
+
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        tensor = self.case.tensor_lr
+        return {**options, "lr": torch.tensor(options["lr"], device=self.case.device) if tensor else options["lr"]}
+
+    def capture(self, record: Callable[[Work], Work] = run_again) -> CapturedStep:
+        """The step as a graph; on the CPU as something that acts like one."""
+        o, case = self.optimizer, self.case
+        if case.device != "cpu":
+            return o.capture(case.max_norm)
+        return CapturedStep(o._device, o._weights, o._before, o._after, case.max_norm, record)
+
+    def gradients(self, step: int) -> None:
+        """Fresh ones; an infinite one on rank 0 where the step is to be skipped."""
+        for spec in self.probe.specs:
+            gradient, parameter = spec.gradient(step, self.rank), self.probe.get_parameter(spec.name)
+            if gradient is not None and step == SKIPPED and self.rank == 0 and spec.name == "nv":
+                gradient[0, 0] = torch.inf
+            parameter.grad = None if gradient is None else gradient.to(self.case.device)
+
+    def change_rates(self, step: int) -> None:
+        """What a scheduler does, to numbers and to tensors."""
+        for group in self.optimizer.param_groups:
+            if step % 2:
+                group["lr"] *= 0.7
+
+    def ordinary_step(self) -> Tensor:
+        """Clip and step."""
+        limit = self.case.max_norm
+        norm = self.optimizer.clip_grad_norm_(1e30 if limit is None else limit)
+        self.optimizer.step()
+        return norm
+
+    def held(self) -> casts.Bytes:
+        """Everything that a step changes, columnwise copies too, which must be of the last cast."""
+        weights = weight_bytes(self.probe)
+        quantized = [p for p in self.probe.parameters() if isinstance(p, QuantizedWeight)]
+        assert all(p.state.columnwise_is_fresh() for p in quantized if p.format.columnwise is not Columnwise.NONE)
+        found = {f"{name} {key}": value for name, buffers in weights.items() for key, value in buffers.items()}
+        state = self.optimizer.state_dict()
+        leaves = {f"model {name}": value for name, value in state["model"].items()}
+        for part in (state["optim"]["state"], state["zerocast"]):
+            leaves |= {f"{key} {name}": value for name, held in part.items() for key, value in held.items()}
+        for name, value in leaves.items():
+            found |= {f"{name} {where}": casts.raw(box).copy() for where, box in boxes(value)}
+        return found | {"skipped": np.array([self.optimizer.skipped_steps], np.uint8)}
+
+
+def compare(case: Case, group: Any = None) -> int:
+    """Train both, and compare all that they hold after each step; returns the steps that were skipped."""
+    eager, replaying = Trainee(case, group), Trainee(case, group)
+    before = replaying.held()
+    captured = replaying.capture()
+    casts.assert_same_bytes(replaying.held(), before, "capturing changed something")
+    for step in range(case.steps):
+        for trainee in (eager, replaying):
+            trainee.gradients(step)
+            trainee.change_rates(step)
+        norms = eager.ordinary_step(), replaying.ordinary_step() if step == ORDINARY else captured()
+        assert torch.equal(*norms) or step == SKIPPED, (step, norms)
+        casts.assert_same_bytes(replaying.held(), eager.held(), f"rank {eager.rank}, step {step}, {case}")
+    assert int(replaying.optimizer.state_dict()["optim"]["state"]["nv"]["step"]) == case.steps - 1
+    return replaying.optimizer.skipped_steps

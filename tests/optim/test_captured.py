@@ -1,0 +1,148 @@
+"""Captured steps: the bits of ordinary ones, and what is refused. On the CPU the graph is played by a function that runs again."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from tests import casts
+from tests.host_traffic import HostTraffic
+from tests.optim.probe import BF16
+from tests.optim.replayed import Case, Trainee, compare
+from tests.optim.runs import DETERMINISTIC
+from zerocast import ZeroConfig, weight_state
+from zerocast.optim import captured
+
+CASES = {
+    "clipped": Case(),
+    "not clipped": Case(max_norm=None),
+    "overlap": Case(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
+    "library order": Case(config=ZeroConfig(bucket_size=4096)),
+    "stage 1": Case(stage=1),
+    "bf16 moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),
+    "learning rates in tensors": Case(tensor_lr=True),
+}
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the parameters are."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_replaying_equals_stepping(device, case):
+    assert compare(dataclasses.replace(case, device=device)) == 1
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["clipped", "overlap", "bf16 moments"])
+def test_on_several_ranks(ranks, world, name):
+    assert ranks(world)(compare, CASES[name]) == [1] * world
+
+
+def traffic_of_a_step(case: Case) -> list[str]:
+    """From reduced gradients to gathered bytes, with learning rates that have just changed."""
+    trainee = Trainee(case)
+    for number in range(2):  # columnwise copies get their storage
+        trainee.gradients(number)
+        trainee.ordinary_step()
+    trainee.gradients(2)
+    trainee.change_rates(1)
+    trainee.optimizer._finish_gradients()
+    with HostTraffic() as traffic:
+        trainee.ordinary_step()
+    return traffic.found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["clipped", "overlap", "library order", "bf16 moments"])
+def test_no_step_waits_for_the_device(ranks, world, name):
+    assert ranks(world)(traffic_of_a_step, CASES[name]) == [[]] * world
+
+
+def test_traffic_is_seen():
+    mask, values, places = torch.tensor([True, False]), torch.ones(2), torch.tensor([1, 0])
+    with HostTraffic() as traffic:
+        for read in (values.sum().item, lambda: values[mask], lambda: torch.where(mask, 1.0, values)):
+            read()
+        torch.tensor([1.0])
+        torch.where(mask, values, values)
+        values[places] = values.clone()
+    assert len(traffic.found) == 4
+
+
+def test_the_host_keeps_the_books():
+    """With a graph that does nothing: casts are counted, copies belong to the last cast, gradients are used up."""
+    trainee = Trainee(Case())
+    step = trainee.capture(record=lambda work: lambda: None)
+    plan, before = trainee.optimizer._weights.plan, trainee.held()
+    casts_before = plan.freshness.cast
+    for number in range(2):
+        trainee.gradients(number)
+        step()
+        assert plan.freshness.cast == casts_before + number + 1
+        casts.assert_same_bytes(trainee.held(), before)
+    for parameter in trainee.probe.parameters():
+        parameter.grad = None
+    assert trainee.optimizer.clip_grad_norm_(1.0) == 0
+
+
+def test_only_on_a_cuda_device():
+    with pytest.raises(RuntimeError, match="parameters are on cpu"):
+        Trainee(Case()).optimizer.capture()
+
+
+def test_not_with_the_reference_backend():
+    """Which looks at the device in every stage."""
+    with pytest.raises(RuntimeError, match="reference backend"):
+        captured.check_capturable(torch.device("cuda"), "reference")
+
+
+def test_moved_storage_is_refused_and_then_captured_anew(device):
+    trainee = Trainee(Case(device=device))
+    step = trainee.capture()
+    trainee.gradients(0)
+    scale = trainee.probe.get_parameter("block").state.buffers["rowwise_scale_inv"]
+    trainee.probe.get_parameter("block").state.rehome({"rowwise_scale_inv": torch.empty_like(scale)})
+    before = trainee.held()
+    with pytest.raises(RuntimeError, match="moved since the step was captured"):
+        step()
+    assert all((value == before[name]).all() for name, value in trainee.held().items())
+    other = Trainee(Case(device=device))
+    other.gradients(0)
+    other.ordinary_step()
+    trainee.capture()()
+    assert all((value == trainee.held()[name]).all() for name, value in other.held().items())
+
+
+def test_weights_that_are_moved_back_are_not_moved(device):
+    """Bytes that were bound elsewhere come home at every step, and other models' weights are none of ours."""
+    trainee, other = Trainee(Case(device=device)), Trainee(Case(device=device))
+    step = trainee.capture()
+    for number in range(2):
+        for t in (trainee, other):
+            t.gradients(number)
+        weight = trainee.probe.get_parameter("nv")
+        generation = weight_state.generation()
+        weight.rebind(torch.empty_like(weight.rowwise_data))
+        assert weight_state.generation() > generation
+        step()
+        other.ordinary_step()
+    assert all((value == trainee.held()[name]).all() for name, value in other.held().items())
+
+
+def test_schedulers_see_the_step():
+    trainee = Trainee(Case())
+    scheduler = torch.optim.lr_scheduler.StepLR(trainee.optimizer, 1)
+    step = trainee.capture()
+    trainee.gradients(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        scheduler.step()
+    assert trainee.optimizer.param_groups[0]["lr"] < 1e-2

@@ -1,0 +1,23 @@
+"""AdamUpdate: an AdamW step that a cast takes on its masters, so that they are updated and measured in one pass."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamUpdate:
+    """One step for all masters of a plan, which are views of one flat FP32 tensor.
+
+    Attributes:
+        grad: flat, an element for each of that tensor, FP32 or bf16.
+        exp_avg, exp_avg_sq: the moments, likewise, written in place.
+        scalars: f32 `[g, 8]`, a row a parameter group, in the order of `zerocast/backends/README.md`.
+        clip: f32[1], what gradients are multiplied by.
+    """
+
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    scalars: Tensor
+    clip: Tensor
