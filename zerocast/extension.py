@@ -2,6 +2,7 @@
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from zerocast.descriptor import Column
 from zerocast.formats import FormatSpec
 
+_FORMATS: dict[str, Any] = {}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -30,9 +32,15 @@ def load() -> ModuleType:
     return _C
 
 
-@functools.cache
 def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is
     """The format as plain data."""
+    key = str(fmt)  # hashes faster than its many fields
+    if key not in _FORMATS:
+        _FORMATS[key] = _plain(fmt)
+    return _FORMATS[key]
+
+
+def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
     return load().Format(
         element=fmt.element.name if fmt.element else "nominal",
         scale_rule=fmt.scale_rule.name,

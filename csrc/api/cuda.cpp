@@ -17,6 +17,7 @@ using TypedBase = std::pair<uintptr_t, std::string>;
 using TableArgument = std::pair<uintptr_t, int64_t>;
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
 using StateArgument = std::tuple<uintptr_t, TypedBase, TypedBase, TypedBase>;
+using StreamArgument = std::pair<uintptr_t, int>;  // handle, device
 using StepArgument = std::tuple<uintptr_t, uintptr_t, uintptr_t>;  // scalars, clip, skip
 
 Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
@@ -36,6 +37,8 @@ cuda::AdamStep step_of(const StepArgument& step) {
   return {scalars, clip, skip};
 }
 
+cuda::Stream stream_of(const StreamArgument& stream) { return {stream.first, stream.second}; }
+
 cuda::Stage stage_of(const std::string& name) {
   if (name == "amax") return cuda::Stage::kAmaxPanels;
   if (name == "cast") return cuda::Stage::kCastPanels;
@@ -54,51 +57,51 @@ std::vector<int64_t> block_counts(const std::string& stage, const Format& format
 }
 
 void partial_amax(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
-                  const WorkArgument& work, const TypedBase& packed, cuda::Stream stream) {
-  cuda::partial_amax(format, dtype_of(nominal), dtype_of(master), masters, work_of(work), array_of(packed), stream);
+                  const WorkArgument& work, const TypedBase& packed, const StreamArgument& stream) {
+  cuda::partial_amax(format, dtype_of(nominal), dtype_of(master), masters, work_of(work), array_of(packed), stream_of(stream));
 }
 
 void compute_scales(const Format& format, const TypedBase& packed, const WorkArgument& work, cuda::DeviceBases row_scales,
                     cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, uintptr_t partial,
-                    cuda::Flag skip, cuda::Stream stream) {
+                    cuda::Flag skip, const StreamArgument& stream) {
   cuda::compute_scales(format, array_of(packed), work_of(work), row_scales, column_scales, amaxes, scales, partial, skip,
-                       stream);
+                       stream_of(stream));
 }
 
 void partial_cast(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
                   const TypedBase& packed, cuda::DeviceBases amaxes, cuda::DeviceBases scales, const WorkArgument& work,
-                  cuda::DeviceBases row_data, cuda::DeviceBases column_data, cuda::Flag skip, cuda::Stream stream) {
+                  cuda::DeviceBases row_data, cuda::DeviceBases column_data, cuda::Flag skip, const StreamArgument& stream) {
   cuda::partial_cast(format, dtype_of(nominal), dtype_of(master), masters, array_of(packed), amaxes, scales, work_of(work),
-                     row_data, column_data, skip, stream);
+                     row_data, column_data, skip, stream_of(stream));
 }
 
 void roll_history(const Format& format, const WorkArgument& work, cuda::DeviceBases amaxes, cuda::DeviceBases scales,
-                  cuda::DeviceBases histories, cuda::Flag skip, cuda::Stream stream) {
-  cuda::roll_history(format, work_of(work), amaxes, scales, histories, skip, stream);
+                  cuda::DeviceBases histories, cuda::Flag skip, const StreamArgument& stream) {
+  cuda::roll_history(format, work_of(work), amaxes, scales, histories, skip, stream_of(stream));
 }
 
 void transpose(const Format& format, const WorkArgument& data, const WorkArgument& scales, cuda::DeviceBases row_data,
                cuda::DeviceBases row_scales, cuda::DeviceBases column_data, cuda::DeviceBases column_scales,
-               cuda::Stream stream) {
-  cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales, stream);
+               const StreamArgument& stream) {
+  cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales, stream_of(stream));
 }
 
 void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv, uintptr_t amax, int64_t rows,
-                int64_t columns, bool columnwise, const TypedBase& out, cuda::Stream stream) {
+                int64_t columns, bool columnwise, const TypedBase& out, const StreamArgument& stream) {
   const Array source = array_of(data);
   const cuda::Quantized weight{source.address, scale_inv, amax, source.dtype, rows, columns, columnwise};
-  cuda::dequantize(format, weight, array_of(out), stream);
+  cuda::dequantize(format, weight, array_of(out), stream_of(stream));
 }
 
 void adam_step(const StateArgument& state, uintptr_t segments, uintptr_t items, int64_t blocks, const StepArgument& step,
-               cuda::Stream stream) {
-  cuda::adam_step(state_of(state), segments, items, blocks, step_of(step), stream);
+               const StreamArgument& stream) {
+  cuda::adam_step(state_of(state), segments, items, blocks, step_of(step), stream_of(stream));
 }
 
 void adam_amax(const Format& format, const std::string& nominal, const StateArgument& state, const WorkArgument& work,
-               uintptr_t groups, const StepArgument& step, const TypedBase& packed, cuda::Stream stream) {
+               uintptr_t groups, const StepArgument& step, const TypedBase& packed, const StreamArgument& stream) {
   cuda::adam_amax(format, dtype_of(nominal), state_of(state), work_of(work), groups, step_of(step), array_of(packed),
-                  stream);
+                  stream_of(stream));
 }
 
 }  // namespace

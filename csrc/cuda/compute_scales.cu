@@ -47,40 +47,57 @@ __device__ float tensor_amax(const Format& format, const Weight& w, int64_t inde
 }
 
 // The scale of a block as it is stored: f32 bits, or a byte.
+template <ScaleRule kRule>
 struct StoredScale {
   const Format& format;
   TwoLevel two_level;
 
   __device__ uint32_t of(float amax) const {
-    if (format.scale_rule == ScaleRule::kE8M0) return e8m0_code(amax);
-    if (format.scale_rule == ScaleRule::kTwoLevel) return two_level.stored(amax);
+    if constexpr (kRule == ScaleRule::kE8M0) return e8m0_code(amax);
+    if constexpr (kRule == ScaleRule::kTwoLevel) return two_level.stored(amax);
     return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
   }
 };
 
+// Four neighbouring amaxes, of which `count` are there.
+template <class Packed>
+__device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count, float (&amaxes)[kScaleEntries]) {
+  const auto* at = static_cast<const typename Packed::Word*>(packed.address) + index;
+  if (count >= kScaleEntries && reinterpret_cast<uint64_t>(at) % Four<Packed>::kBytes == 0) {
+    const Four<Packed> four = Four<Packed>::load(at);
+#pragma unroll
+    for (int c = 0; c < kScaleEntries; ++c) amaxes[c] = four[c];
+  } else {
+#pragma unroll
+    for (int c = 0; c < kScaleEntries; ++c) amaxes[c] = c < count ? Packed::widen(at[c]) : 0.0f;
+  }
+}
+
 // Four columns of some rows of a grid, with the padding among them.
+template <class Packed, ScaleRule kRule>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
-                     const StoredScale& scale, uint8_t* out) {
-  const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer);
+                     const StoredScale<kRule>& scale, uint8_t* out) {
+  constexpr uint32_t kPadding = kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u;
+  const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer), row_bytes = buffer.row_bytes();
   const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
-  const uint32_t padding = buffer.entry == 1 ? 0u : 0x3F800000u;
-  const uint32_t grid_rows = buffer.rows / buffer.repeat;
+  const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
+  const uint32_t there = buffer.grid.across > column ? buffer.grid.across - column : 0u;
 #pragma unroll 4
   for (uint32_t i = 0; i < rows; ++i) {
     const uint32_t down = tall * rows + i;
     if (down >= grid_rows) return;
-    const int64_t first = first_amax + static_cast<int64_t>(down) * buffer.grid.across + column;
+    const uint32_t count = down < buffer.grid.down ? there : 0u;
+    float amaxes[kScaleEntries];
+    read_amaxes<Packed>(packed, first_amax + static_cast<int64_t>(down) * buffer.grid.across + column, count, amaxes);
     uint32_t entries[kScaleEntries];
 #pragma unroll
-    for (int c = 0; c < kScaleEntries; ++c) {
-      const bool used = down < buffer.grid.down && column + c < buffer.grid.across;
-      entries[c] = used ? scale.of(packed.load(first + c)) : padding;
-    }
-    uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * buffer.row_bytes();
-    for (int r = 0; r < buffer.repeat; ++r, row += buffer.row_bytes()) write_entries(buffer, row, column, entries);
+    for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count ? scale.of(amaxes[c]) : kPadding;
+    uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * row_bytes;
+    for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_entries(buffer, row, column, entries);
   }
 }
 
+template <class Packed, ScaleRule kRule>
 __global__ void __launch_bounds__(kScaleThreads)
     scale_kernel(Format format, const int64_t* table, const Item* items, Amaxes packed, ScaleOutputs out, const bool* skip) {
   if (holds(skip)) return;
@@ -93,7 +110,7 @@ __global__ void __launch_bounds__(kScaleThreads)
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
   const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
-  const StoredScale scale{format, TwoLevel(amax)};
+  const StoredScale<kRule> scale{format, TwoLevel(amax)};
   const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     if (thread == 0) {
@@ -101,12 +118,22 @@ __global__ void __launch_bounds__(kScaleThreads)
       *scale_inv = 1.0f / *out.scales.at<const float>(w, column::SCALE_BASE, column::SCALE_OFFSET);
     }
   } else if (thread < rowwise) {
-    fill(buffer, thread, w[column::ROW_AMAX], packed, scale,
-         at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, buffer.entry));
+    fill<Packed>(buffer, thread, w[column::ROW_AMAX], packed, scale,
+                 at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, buffer.entry));
   } else if (thread < rowwise + columnwise) {
-    fill(columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[column::COLUMN_AMAX], packed, scale,
-         at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
+    fill<Packed>(columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[column::COLUMN_AMAX], packed,
+                 scale, at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
   }
+}
+
+template <ScaleRule rule>
+using RuleConstant = std::integral_constant<ScaleRule, rule>;
+
+template <class Body>
+void for_rule(ScaleRule rule, const Body& body) {
+  if (rule == ScaleRule::kE8M0) return body(RuleConstant<ScaleRule::kE8M0>{});
+  if (rule == ScaleRule::kTwoLevel) return body(RuleConstant<ScaleRule::kTwoLevel>{});
+  return body(RuleConstant<ScaleRule::kFP32>{});
 }
 
 }  // namespace
@@ -119,8 +146,12 @@ void compute_scales(const Format& format, Array packed, const Work& work, Device
     launch(partial_maxima_kernel, work.weights * kPartialAmaxes, kScaleThreads, stream, format, table_of(work),
            amaxes_of(packed), out.partial);
   }
-  launch(scale_kernel, work.blocks, kScaleThreads, stream, format, table_of(work), items_of(work), amaxes_of(packed), out,
-         flag_of(skip));
+  for_rule(format.scale_rule, [&](auto rule) {
+    constexpr ScaleRule kRule = decltype(rule)::value;
+    const auto kernel = packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kRule> : scale_kernel<Float32, kRule>;
+    launch(kernel, work.blocks, kScaleThreads, stream, format, table_of(work), items_of(work), amaxes_of(packed), out,
+           flag_of(skip));
+  });
 }
 
 }  // namespace zerocast::cuda

@@ -12,13 +12,37 @@
 
 namespace zerocast::cuda {
 
+inline void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string("zerocast CUDA kernel: ") + cudaGetErrorString(status));
+}
+
+// Makes a device the current one for as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_));
+    if (device == before_) return;
+    check(cudaSetDevice(device));
+    changed_ = true;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Stream stream, Arguments... arguments) {
   if (blocks == 0) return;
   if (blocks > INT32_MAX) throw std::invalid_argument("more thread blocks than a launch can have");
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments...);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) throw std::runtime_error(std::string("zerocast CUDA kernel: ") + cudaGetErrorString(status));
+  const DeviceGuard guard(stream.device);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, reinterpret_cast<cudaStream_t>(stream.handle)>>>(arguments...);
+  check(cudaGetLastError());
 }
 
 inline const int64_t* table_of(const Work& work) { return reinterpret_cast<const int64_t*>(work.table); }

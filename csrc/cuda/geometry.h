@@ -32,8 +32,9 @@ constexpr int kSegmentElements = 4096;
 // Scales: a thread takes 4 neighbouring entries of 4 rows of a scale buffer, or of the rows that repeat one.
 constexpr int kScaleEntries = 4, kScaleThreads = 256;
 
-// Transposes: a thread block turns 128 bytes of 128 rows of 8-bit codes, or of 256 rows of 4-bit codes.
-constexpr int kTurnBytes = 128, kTurnThreads = 256;
+// Transposes: a thread block turns 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4 rows each, or of 8 rows of
+// 4-bit codes.
+constexpr int kTurnBytes = 128, kTurnRows = 256, kTurnThreads = 256;
 
 // The panels of a weight. Formats without blocks see their span as rows of one panel's width, wherever the weight's own end.
 struct PanelGrid {
@@ -78,16 +79,14 @@ ZC_HD uint32_t own_scale_threads(const Format& format, const Weight& w) {
                                                    : 0;
 }
 
-// Squares of codes of one weight, across and down.
+// Pieces of one weight that are turned, across and down.
 struct TurnGrid {
-  int64_t byte_columns, codes_down;  // of a square
   int64_t across, down;
 };
 
 ZC_HD TurnGrid turn_grid(const Format& format, const Weight& w) {
-  const int64_t per_byte = format.elements_per_byte(), codes_down = kTurnBytes * per_byte;
-  return {kTurnBytes, codes_down, (w.columns() / per_byte + kTurnBytes - 1) / kTurnBytes,
-          (w.rows() + codes_down - 1) / codes_down};
+  const int64_t bytes = w.columns() / format.elements_per_byte();
+  return {(bytes + kTurnBytes - 1) / kTurnBytes, (w.rows() + kTurnRows - 1) / kTurnRows};
 }
 
 // Thread blocks that a stage needs for one weight.

@@ -6,8 +6,13 @@
 namespace zerocast::cuda {
 namespace {
 
+constexpr int kStep = 8;  // rows whose elements are on their way together
+
+// Thread blocks a multiprocessor: shuffles of single rows want more warps to hide behind, the others more registers.
+constexpr int min_blocks(Grid grid) { return grid == Grid::kRowsAndColumns ? 3 : 1; }
+
 template <class Storage, Grid kGrid>
-__global__ void __launch_bounds__(kAmaxShape.threads())
+__global__ void __launch_bounds__(kAmaxShape.threads(), min_blocks(kGrid))
     amax_kernel(Format format, const int64_t* table, const Item* items, BaseList masters, AmaxSink out) {
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
@@ -16,11 +21,11 @@ __global__ void __launch_bounds__(kAmaxShape.threads())
   const MasterReader<Storage, kAmaxShape.lane_columns> masters_of(lane, origin_of<Storage>(masters, w), panel_rows(kGrid));
   PanelAmaxes<kGrid> amaxes(lane, w, out);
 #pragma unroll 1
-  for (int first = 0; first < panel_rows(kGrid); first += kPanelRows) {
-    AmaxRow x[kPanelRows];
+  for (int first = 0; first < panel_rows(kGrid); first += kStep) {
+    AmaxRow x[kStep];
     masters_of.read(first, x);
 #pragma unroll
-    for (int r = 0; r < kPanelRows; ++r) amaxes.row(first + r, x[r]);
+    for (int r = 0; r < kStep; ++r) amaxes.row(first + r, x[r]);
   }
   amaxes.finish();
 }

@@ -124,8 +124,12 @@ __device__ inline CastLane cast_lane(const CastInputs& in, const Weight& w, cons
   return find_lane<kColumns>(panel_grid(in.format, w, kCastShape), w, item.ordinal, panel_rows(in.format), kCastShape.warps);
 }
 
+// Thread blocks a multiprocessor: the longer arithmetic of 4-bit codes wants more warps to hide behind.
+template <class E>
+constexpr int kMinBlocks = E::kBits == 4 ? 5 : 1;
+
 template <class Storage, class Nominal, class E, Grid kGrid>
-__global__ void __launch_bounds__(kCastShape.threads())
+__global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
     cast_kernel(CastInputs in, const int64_t* table, const Item* items) {
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
@@ -176,7 +180,7 @@ class RowMultipliers {
 
 // Both directions from one read: rows of 32 columns and columns of 32 rows have scales of their own.
 template <class Storage, class Nominal, class E>
-__global__ void __launch_bounds__(kCastShape.threads())
+__global__ void __launch_bounds__(kCastShape.threads(), 4)
     cast_twice_kernel(CastInputs in, const int64_t* table, const Item* items) {
   constexpr int kRows = panel_rows(Grid::kRowsAndColumns);
   if (holds(in.skip)) return;
@@ -207,6 +211,13 @@ __global__ void __launch_bounds__(kCastShape.threads())
     }
   }
 }
+
+// Words that are only moved: NaN keeps its payload.
+struct Word16 {
+  using Word = uint16_t;
+  __device__ static float widen(Word word) { return float_of(word); }
+  __device__ static Word narrow(float x) { return static_cast<Word>(bits_of(x)); }
+};
 
 // Identity: the rounded elements themselves.
 template <class Storage, class Nominal>
@@ -256,7 +267,13 @@ void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
   const auto go = [&](auto kernel) {
     launch(kernel, work.blocks, kCastShape.threads(), stream, in, table_of(work), items_of(work));
   };
-  if (in.format.element == Element::kNominal) return go(copy_kernel<Storage, Nominal>);
+  if (in.format.element == Element::kNominal) {
+    if constexpr (std::is_same_v<Storage, Nominal> && sizeof(typename Storage::Word) == 2) {
+      return go(copy_kernel<Word16, Word16>);
+    } else {
+      return go(copy_kernel<Storage, Nominal>);
+    }
+  }
   for_grid(in.format, [&](auto grid) {
     constexpr Grid kGrid = decltype(grid)::value;
     if constexpr (kGrid == Grid::kSquare16) {

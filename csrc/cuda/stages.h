@@ -19,8 +19,12 @@ struct Work {
 };
 
 using DeviceBases = uintptr_t;  // of an array of addresses in device memory
-using Stream = uintptr_t;
 using Flag = uintptr_t;  // of a bool, or 0
+
+struct Stream {
+  uintptr_t handle;
+  int device;
+};
 
 void partial_amax(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, const Work& work, Array packed,
                   Stream stream);

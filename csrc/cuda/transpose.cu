@@ -1,7 +1,7 @@
 // Stage transpose: columnwise copies from the gathered rowwise bytes.
 //
-// A thread block turns a square: a thread reads 16 bytes of 4 rows (8 rows of 4-bit codes), turns them in registers into
-// words that run down a column, and leaves those in shared memory, from which columns go out 128 bytes at a time.
+// A thread reads 16 bytes of 4 rows (8 rows of 4-bit codes), turns them in registers into words that run down a column, and
+// leaves those in shared memory, from which columns go out 256 bytes (128 of 4-bit codes) at a time.
 #include "cuda/dispatch.cuh"
 #include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
@@ -16,11 +16,11 @@ struct Matrix {
   __device__ uint8_t* at(int64_t row, int64_t byte) const { return data + row * bytes + byte; }
 };
 
-// Words of a column of a square, 32 in all. The exclusive or keeps the four-word pieces that neighbouring lanes write in
-// different banks, and a piece contiguous.
-template <int kColumnsPerLane>
+// Where word `word` of a column lies, `words` a column. The exclusive or keeps the pieces of four words that neighbouring lanes
+// write in different banks, and a piece contiguous.
+template <int words, int kColumnsPerLane>
 __device__ int place(int column, int word) {
-  return column * 32 + (word ^ (column / kColumnsPerLane % 8 * 4));
+  return column * words + (word ^ (column / kColumnsPerLane % 8 * 4));
 }
 
 // Four rows of four bytes to four columns.
@@ -65,62 +65,74 @@ __device__ void write16(const Matrix& m, int64_t row, int64_t byte, uint4 words)
   for (int i = 0; i < 16 && byte + i < m.bytes; ++i) *m.at(row, byte + i) = (&words.x)[i / 4] >> (i % 4 * 8);
 }
 
+// Turns word i of the 16 bytes of all rows: put(column, word), columns counted from the first of the 16 bytes.
+template <bool kNibbles, int kRows, class Put>
+__device__ void turn_words(uint4 (&rows)[kRows], int i, const Put& put) {
+  if constexpr (kNibbles) {
+    uint32_t even[4], odd[4];  // of byte columns: pairs of rows, of even and of odd codes
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      even[pair] = (&rows[2 * pair].x)[i];
+      odd[pair] = (&rows[2 * pair + 1].x)[i];
+      turn_nibbles(even[pair], odd[pair]);
+    }
+    turn_bytes(even);
+    turn_bytes(odd);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      put(8 * i + 2 * c, even[c]);
+      put(8 * i + 2 * c + 1, odd[c]);
+    }
+  } else {
+    uint32_t words[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) words[r] = (&rows[r].x)[i];
+    turn_bytes(words);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) put(4 * i + c, words[c]);
+  }
+}
+
 template <bool kNibbles>
 __global__ void __launch_bounds__(kTurnThreads)
     turn_kernel(Format format, const int64_t* table, const Item* items, BaseList row_data, BaseList column_data) {
-  constexpr int kRows = kNibbles ? 8 : 4;              // of a thread
-  constexpr int kColumns = kNibbles ? 32 : 16;         // of a thread: 16 bytes
-  constexpr int kSquare = kTurnBytes * kColumns / 16;  // columns of the square
-  __shared__ uint32_t turned[kSquare * 32];
+  constexpr int kPerByte = kNibbles ? 2 : 1;
+  constexpr int kRows = 4 * kPerByte, kColumns = 16 * kPerByte;  // of a thread at a time
+  constexpr int kDown = kTurnThreads / 8, kSteps = kTurnRows / (kDown * kRows);
+  constexpr int kTurned = kTurnBytes * kPerByte, kWords = kTurnRows / kRows;  // columns, and words of each
+  __shared__ uint32_t turned[kTurned * kWords];
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const int per_byte = kNibbles ? 2 : 1;
-  const Matrix from{row_data.at<uint8_t>(w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), w.rows(),
-                    w.columns() / per_byte};
+  const Matrix from{row_data.at<uint8_t>(w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), w.rows(), w.columns() / kPerByte};
   const Matrix to{column_data.at<uint8_t>(w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET), w.columns(),
-                  w.rows() / per_byte};
-  const TurnGrid grid = turn_grid(format, w);
-  const int64_t square_down = item.ordinal / grid.across, square_across = item.ordinal - square_down * grid.across;
-  const int64_t first_row = square_down * grid.codes_down, first_byte = square_across * kTurnBytes;
+                  w.rows() / kPerByte};
+  const uint32_t across = turn_grid(format, w).across, down = item.ordinal / across;
+  const int64_t first_row = static_cast<int64_t>(down) * kTurnRows;
+  const int64_t first_byte = static_cast<int64_t>(item.ordinal - down * across) * kTurnBytes;
 
-  const int across = threadIdx.x % 8, down = threadIdx.x / 8;
-  uint4 rows[kRows];
+  const int lane = threadIdx.x % 8, strip = threadIdx.x / 8;
+  uint4 rows[kSteps][kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) rows[r] = read16(from, first_row + down * kRows + r, first_byte + across * 16);
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // words of the 16 bytes
-    if constexpr (kNibbles) {
-#pragma unroll
-      for (int r = 0; r < kRows; r += 2) turn_nibbles((&rows[r].x)[i], (&rows[r + 1].x)[i]);
-      uint32_t even[4], odd[4];  // rows of byte columns: pairs of rows, of even and of odd codes
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        even[p] = (&rows[2 * p].x)[i];
-        odd[p] = (&rows[2 * p + 1].x)[i];
-      }
-      turn_bytes(even);
-      turn_bytes(odd);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int column = across * kColumns + i * 8 + 2 * c;
-        turned[place<kColumns>(column, down)] = even[c];
-        turned[place<kColumns>(column + 1, down)] = odd[c];
-      }
-    } else {
-      uint32_t words[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) words[r] = (&rows[r].x)[i];
-      turn_bytes(words);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) turned[place<kColumns>(across * kColumns + i * 4 + c, down)] = words[c];
+    for (int r = 0; r < kRows; ++r) {
+      rows[step][r] = read16(from, first_row + (step * kDown + strip) * kRows + r, first_byte + lane * 16);
     }
   }
-  __syncthreads();
-  const int64_t first_column = first_byte * per_byte, first_out = first_row / per_byte;
 #pragma unroll
-  for (int c = down; c < kSquare; c += kTurnThreads / 8) {
-    const uint4 words = *reinterpret_cast<const uint4*>(turned + place<kColumns>(c, across * 4));
-    write16(to, first_column + c, first_out + across * 16, words);
+  for (int step = 0; step < kSteps; ++step) {
+    const auto put = [&](int column, uint32_t word) {
+      turned[place<kWords, kColumns>(lane * kColumns + column, step * kDown + strip)] = word;
+    };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) turn_words<kNibbles>(rows[step], i, put);
+  }
+  __syncthreads();
+  constexpr int kPieces = kWords / 4;  // of 16 bytes, a column
+  for (int i = threadIdx.x; i < kTurned * kPieces; i += kTurnThreads) {
+    const int column = i / kPieces, piece = i % kPieces;
+    const uint4 words = *reinterpret_cast<const uint4*>(turned + place<kWords, kColumns>(column, piece * 4));
+    write16(to, first_byte * kPerByte + column, first_row / kPerByte + piece * 16, words);
   }
 }
 

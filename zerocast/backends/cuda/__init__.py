@@ -34,16 +34,16 @@ def why_not(device: torch.device) -> str | None:
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
     """See ../README.md."""
-    with stream_of(packed) as stream:
-        _C.cuda.partial_amax(
-            _format(fmt),
-            DTYPES[nominal],
-            _master_dtype(masters),
-            addresses(masters),
-            work("amax", fmt, table),
-            _typed(packed),
-            stream,
-        )
+    stream = stream_of(packed)
+    _C.cuda.partial_amax(
+        _format(fmt),
+        DTYPES[nominal],
+        _master_dtype(masters),
+        addresses(masters),
+        work("amax", fmt, table),
+        _typed(packed),
+        stream,
+    )
 
 
 def compute_scales(
@@ -59,9 +59,9 @@ def compute_scales(
     """See ../README.md."""
     partial = torch.empty(table.shape[0] * _C.cuda.PARTIAL_AMAXES, dtype=torch.float32, device=table.device)
     bases = addresses(row_scales), addresses(column_scales), addresses(amaxes), addresses(scales)
-    with stream_of(table) as stream:
-        tables = work("scales", fmt, table)
-        _C.cuda.compute_scales(_format(fmt), _typed(packed), tables, *bases, partial.data_ptr(), _flag(skip), stream)
+    stream = stream_of(table)
+    tables = work("scales", fmt, table)
+    _C.cuda.compute_scales(_format(fmt), _typed(packed), tables, *bases, partial.data_ptr(), _flag(skip), stream)
 
 
 def partial_cast(
@@ -77,21 +77,21 @@ def partial_cast(
     skip: Tensor | None,
 ) -> None:
     """See ../README.md."""
-    with stream_of(table) as stream:
-        _C.cuda.partial_cast(
-            _format(fmt),
-            DTYPES[nominal],
-            _master_dtype(masters),
-            addresses(masters),
-            _typed(packed),
-            addresses(amaxes),
-            addresses(scales),
-            work("cast", fmt, table),
-            addresses(row_data),
-            addresses(column_data),
-            _flag(skip),
-            stream,
-        )
+    stream = stream_of(table)
+    _C.cuda.partial_cast(
+        _format(fmt),
+        DTYPES[nominal],
+        _master_dtype(masters),
+        addresses(masters),
+        _typed(packed),
+        addresses(amaxes),
+        addresses(scales),
+        work("cast", fmt, table),
+        addresses(row_data),
+        addresses(column_data),
+        _flag(skip),
+        stream,
+    )
 
 
 def roll_history(
@@ -104,8 +104,8 @@ def roll_history(
 ) -> None:
     """See ../README.md."""
     bases = addresses(amaxes), addresses(scales), addresses(histories)
-    with stream_of(table) as stream:
-        _C.cuda.roll_history(_format(fmt), work("weights", fmt, table), *bases, _flag(skip), stream)
+    stream = stream_of(table)
+    _C.cuda.roll_history(_format(fmt), work("weights", fmt, table), *bases, _flag(skip), stream)
 
 
 def transpose(
@@ -118,9 +118,9 @@ def transpose(
 ) -> None:
     """See ../README.md."""
     bases = addresses(row_data), addresses(row_scales), addresses(column_data), addresses(column_scales)
-    with stream_of(table) as stream:
-        tables = work("transpose", fmt, table), work("transpose_scales", fmt, table)
-        _C.cuda.transpose(_format(fmt), *tables, *bases, stream)
+    stream = stream_of(table)
+    tables = work("transpose", fmt, table), work("transpose_scales", fmt, table)
+    _C.cuda.transpose(_format(fmt), *tables, *bases, stream)
 
 
 def dequantize(
@@ -137,8 +137,8 @@ def dequantize(
     assert data.is_contiguous() and out.is_contiguous() and (scale_inv is None or scale_inv.is_contiguous())
     source = data.data_ptr(), DTYPES.get(data.dtype, "float32")
     scalars = (0 if scale_inv is None else scale_inv.data_ptr()), (0 if amax is None else amax.data_ptr())
-    with stream_of(out) as stream:
-        _C.cuda.dequantize(_format(fmt), source, *scalars, rows, columns, columnwise, _typed(out), stream)
+    stream = stream_of(out)
+    _C.cuda.dequantize(_format(fmt), source, *scalars, rows, columns, columnwise, _typed(out), stream)
 
 
 def adam_step(
@@ -154,8 +154,8 @@ def adam_step(
     """See ../README.md."""
     state = master.data_ptr(), _typed(grad), _typed(exp_avg), _typed(exp_avg_sq)
     step = _scalars(scalars), clip.data_ptr(), _flag(skip)
-    with stream_of(master) as stream:
-        _C.cuda.adam_step(state, segments.data_ptr(), *segment_work(segments), step, stream)
+    stream = stream_of(master)
+    _C.cuda.adam_step(state, segments.data_ptr(), *segment_work(segments), step, stream)
 
 
 def adam_amax(
@@ -175,9 +175,9 @@ def adam_amax(
     """See ../README.md."""
     state = addresses(masters), *(_typed_bases(tensors) for tensors in (grads, exp_avgs, exp_avg_sqs))
     step = _scalars(scalars), clip.data_ptr(), _flag(skip)
-    with stream_of(table) as stream:
-        tables = work("amax", fmt, table), groups.data_ptr()
-        _C.cuda.adam_amax(_format(fmt), DTYPES[nominal], state, *tables, step, _typed(packed), stream)
+    stream = stream_of(table)
+    tables = work("amax", fmt, table), groups.data_ptr()
+    _C.cuda.adam_amax(_format(fmt), DTYPES[nominal], state, *tables, step, _typed(packed), stream)
 
 
 def _flag(skip: Tensor | None) -> int:

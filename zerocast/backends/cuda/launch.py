@@ -1,16 +1,15 @@
 """What a launch needs beside its tensors, kept in device memory: addresses of bases, and which thread block does what.
 
-Both are made once and found again, and live as long as the tensors that they were made for: a captured graph refers to them. So a
-step copies nothing to the device, and its host work does not grow with the number of weights. Making work reads the table back, the
-only time that the host waits for the device.
+Both are made once, kept on the tensors that they are made for and found there again, so that they live as long as a captured graph
+that refers to those. So a step copies nothing to the device, and its host work does not grow with the number of weights. Making work
+reads the table back, the only time that the host waits for the device.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import extension
 from zerocast.formats import FormatSpec
@@ -18,16 +17,12 @@ from zerocast.formats import FormatSpec
 _C = extension.load()
 
 Work = tuple[int, int, int, int]  # addresses of the table and of (weight, ordinal) pairs, with the length of each
-
-_ITEMS: dict[tuple[str, str], WeakIdKeyDictionary] = {}  # by table, by kind of work and format
-_ADDRESSES = WeakIdKeyDictionary()  # by first base, by address
+Stream = tuple[int, int]  # handle and device
 
 
-@contextlib.contextmanager
-def stream_of(tensor: Tensor) -> Iterator[int]:
-    """The current stream of the tensor's device, which is the current device within."""
-    with torch.cuda.device(tensor.device):
-        yield torch.cuda.current_stream().cuda_stream
+def stream_of(tensor: Tensor) -> Stream:
+    """The current stream of the tensor's device."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index
 
 
 def addresses(tensors: Sequence[Tensor]) -> int:
@@ -35,14 +30,14 @@ def addresses(tensors: Sequence[Tensor]) -> int:
     if not tensors:
         return 0
     values = tuple([tensor.data_ptr() for tensor in tensors])
-    lists: dict[tuple[int, ...], Tensor] = _ADDRESSES.setdefault(tensors[0], {})
+    lists = _kept_on(tensors[0], "_zerocast_addresses")
     if values not in lists:
         lists[values] = torch.tensor(values, dtype=torch.int64).to(tensors[0].device)
-    return lists[values].data_ptr()
+    return int(lists[values].data_ptr())
 
 
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
-    """The thread blocks of a kind of work for a table: amax, cast, scales, transpose, transpose_scales, or weights, which need none."""
+    """The thread blocks of a kind of work for a table: amax, cast, scales, transpose, transpose_scales; or weights, one each."""
     assert table.dtype == torch.int64 and table.is_contiguous(), table
     weights = table.shape[0]
     if kind == "weights":
@@ -64,11 +59,15 @@ def segment_work(segments: Tensor) -> tuple[int, int]:
 
 def _items(key: tuple[str, str], table: Tensor, count: Callable[[Tensor], list[int]]) -> Tensor:
     """int32 `[blocks, 2]`: for each thread block its row of the table and its ordinal among those of that row."""
-    made = _ITEMS.setdefault(key, WeakIdKeyDictionary())
-    if table not in made:
+    made = _kept_on(table, "_zerocast_work")
+    if key not in made:
         counts = torch.tensor(count(table.cpu()), dtype=torch.int64)
         rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
         ordinals = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        made[table] = torch.stack((rows, ordinals), -1).to(torch.int32).to(table.device)
-    items: Tensor = made[table]
-    return items
+        made[key] = torch.stack((rows, ordinals), -1).to(torch.int32).to(table.device)
+    return made[key]
+
+
+def _kept_on(tensor: Tensor, name: str) -> dict[Any, Tensor]:
+    kept: dict[Any, Tensor] = tensor.__dict__.setdefault(name, {})
+    return kept
