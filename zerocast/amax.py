@@ -63,7 +63,8 @@ class PackedAmax:
     def reset(self) -> None:
         """Nothing seen yet."""
         self.buffer.zero_()
-        self._values.fill_(-torch.inf)
+        if self.shared:
+            self._values.fill_(-torch.inf)
 
     def put_shared(self, rank: int) -> None:
         """Enter this rank's elements of the shared bytes, rounded to the nominal dtype."""

@@ -48,12 +48,16 @@ cuda::Stage stage_of(const std::string& name) {
   throw std::invalid_argument("unknown kind of work '" + name + "'");
 }
 
-// Thread blocks of each weight of a table in host memory.
-std::vector<int64_t> block_counts(const std::string& stage, const Format& format, const TableArgument& table) {
+// (first ordinal, count) of the thread blocks of each weight of a table in host memory.
+std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format, const TableArgument& table) {
   const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};
-  std::vector<int64_t> counts;
-  for (int64_t i = 0; i < rows.size; ++i) counts.push_back(cuda::block_count(stage_of(stage), format, rows[i]));
-  return counts;
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (int64_t i = 0; i < rows.size; ++i) {
+    const cuda::Ordinals of_weight = cuda::ordinals(stage_of(stage), format, rows[i]);
+    if (of_weight.first + of_weight.count > INT32_MAX) throw std::invalid_argument("a weight needs too many thread blocks");
+    found.emplace_back(of_weight.first, of_weight.count);
+  }
+  return found;
 }
 
 void partial_amax(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
@@ -112,7 +116,7 @@ void register_cuda(py::module_& m) {
   cuda.attr("PARTIAL_AMAXES") = cuda::kPartialAmaxes;
   cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
   cuda.def("targets", &cuda::targets);
-  cuda.def("block_counts", &block_counts);
+  cuda.def("ordinals", &ordinals);
   cuda.def("partial_amax", &partial_amax, free);
   cuda.def("compute_scales", &compute_scales, free);
   cuda.def("partial_cast", &partial_cast, free);

@@ -8,14 +8,11 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kRowsAtOnce = 2;  // whose arrays are on their way together
-
 // Updates rows of a lane and brings the new masters.
 template <class Grad, class Moment>
 class Updater {
  public:
   using Arrays = AdamArrays<Grad, Moment>;
-  using Rows = AmaxRow[kRowsAtOnce];
 
   __device__ Updater(const Arrays& arrays, const AmaxLane& lane, int height, const AdamScalars& scalars, float clip)
       : arrays_(arrays),
@@ -24,23 +21,23 @@ class Updater {
         clip_(clip),
         whole_(lane.pitch % 4 == 0 && lane.whole(height) && arrays.aligned(lane.element)) {}
 
-  __device__ void update(int first, Rows& x) const {
+  __device__ void update(int first, AmaxElements& x) const {
     if (whole_) {
-      typename Arrays::Loaded loaded[kRowsAtOnce];
+      typename Arrays::Loaded loaded[kAmaxRows];
 #pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) loaded[i] = arrays_.load(element(first + i));
+      for (int i = 0; i < kAmaxRows; ++i) loaded[i] = arrays_.load(element(first + i));
 #pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) arrays_.finish(element(first + i), loaded[i], scalars_, clip_, x[i]);
+      for (int i = 0; i < kAmaxRows; ++i) arrays_.finish(element(first + i), loaded[i], scalars_, clip_, x[i]);
       return;
     }
     // Element by element, then read again: registers are not indexed in a loop.
 #pragma unroll 1
-    for (int i = 0; i < kRowsAtOnce * kAmaxShape.lane_columns; ++i) {
+    for (int i = 0; i < kAmaxRows * kAmaxShape.lane_columns; ++i) {
       const int r = first + i / kAmaxShape.lane_columns, c = i % kAmaxShape.lane_columns;
       if (lane_.owns(r, c)) arrays_.update_one(element(r) + c, scalars_, clip_);
     }
 #pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) {
+    for (int i = 0; i < kAmaxRows; ++i) {
 #pragma unroll
       for (int c = 0; c < kAmaxShape.lane_columns; ++c) {
         x[i][c] = lane_.owns(first + i, c) ? *arrays_.p(element(first + i) + c) : 0.0f;
@@ -69,18 +66,17 @@ __global__ void __launch_bounds__(kAmaxShape.threads())
   if (holds(adam.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(format, w, kAmaxShape), w, item.ordinal,
+  const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(known<kGrid>(format), w, kAmaxShape), w, item.ordinal,
                                                            panel_rows(kGrid), kAmaxShape.warps);
   const AdamArrays<Grad, Moment> arrays{origin_of<Float32>(state.master, w), origin_of<Grad>(state.grad, w),
                                         origin_of<Moment>(state.exp_avg, w), origin_of<Moment>(state.exp_avg_sq, w)};
   const Updater<Grad, Moment> updater(arrays, lane, panel_rows(kGrid), adam.rows[groups[item.weight]], *adam.clip);
   PanelAmaxes<kGrid> amaxes(lane, w, out);
 #pragma unroll 1
-  for (int first = 0; first < panel_rows(kGrid); first += kRowsAtOnce) {
-    AmaxRow x[kRowsAtOnce];
+  for (int first = 0; first < panel_rows(kGrid); first += kAmaxRows) {
+    AmaxElements x;
     updater.update(first, x);
-#pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) amaxes.row(first + i, x[i]);
+    amaxes.rows(first, x);
   }
   amaxes.finish();
 }

@@ -10,6 +10,17 @@ namespace zerocast::cuda {
 // The kinds of block grids that the kernels know: the whole tensor, 128 x 128, 16 x 16, and 1 x 32 with 32 x 1.
 enum class Grid { kTensor, kSquare128, kSquare16, kRowsAndColumns };
 
+// A format whose blocks the compiler knows: what it divides by are powers of two.
+template <Grid kGrid>
+__device__ Format known(Format format) {
+  constexpr int64_t kSide = kGrid == Grid::kSquare128 ? 128 : kGrid == Grid::kSquare16 ? 16 : 0;
+  constexpr bool kOwn = kGrid == Grid::kRowsAndColumns;
+  format.block = kOwn ? Block{1, 32} : Block{kSide, kSide};
+  format.columnwise_block = kOwn ? Block{32, 1} : Block{0, 0};
+  format.columnwise = kOwn ? Columnwise::kOwnGrid : Columnwise::kTranspose;
+  return format;
+}
+
 __host__ __device__ constexpr int panel_rows(Grid grid) {
   return grid == Grid::kRowsAndColumns ? 2 * kPanelRows : kPanelRows;
 }
@@ -34,19 +45,28 @@ struct AmaxSink {
 using AmaxLane = Lane<kAmaxShape.lane_columns>;
 using AmaxRow = Row<kAmaxShape.lane_columns>;
 
-// Amaxes of the blocks under a panel, from its rows one after the other. All threads of a block come with every row, with zeros
-// for what is not owned.
+constexpr int kAmaxRows = 8;  // that a lane brings at once
+using AmaxLane = Lane<kAmaxShape.lane_columns>;
+using AmaxElements = Row<kAmaxShape.lane_columns>[kAmaxRows];
+
+// Amaxes of the blocks under a panel, from eight rows after the other. All threads of a block come with all rows, with zeros for
+// what is not owned.
 template <Grid kGrid>
 class PanelAmaxes {
  public:
   __device__ PanelAmaxes(const AmaxLane& lane, const Weight& w, const AmaxSink& out) : lane_(lane), w_(w), out_(out) {}
 
-  __device__ void row(int, const AmaxRow& x) { most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x)); }
+  __device__ void rows(int, const AmaxElements& x) {
+#pragma unroll
+    for (int r = 0; r < kAmaxRows; ++r) most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x[r]));
+  }
 
   __device__ void finish() const {
     if constexpr (kGrid == Grid::kSquare16) {  // four lanes hold a block in whole, so nobody else writes it
       const float most = greatest<4>(most_);
-      if (threadIdx.x % 4 == 0) out_.store(w_[column::ROW_AMAX] + lane_.row / 16 * (lane_.columns / 16) + lane_.column / 16, most);
+      if (threadIdx.x % 4 == 0) {
+        out_.store(w_[column::ROW_AMAX] + lane_.row / 16 * (lane_.columns / 16) + lane_.column / 16, most);
+      }
       return;
     }
     const float most = greatest_of_block();
@@ -76,6 +96,17 @@ class PanelAmaxes {
   float most_ = 0.0f;
 };
 
+// Halves a list that two lanes have by turns: the lane with the bit keeps the upper half, and what both have becomes the maximum.
+template <int n>
+__device__ void fold(float (&of)[n], int bit) {
+  const bool upper = threadIdx.x & bit;
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) {
+    const float kept = upper ? of[n / 2 + i] : of[i], given = upper ? of[i] : of[n / 2 + i];
+    of[i] = fmaxf(kept, __shfl_xor_sync(0xFFFFFFFFu, given, bit));
+  }
+}
+
 // Blocks of 1 x 32, eight lanes a row, and of 32 x 1, which a lane goes down.
 template <>
 class PanelAmaxes<Grid::kRowsAndColumns> {
@@ -83,11 +114,21 @@ class PanelAmaxes<Grid::kRowsAndColumns> {
   __device__ PanelAmaxes(const AmaxLane& lane, const Weight& w, const AmaxSink& out)
       : lane_(lane), w_(w), out_(out), across_(lane.columns / 32) {}
 
-  __device__ void row(int r, const AmaxRow& x) {
-    const float most = greatest<8>(row_amax<kAmaxShape.lane_columns>(x));
-    if (threadIdx.x % 8 == 0) out_.store(w_[column::ROW_AMAX] + (lane_.row + r) * across_ + lane_.column / 32, most);
+  // Eight lanes fold eight rows until each has one of them: 7 shuffles, where reducing row by row takes 24.
+  __device__ void rows(int first, const AmaxElements& x) {
+    float eight[kAmaxRows];
 #pragma unroll
-    for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[c]));
+    for (int r = 0; r < kAmaxRows; ++r) {
+      eight[r] = row_amax<kAmaxShape.lane_columns>(x[r]);
+#pragma unroll
+      for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[r][c]));
+    }
+    fold(eight, 4);
+    float four[4] = {eight[0], eight[1], eight[2], eight[3]};
+    fold(four, 2);
+    float two[2] = {four[0], four[1]};
+    fold(two, 1);
+    out_.store(w_[column::ROW_AMAX] + (lane_.row + first + threadIdx.x % 8) * across_ + lane_.column / 32, two[0]);
   }
 
   __device__ void finish() const {

@@ -97,10 +97,12 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
   }
 }
 
-template <class Packed, ScaleRule kRule>
+template <class Packed, ScaleRule kRule, Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
-    scale_kernel(Format format, const int64_t* table, const Item* items, Amaxes packed, ScaleOutputs out, const bool* skip) {
+    scale_kernel(Format given, const int64_t* table, const Item* items, Amaxes packed, ScaleOutputs out, const bool* skip) {
   if (holds(skip)) return;
+  Format format = known<kGrid>(given);
+  format.scale_rule = kRule;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const uint32_t thread = item.ordinal * kScaleThreads + threadIdx.x;
@@ -126,14 +128,9 @@ __global__ void __launch_bounds__(kScaleThreads)
   }
 }
 
-template <ScaleRule rule>
-using RuleConstant = std::integral_constant<ScaleRule, rule>;
-
-template <class Body>
-void for_rule(ScaleRule rule, const Body& body) {
-  if (rule == ScaleRule::kE8M0) return body(RuleConstant<ScaleRule::kE8M0>{});
-  if (rule == ScaleRule::kTwoLevel) return body(RuleConstant<ScaleRule::kTwoLevel>{});
-  return body(RuleConstant<ScaleRule::kFP32>{});
+// The scale rule that goes with a kind of grid.
+constexpr ScaleRule rule_of(Grid grid) {
+  return grid == Grid::kSquare16 ? ScaleRule::kTwoLevel : grid == Grid::kRowsAndColumns ? ScaleRule::kE8M0 : ScaleRule::kFP32;
 }
 
 }  // namespace
@@ -146,9 +143,12 @@ void compute_scales(const Format& format, Array packed, const Work& work, Device
     launch(partial_maxima_kernel, work.weights * kPartialAmaxes, kScaleThreads, stream, format, table_of(work),
            amaxes_of(packed), out.partial);
   }
-  for_rule(format.scale_rule, [&](auto rule) {
-    constexpr ScaleRule kRule = decltype(rule)::value;
-    const auto kernel = packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kRule> : scale_kernel<Float32, kRule>;
+  for_grid(format, [&](auto grid) {
+    constexpr Grid kGrid = decltype(grid)::value;
+    constexpr ScaleRule kRule = rule_of(kGrid);
+    if (format.scale_rule != kRule) throw std::invalid_argument("the CUDA kernels have no such scales for these blocks");
+    const auto kernel =
+        packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kRule, kGrid> : scale_kernel<Float32, kRule, kGrid>;
     launch(kernel, work.blocks, kScaleThreads, stream, format, table_of(work), items_of(work), amaxes_of(packed), out,
            flag_of(skip));
   });

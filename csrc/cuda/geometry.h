@@ -41,9 +41,7 @@ struct PanelGrid {
   int64_t origin;  // the element that row 0 starts with; of a span without blocks it may lie before the span
   int64_t pitch;   // elements from row to row
   int64_t rows, columns;
-  int64_t first_row;  // of the first thread block
-  uint32_t across;    // thread blocks side by side
-  int64_t blocks;
+  uint32_t across;  // thread blocks side by side
 };
 
 ZC_HD int panel_rows(const Format& format) {
@@ -51,15 +49,25 @@ ZC_HD int panel_rows(const Format& format) {
 }
 
 ZC_HD PanelGrid panel_grid(const Format& format, const Weight& w, PanelShape shape) {
-  const int64_t height = panel_rows(format) * shape.warps, width = shape.width();
-  const bool empty = w.stop() == w.start();
+  const int64_t width = shape.width();
   if (!format.block && !format.columnwise_block) {
     const int64_t origin = w.start() / kCastShape.lane_columns * kCastShape.lane_columns;
-    return {origin, width, INT64_MAX / width, width, 0, 1, empty ? 0 : (w.stop() - origin - 1) / (height * width) + 1};
+    return {origin, width, INT64_MAX / width, width, 1};
   }
-  const int64_t columns = w.columns(), across = (columns - 1) / width + 1;
-  const int64_t first = w.start() / columns / height, last = empty ? first - 1 : (w.stop() - 1) / columns / height;
-  return {0, columns, w.rows(), columns, first * height, static_cast<uint32_t>(across), (last - first + 1) * across};
+  return {0, w.columns(), w.rows(), w.columns(), static_cast<uint32_t>((w.columns() - 1) / width + 1)};
+}
+
+// Ordinals of the thread blocks of a weight, counted from the panels of its first row on, wherever the span begins.
+struct Ordinals {
+  int64_t first, count;
+};
+
+inline Ordinals panel_ordinals(const Format& format, const Weight& w, PanelShape shape) {
+  if (w.stop() == w.start()) return {0, 0};
+  const PanelGrid grid = panel_grid(format, w, shape);
+  const int64_t height = panel_rows(format) * shape.warps;
+  const int64_t first = (w.start() - grid.origin) / grid.pitch / height, last = (w.stop() - 1 - grid.origin) / grid.pitch / height;
+  return {first * grid.across, (last - first + 1) * grid.across};
 }
 
 // Threads that fill one scale buffer; in 32 bits, as are its rows and columns: 64-bit divisions would cost more than the rest.
@@ -89,24 +97,22 @@ ZC_HD TurnGrid turn_grid(const Format& format, const Weight& w) {
   return {(bytes + kTurnBytes - 1) / kTurnBytes, (w.rows() + kTurnRows - 1) / kTurnRows};
 }
 
-// Thread blocks that a stage needs for one weight.
-inline int64_t block_count(Stage stage, const Format& format, const Weight& w) {
-  const auto blocks = [](int64_t threads, int64_t size) { return (threads + size - 1) / size; };
+inline Ordinals ordinals(Stage stage, const Format& format, const Weight& w) {
+  const auto blocks = [](int64_t threads) { return Ordinals{0, (threads + kScaleThreads - 1) / kScaleThreads}; };
   switch (stage) {
     case Stage::kAmaxPanels:
-      return panel_grid(format, w, kAmaxShape).blocks;
+      return panel_ordinals(format, w, kAmaxShape);
     case Stage::kCastPanels:
-      return panel_grid(format, w, kCastShape).blocks;
+      return panel_ordinals(format, w, kCastShape);
     case Stage::kScales:
       return blocks(static_cast<int64_t>(scale_threads(rowwise_scale_buffer(format, w.rows(), w.columns()))) +
-                        own_scale_threads(format, w),
-                    kScaleThreads);
+                    own_scale_threads(format, w));
     case Stage::kTranspose:
-      return turn_grid(format, w).across * turn_grid(format, w).down;
+      return {0, turn_grid(format, w).across * turn_grid(format, w).down};
     case Stage::kTransposeScales:
-      return format.block ? blocks(scale_threads(columnwise_scale_buffer(format, w.rows(), w.columns())), kScaleThreads) : 0;
+      return blocks(format.block ? scale_threads(columnwise_scale_buffer(format, w.rows(), w.columns())) : 0);
   }
-  return 0;
+  return {0, 0};
 }
 
 }  // namespace zerocast::cuda

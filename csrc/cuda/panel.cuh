@@ -32,7 +32,7 @@ __device__ Lane<kColumns> find_lane(const PanelGrid& grid, const Weight& w, uint
   const uint32_t group = ordinal / grid.across, across = ordinal - group * grid.across;
   const int64_t band = static_cast<int64_t>(group) * warps + threadIdx.x / kWarpLanes;
   Lane<kColumns> lane;
-  lane.row = grid.first_row + band * panel_rows;
+  lane.row = band * panel_rows;
   lane.column = static_cast<int64_t>(across) * (kWarpLanes * kColumns) + threadIdx.x % kWarpLanes * kColumns;
   lane.pitch = grid.pitch;
   lane.rows = grid.rows;

@@ -6,9 +6,7 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kStep = 8;  // rows whose elements are on their way together
-
-// Thread blocks a multiprocessor: shuffles of single rows want more warps to hide behind, the others more registers.
+// Thread blocks a multiprocessor: shuffles want more warps to hide behind, the others more registers.
 constexpr int min_blocks(Grid grid) { return grid == Grid::kRowsAndColumns ? 3 : 1; }
 
 template <class Storage, Grid kGrid>
@@ -16,16 +14,15 @@ __global__ void __launch_bounds__(kAmaxShape.threads(), min_blocks(kGrid))
     amax_kernel(Format format, const int64_t* table, const Item* items, BaseList masters, AmaxSink out) {
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(format, w, kAmaxShape), w, item.ordinal,
+  const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(known<kGrid>(format), w, kAmaxShape), w, item.ordinal,
                                                            panel_rows(kGrid), kAmaxShape.warps);
   const MasterReader<Storage, kAmaxShape.lane_columns> masters_of(lane, origin_of<Storage>(masters, w), panel_rows(kGrid));
   PanelAmaxes<kGrid> amaxes(lane, w, out);
 #pragma unroll 1
-  for (int first = 0; first < panel_rows(kGrid); first += kStep) {
-    AmaxRow x[kStep];
+  for (int first = 0; first < panel_rows(kGrid); first += kAmaxRows) {
+    AmaxElements x;
     masters_of.read(first, x);
-#pragma unroll
-    for (int r = 0; r < kStep; ++r) amaxes.row(first + r, x[r]);
+    amaxes.rows(first, x);
   }
   amaxes.finish();
 }

@@ -120,8 +120,10 @@ __device__ inline uint64_t data_origin(const BaseList& bases, const Weight& w, c
   return bases.addresses[w[base]] + w[offset];
 }
 
-__device__ inline CastLane cast_lane(const CastInputs& in, const Weight& w, const Item& item) {
-  return find_lane<kColumns>(panel_grid(in.format, w, kCastShape), w, item.ordinal, panel_rows(in.format), kCastShape.warps);
+template <Grid kGrid>
+__device__ CastLane cast_lane(const CastInputs& in, const Weight& w, const Item& item) {
+  const PanelGrid grid = panel_grid(known<kGrid>(in.format), w, kCastShape);
+  return find_lane<kColumns>(grid, w, item.ordinal, panel_rows(kGrid), kCastShape.warps);
 }
 
 // Thread blocks a multiprocessor: the longer arithmetic of 4-bit codes wants more warps to hide behind.
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const CastLane lane = cast_lane(in, w, item);
+  const CastLane lane = cast_lane<kGrid>(in, w, item);
   if (lane.empty()) return;
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kPanelRows);
   const uint64_t data = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kCastShape.threads(), 4)
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const CastLane lane = cast_lane(in, w, item);
+  const CastLane lane = cast_lane<Grid::kRowsAndColumns>(in, w, item);
   if (lane.row >= lane.rows) return;
   const RowMultipliers rows(in, w, lane);
   CastRow columns;
@@ -227,7 +229,7 @@ __global__ void __launch_bounds__(kCastShape.threads())
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const CastLane lane = cast_lane(in, w, item);
+  const CastLane lane = cast_lane<Grid::kTensor>(in, w, item);
   if (lane.empty()) return;
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kPanelRows);
   const uint64_t out = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET) +

@@ -137,8 +137,11 @@ __global__ void __launch_bounds__(kTurnThreads)
 }
 
 // A thread takes four neighbouring columns of some rows of the columnwise buffer.
+template <Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
-    turn_scales_kernel(Format format, const int64_t* table, const Item* items, BaseList row_scales, BaseList column_scales) {
+    turn_scales_kernel(Format given, const int64_t* table, const Item* items, BaseList row_scales, BaseList column_scales) {
+  Format format = known<kGrid>(given);
+  format.scale_rule = kGrid == Grid::kSquare16 ? ScaleRule::kTwoLevel : ScaleRule::kFP32;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const ScaleBuffer from = rowwise_scale_buffer(format, w.rows(), w.columns());
@@ -173,8 +176,10 @@ void transpose(const Format& format, const Work& data, const Work& scales, Devic
   const auto kernel = format.elements_per_byte() == 2 ? turn_kernel<true> : turn_kernel<false>;
   launch(kernel, data.blocks, kTurnThreads, stream, format, table_of(data), items_of(data), bases_of(row_data),
          bases_of(column_data));
-  launch(turn_scales_kernel, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales),
-         bases_of(row_scales), bases_of(column_scales));
+  if (scales.blocks == 0) return;
+  const auto of_scales = is(format.block, 16, 16) ? turn_scales_kernel<Grid::kSquare16> : turn_scales_kernel<Grid::kSquare128>;
+  launch(of_scales, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales), bases_of(row_scales),
+         bases_of(column_scales));
 }
 
 }  // namespace zerocast::cuda

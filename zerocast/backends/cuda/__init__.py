@@ -15,7 +15,7 @@ from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.extension import DTYPES
 from zerocast.extension import format_of as _format
 from zerocast.extension import typed as _typed
-from zerocast.formats import FormatSpec
+from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
 PREFERENCE = 2
@@ -57,7 +57,8 @@ def compute_scales(
     scales: list[Tensor],
 ) -> None:
     """See ../README.md."""
-    partial = torch.empty(table.shape[0] * _C.cuda.PARTIAL_AMAXES, dtype=torch.float32, device=table.device)
+    scratch = table.shape[0] * _C.cuda.PARTIAL_AMAXES if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
+    partial = torch.empty(scratch, dtype=torch.float32, device=table.device) if scratch else table
     bases = addresses(row_scales), addresses(column_scales), addresses(amaxes), addresses(scales)
     stream = stream_of(table)
     tables = work("scales", fmt, table)

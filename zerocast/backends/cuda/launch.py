@@ -20,9 +20,15 @@ Work = tuple[int, int, int, int]  # addresses of the table and of (weight, ordin
 Stream = tuple[int, int]  # handle and device
 
 
+_current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)  # without a Stream object, which takes ten times as long to make as the rest of a call
+
+
 def stream_of(tensor: Tensor) -> Stream:
     """The current stream of the tensor's device."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index
+    index = tensor.get_device()
+    return _current_stream(index), index
 
 
 def addresses(tensors: Sequence[Tensor]) -> int:
@@ -45,7 +51,7 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
     items = _items(
         (kind, str(fmt)),
         table,
-        lambda host: _C.cuda.block_counts(kind, extension.format_of(fmt), (host.data_ptr(), weights)),
+        lambda host: _C.cuda.ordinals(kind, extension.format_of(fmt), (host.data_ptr(), weights)),
     )
     return table.data_ptr(), weights, items.data_ptr(), items.shape[0]
 
@@ -53,18 +59,18 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
 def segment_work(segments: Tensor) -> tuple[int, int]:
     """(address of pairs, number of thread blocks) for rows of (offset, numel, row of scalars)."""
     size = _C.cuda.SEGMENT_ELEMENTS
-    items = _items(("segments", ""), segments, lambda host: [-(-numel // size) for numel in host[:, 1].tolist()])
+    items = _items(("segments", ""), segments, lambda host: [(0, -(-numel // size)) for numel in host[:, 1].tolist()])
     return items.data_ptr(), items.shape[0]
 
 
-def _items(key: tuple[str, str], table: Tensor, count: Callable[[Tensor], list[int]]) -> Tensor:
-    """int32 `[blocks, 2]`: for each thread block its row of the table and its ordinal among those of that row."""
+def _items(key: tuple[str, str], table: Tensor, ordinals: Callable[[Tensor], list[tuple[int, int]]]) -> Tensor:
+    """int32 `[blocks, 2]`: for each thread block its row of the table and its ordinal, `ordinals` being (first, count) a row."""
     made = _kept_on(table, "_zerocast_work")
     if key not in made:
-        counts = torch.tensor(count(table.cpu()), dtype=torch.int64)
-        rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        ordinals = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        made[key] = torch.stack((rows, ordinals), -1).to(torch.int32).to(table.device)
+        first, count = torch.tensor(ordinals(table.cpu()), dtype=torch.int64).view(-1, 2).unbind(1)
+        rows = torch.repeat_interleave(torch.arange(len(count)), count)
+        ordinal = torch.arange(len(rows)) + (first - (count.cumsum(0) - count))[rows]
+        made[key] = torch.stack((rows, ordinal), -1).to(torch.int32).to(table.device)
     return made[key]
 
 
