@@ -1,4 +1,4 @@
-"""Captured steps: the bits of ordinary ones, and what is refused. On the CPU the graph is played by a function that runs again."""
+"""Captured steps: the bits of ordinary ones, and what is refused. On the CPU a function that runs again plays the graph."""
 
 import dataclasses
 import warnings
