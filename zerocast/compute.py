@@ -1,7 +1,8 @@
 """Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the columnwise copy.
 
 The weight gradient is computed in the nominal dtype, or in FP32 when the weight's `grad_dtype` says so; it never needs the weight.
-Weights are dequantized into a temporary and multiplied; what autograd keeps for the backward pass is the quantized weight.
+The other two are computed by a path of `zerocast.gemm`, the same one for a forward pass and its backward pass. What autograd keeps
+for the backward pass is the quantized weight and the input as it came.
 """
 
 from collections.abc import Callable
@@ -11,16 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zerocast import gemm
+
 
 class _Product(torch.autograd.Function):
     """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is `[..., features]`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.transposed = bias is not None, transposed
-        w = weight.read(columnwise=False, dtype=x.dtype)
-        return torch.nn.functional.linear(x, w.t() if transposed else w, bias)
+        ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
+        return gemm.PATHS[path].forward(x, weight, bias, transposed)
 
     @staticmethod
     @once_differentiable
@@ -28,15 +30,14 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            w = weight.read(columnwise=True, dtype=x.dtype)
-            grad_x = grad @ (w.t() if ctx.transposed else w)
+            grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed)
         rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[1]:
             left, right = (x_rows, rows) if ctx.transposed else (rows, x_rows)
             grad_weight = _weight_gradient(weight, left, right)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _weight_gradient(weight: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
         raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
     with torch.autocast(x.device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
-        y: Tensor = _Product.apply(x.to(dtype), weight, bias, transposed)  # type: ignore[no-untyped-call]
+        path = gemm.path_of(weight, dtype, transposed)
+        y: Tensor = _Product.apply(x.to(dtype), weight, bias, transposed, path)  # type: ignore[no-untyped-call]
         return y
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import backends, compute, layout, ops
+from zerocast import backends, compute, gemm, layout, ops
 from zerocast.formats import Columnwise, FormatSpec, get_format
 from zerocast.layout import BUFFERS
 from zerocast.weight_state import WeightState
@@ -127,11 +127,20 @@ class QuantizedWeight(Tensor):
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
         """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
-        data = self._fresh_columnwise() if columnwise else self.rowwise_data
-        scale_inv = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
+        data, scale_inv = self.direction(columnwise)
         backend, key = backends.choose(data.device), str(self.format)
         value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
         return value
+
+    def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
+        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy."""
+        if columnwise:
+            return self._fresh_columnwise(), self.columnwise_scale_inv
+        return self.rowwise_data, self.rowwise_scale_inv
+
+    def gemm_choice(self) -> gemm.Choice:
+        """How `linear` runs with this weight and an input of the nominal dtype, and why not on tensor cores."""
+        return gemm.choice_of(self, self.dtype)
 
     def _fresh_columnwise(self) -> Tensor:
         """The columnwise data if it belongs to the last cast, rebuilt first where that was asked for; else RuntimeError."""

@@ -1,7 +1,8 @@
 """WeightState: the storage of one weight, common to all objects that stand for it (parameter, detached, transposed)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class WeightState:
     """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
 
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
-    `was_cast` remembers casts that its present freshness does not count.
+    `was_cast` remembers casts that its present freshness does not count. `choices` keeps what `zerocast.gemm` decided for the
+    storage as it lies now.
     """
 
     format: FormatSpec
@@ -39,6 +41,8 @@ class WeightState:
     freshness: Freshness = field(default_factory=Freshness)
     columnwise_cast: int = 0
     was_cast: bool = False
+    choices: dict[Hashable, Any] = field(default_factory=dict)
+    _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
@@ -79,6 +83,7 @@ class WeightState:
     def join(self, freshness: Freshness) -> None:
         """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan notices that it lost the weight."""
         fresh = self.columnwise_is_fresh()
+        self._forget()
         self.was_cast = self.ever_cast
         self.freshness = freshness
         self.columnwise_cast = freshness.cast if fresh else -1
@@ -113,6 +118,7 @@ class WeightState:
             if source is not None:
                 target.copy_(source)
             self.buffers[name] = target
+        self._forget()
         self._share_scalar()
         _moved()
 
@@ -122,11 +128,25 @@ class WeightState:
             ours, theirs = self.buffers[name], other.buffers[name]
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
+        self._forget()
         self.was_cast = True
         if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
             self.mark_columnwise()
         else:
             self.drop_columnwise()  # it was the copy of the old bytes
+
+    def once_a_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` derives from the bytes of the last cast, kept until the next cast or until the bytes change or move."""
+        cast, value = self._derived.get(name, (-1, None))
+        if value is None or cast != self.freshness.cast:
+            value = make()
+            self._derived[name] = self.freshness.cast, value
+        return value
+
+    def _forget(self) -> None:
+        """Of what was worked out for the storage and the bytes as they were."""
+        self.choices.clear()
+        self._derived.clear()
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is left out."""

@@ -37,7 +37,8 @@ cuda::AdamStep step_of(const StepArgument& step) {
 }
 
 cuda::Stage stage_of(const std::string& name) {
-  if (name == "panels") return cuda::Stage::kPanels;
+  if (name == "amax") return cuda::Stage::kAmaxPanels;
+  if (name == "cast") return cuda::Stage::kCastPanels;
   if (name == "scales") return cuda::Stage::kScales;
   if (name == "transpose") return cuda::Stage::kTranspose;
   if (name == "transpose_scales") return cuda::Stage::kTransposeScales;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec.h"
-#include "cuda/memory.cuh"
+#include "cuda/panel.cuh"
 #include "cuda/stages.h"
 
 namespace zerocast::cuda {
@@ -32,48 +32,12 @@ inline AdamInputs inputs_of(const AdamStep& step) {
           reinterpret_cast<const bool*>(step.skip)};
 }
 
-// Four elements from an address that is aligned to them.
-template <class Storage>
-struct Four {
-  using Word = typename Storage::Word;
-  struct alignas(4 * sizeof(Word)) Words {
-    Word at[4];
-  };
-
-  __device__ static void load(const Word* at, float (&x)[4]) {
-    Words words;
-    if constexpr (sizeof(Word) == 4) {
-      const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(at));
-      memcpy(&words, &bits, sizeof bits);
-    } else {
-      const uint2 bits = __ldcs(reinterpret_cast<const uint2*>(at));
-      memcpy(&words, &bits, sizeof bits);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = Storage::widen(words.at[i]);
-  }
-
-  __device__ static void store(Word* at, const float (&x)[4]) {
-    Words words;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words.at[i] = Storage::narrow(x[i]);
-    if constexpr (sizeof(Word) == 4) {
-      uint4 bits;
-      memcpy(&bits, &words, sizeof bits);
-      __stcs(reinterpret_cast<uint4*>(at), bits);
-    } else {
-      uint2 bits;
-      memcpy(&bits, &words, sizeof bits);
-      __stcs(reinterpret_cast<uint2*>(at), bits);
-    }
-  }
-};
-
 // The four arrays of one optimizer state, from element 0 of a weight or of a flat shard on.
 template <class Grad, class Moment>
 struct AdamArrays {
   uint64_t master, grad, exp_avg, exp_avg_sq;
 
+  __device__ uint32_t* words(int64_t e) const { return reinterpret_cast<uint32_t*>(master) + e; }
   __device__ float* p(int64_t e) const { return reinterpret_cast<float*>(master) + e; }
   __device__ const typename Grad::Word* g(int64_t e) const { return reinterpret_cast<const typename Grad::Word*>(grad) + e; }
   __device__ typename Moment::Word* m(int64_t e) const { return reinterpret_cast<typename Moment::Word*>(exp_avg) + e; }
@@ -86,25 +50,31 @@ struct AdamArrays {
     return (off(p(e), 16) | off(g(e), kGrad) | off(m(e), kMoment) | off(v(e), kMoment)) == 0;
   }
 
+  // Four elements from an aligned place on, on their way together.
   struct Loaded {
-    float p[4], g[4], m[4], v[4];
+    Four<Float32> p;
+    Four<Grad> g;
+    Four<Moment> m, v;
   };
 
   __device__ Loaded load(int64_t e) const {
-    Loaded x;
-    Four<Float32>::load(reinterpret_cast<const uint32_t*>(p(e)), x.p);
-    Four<Grad>::load(g(e), x.g);
-    Four<Moment>::load(m(e), x.m);
-    Four<Moment>::load(v(e), x.v);
-    return x;
+    return {Four<Float32>::load(words(e)), Four<Grad>::load(g(e)), Four<Moment>::load(m(e)), Four<Moment>::load(v(e))};
   }
 
-  __device__ void finish(int64_t e, Loaded& x, const AdamScalars& s, float clip) const {
+  // Updates and stores them; brings the new masters.
+  __device__ void finish(int64_t e, Loaded x, const AdamScalars& s, float clip, float (&masters)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) adamw(x.p[i], x.g[i], x.m[i], x.v[i], s, clip);
-    Four<Float32>::store(reinterpret_cast<uint32_t*>(p(e)), x.p);
-    Four<Moment>::store(m(e), x.m);
-    Four<Moment>::store(v(e), x.v);
+    for (int i = 0; i < 4; ++i) {
+      float m1 = x.m[i], v1 = x.v[i];
+      masters[i] = x.p[i];
+      adamw(masters[i], x.g[i], m1, v1, s, clip);
+      x.p.words[i] = Float32::narrow(masters[i]);
+      x.m.words[i] = Moment::narrow(m1);
+      x.v.words[i] = Moment::narrow(v1);
+    }
+    x.p.store(words(e));
+    x.m.store(m(e));
+    x.v.store(v(e));
   }
 
   __device__ void update_one(int64_t e, const AdamScalars& s, float clip) const {

@@ -8,45 +8,54 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kRowsAtOnce = 2;  // whose four arrays are on their way together
+constexpr int kRowsAtOnce = 2;  // whose arrays are on their way together
 
 // Updates rows of a lane and brings the new masters.
 template <class Grad, class Moment>
-struct Updater {
+class Updater {
+ public:
   using Arrays = AdamArrays<Grad, Moment>;
-  Arrays arrays;
-  AdamScalars scalars;
-  float clip;
+  using Rows = AmaxRow[kRowsAtOnce];
 
-  __device__ bool fast(const Lane& lane) const {
-    return lane.pitch % 4 == 0 && lane.whole(0, 0) && arrays.aligned(lane.element);
-  }
+  __device__ Updater(const Arrays& arrays, const AmaxLane& lane, int height, const AdamScalars& scalars, float clip)
+      : arrays_(arrays),
+        lane_(lane),
+        scalars_(scalars),
+        clip_(clip),
+        whole_(lane.pitch % 4 == 0 && lane.whole(height) && arrays.aligned(lane.element)) {}
 
-  __device__ void whole_rows(int64_t element, int64_t pitch, Row (&x)[kRowsAtOnce]) const {
-    typename Arrays::Loaded loaded[kRowsAtOnce][2];
+  __device__ void update(int first, Rows& x) const {
+    if (whole_) {
+      typename Arrays::Loaded loaded[kRowsAtOnce];
 #pragma unroll
-    for (int i = 0; i < 2 * kRowsAtOnce; ++i) loaded[i / 2][i % 2] = arrays.load(element + i / 2 * pitch + i % 2 * 4);
+      for (int i = 0; i < kRowsAtOnce; ++i) loaded[i] = arrays_.load(element(first + i));
 #pragma unroll
-    for (int i = 0; i < 2 * kRowsAtOnce; ++i) {
-      arrays.finish(element + i / 2 * pitch + i % 2 * 4, loaded[i / 2][i % 2], scalars, clip);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[i / 2][i % 2 * 4 + c] = loaded[i / 2][i % 2].p[c];
+      for (int i = 0; i < kRowsAtOnce; ++i) arrays_.finish(element(first + i), loaded[i], scalars_, clip_, x[i]);
+      return;
     }
-  }
-
-  // Element by element, then read again: registers are not indexed in a loop.
-  __device__ void owned_rows(const Lane& lane, int first, Row (&x)[kRowsAtOnce]) const {
+    // Element by element, then read again: registers are not indexed in a loop.
 #pragma unroll 1
-    for (int i = 0; i < kRowsAtOnce * kLaneColumns; ++i) {
-      const int r = first + i / kLaneColumns, c = i % kLaneColumns;
-      if (lane.owns(r, c)) arrays.update_one(lane.element + r * lane.pitch + c, scalars, clip);
+    for (int i = 0; i < kRowsAtOnce * kAmaxShape.lane_columns; ++i) {
+      const int r = first + i / kAmaxShape.lane_columns, c = i % kAmaxShape.lane_columns;
+      if (lane_.owns(r, c)) arrays_.update_one(element(r) + c, scalars_, clip_);
     }
 #pragma unroll
-    for (int i = 0; i < kRowsAtOnce * kLaneColumns; ++i) {
-      const int r = first + i / kLaneColumns, c = i % kLaneColumns;
-      x[i / kLaneColumns][c] = lane.owns(r, c) ? *arrays.p(lane.element + r * lane.pitch + c) : 0.0f;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+#pragma unroll
+      for (int c = 0; c < kAmaxShape.lane_columns; ++c) {
+        x[i][c] = lane_.owns(first + i, c) ? *arrays_.p(element(first + i) + c) : 0.0f;
+      }
     }
   }
+
+ private:
+  __device__ int64_t element(int r) const { return lane_.element + r * lane_.pitch; }
+
+  const Arrays arrays_;
+  const AmaxLane& lane_;
+  const AdamScalars scalars_;
+  const float clip_;
+  const bool whole_;
 };
 
 struct StateBases {
@@ -54,30 +63,24 @@ struct StateBases {
 };
 
 template <class Grad, class Moment, Grid kGrid>
-__global__ void __launch_bounds__(kPanelThreads)
+__global__ void __launch_bounds__(kAmaxShape.threads())
     adam_amax_kernel(Format format, const int64_t* table, const Item* items, StateBases state, const int64_t* groups,
                      AdamInputs adam, AmaxSink out) {
   if (holds(adam.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  Lane lane;
-  if (!find_lane(panel_grid(format, w), w, item.ordinal, panel_rows(format), lane)) return;
-  const Updater<Grad, Moment> update{{origin_of<Float32>(state.master, w), origin_of<Grad>(state.grad, w),
-                                      origin_of<Moment>(state.exp_avg, w), origin_of<Moment>(state.exp_avg_sq, w)},
-                                     adam.rows[groups[item.weight]],
-                                     *adam.clip};
-  PanelAmaxes<kGrid> amaxes(lane, w, format, out);
-  const bool first_half = update.fast(lane), second_half = update.fast(down(lane, panel_rows(kGrid) - kPanelRows));
+  const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(format, w, kAmaxShape), w, item.ordinal,
+                                                           panel_rows(kGrid), kAmaxShape.warps);
+  const AdamArrays<Grad, Moment> arrays{origin_of<Float32>(state.master, w), origin_of<Grad>(state.grad, w),
+                                        origin_of<Moment>(state.exp_avg, w), origin_of<Moment>(state.exp_avg_sq, w)};
+  const Updater<Grad, Moment> updater(arrays, lane, panel_rows(kGrid), adam.rows[groups[item.weight]], *adam.clip);
+  PanelAmaxes<kGrid> amaxes(lane, w, out);
 #pragma unroll 1
-  for (int r = 0; r < panel_rows(kGrid); r += kRowsAtOnce) {
-    Row x[kRowsAtOnce];
-    if (r < kPanelRows ? first_half : second_half) {
-      update.whole_rows(lane.element + r * lane.pitch, lane.pitch, x);
-    } else {
-      update.owned_rows(lane, r, x);
-    }
+  for (int first = 0; first < panel_rows(kGrid); first += kRowsAtOnce) {
+    AmaxRow x[kRowsAtOnce];
+    updater.update(first, x);
 #pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) amaxes.row(r + i, x[i]);
+    for (int i = 0; i < kRowsAtOnce; ++i) amaxes.row(first + i, x[i]);
   }
   amaxes.finish();
 }
@@ -90,7 +93,7 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
                          bases_of(state.exp_avg_sq.address)};
   for_states(state, [&](auto grad, auto moment) {
     for_grid(format, [&](auto grid) {
-      launch(adam_amax_kernel<decltype(grad), decltype(moment), decltype(grid)::value>, work.blocks, kPanelThreads, stream,
+      launch(adam_amax_kernel<decltype(grad), decltype(moment), decltype(grid)::value>, work.blocks, kAmaxShape.threads(), stream,
              format, table_of(work), items_of(work), bases, reinterpret_cast<const int64_t*>(groups), inputs_of(step),
              AmaxSink{amaxes_of(packed), nominal});
     });

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPieces = 4;  // of four elements, a thread
+constexpr int kAtOnce = 2;  // pieces whose arrays are on their way together
 
 struct Segment {
   int64_t offset, numel, scalars;
@@ -23,16 +24,25 @@ __global__ void __launch_bounds__(kThreads)
   const float clip = *adam.clip;
   const int64_t first = static_cast<int64_t>(item.ordinal) * kSegmentElements;
   const bool aligned = arrays.aligned(segment.offset + first);
+  const auto at = [&](int piece) { return first + (piece * kThreads + static_cast<int>(threadIdx.x)) * 4; };
+  if (aligned && first + kSegmentElements <= segment.numel) {
+    typename AdamArrays<Grad, Moment>::Loaded loaded[kAtOnce];
 #pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int64_t i = first + (piece * kThreads + static_cast<int>(threadIdx.x)) * 4;
-    const int64_t e = segment.offset + i;
-    if (aligned && i + 4 <= segment.numel) {
-      auto x = arrays.load(e);
-      arrays.finish(e, x, s, clip);
-    } else {
-      for (int k = 0; k < 4 && i + k < segment.numel; ++k) arrays.update_one(e + k, s, clip);
+    for (int piece = 0; piece < kPieces; piece += kAtOnce) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) loaded[i] = arrays.load(segment.offset + at(piece + i));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float masters[4];
+        arrays.finish(segment.offset + at(piece + i), loaded[i], s, clip, masters);
+      }
     }
+    return;
+  }
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll 1
+    for (int64_t i = at(piece); i < min(at(piece) + 4, segment.numel); ++i) arrays.update_one(segment.offset + i, s, clip);
   }
 }
 static_assert(kSegmentElements == kThreads * kPieces * 4);

@@ -3,6 +3,7 @@
 // A thread fills four neighbouring entries in all the rows that repeat them. Two-level scales need the tensor amax first:
 // one launch leaves partial maxima a weight, and every warp of the next adds them up for itself.
 #include "cuda/dispatch.cuh"
+#include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
 
 namespace zerocast::cuda {
@@ -45,43 +46,38 @@ __device__ float tensor_amax(const Format& format, const Weight& w, int64_t inde
   return format.has_tensor_amax() ? packed.load(w[column::ROW_AMAX]) : 0.0f;
 }
 
-// Entry (down, across) of a grid as it is stored: f32 bits, or a byte.
-__device__ uint32_t stored_scale(const Format& format, const TwoLevel& two_level, float amax) {
-  if (format.scale_rule == ScaleRule::kE8M0) return e8m0_code(amax);
-  if (format.scale_rule == ScaleRule::kTwoLevel) return two_level.stored(amax);
-  return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
-}
+// The scale of a block as it is stored: f32 bits, or a byte.
+struct StoredScale {
+  const Format& format;
+  TwoLevel two_level;
 
-__device__ void write_entries(const ScaleBuffer& buffer, uint8_t* row, int64_t column,
-                              const uint32_t (&entries)[kScaleEntries]) {
-  if (buffer.entry == 1) {
-    auto* at = row + column;
-    const uint32_t word = entries[0] | entries[1] << 8 | entries[2] << 16 | entries[3] << 24;
-    if (reinterpret_cast<uint64_t>(at) % 4 == 0) {
-      *reinterpret_cast<uint32_t*>(at) = word;
-    } else {
-      for (int i = 0; i < kScaleEntries; ++i) at[i] = static_cast<uint8_t>(entries[i]);
-    }
-  } else {
-    auto* at = reinterpret_cast<uint32_t*>(row) + column;
-    for (int i = 0; i < kScaleEntries && column + i < buffer.columns; ++i) at[i] = entries[i];
+  __device__ uint32_t of(float amax) const {
+    if (format.scale_rule == ScaleRule::kE8M0) return e8m0_code(amax);
+    if (format.scale_rule == ScaleRule::kTwoLevel) return two_level.stored(amax);
+    return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
   }
-}
+};
 
-__device__ void fill(const Format& format, const ScaleBuffer& buffer, int64_t thread, int64_t first_amax,
-                     const Amaxes& packed, const TwoLevel& two_level, uint8_t* out) {
-  const int64_t across = (buffer.columns + kScaleEntries - 1) / kScaleEntries;
-  const int64_t down = thread / across, column = (thread - down * across) * kScaleEntries;
+// Four columns of some rows of a grid, with the padding among them.
+__device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
+                     const StoredScale& scale, uint8_t* out) {
+  const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer);
+  const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
   const uint32_t padding = buffer.entry == 1 ? 0u : 0x3F800000u;
-  uint32_t entries[kScaleEntries];
+  const uint32_t grid_rows = buffer.rows / buffer.repeat;
+#pragma unroll 4
+  for (uint32_t i = 0; i < rows; ++i) {
+    const uint32_t down = tall * rows + i;
+    if (down >= grid_rows) return;
+    const int64_t first = first_amax + static_cast<int64_t>(down) * buffer.grid.across + column;
+    uint32_t entries[kScaleEntries];
 #pragma unroll
-  for (int i = 0; i < kScaleEntries; ++i) {
-    const bool used = down < buffer.grid.down && column + i < buffer.grid.across;
-    entries[i] =
-        used ? stored_scale(format, two_level, packed.load(first_amax + down * buffer.grid.across + column + i)) : padding;
-  }
-  for (int64_t r = 0; r < buffer.repeat; ++r) {
-    write_entries(buffer, out + (down * buffer.repeat + r) * buffer.row_bytes(), column, entries);
+    for (int c = 0; c < kScaleEntries; ++c) {
+      const bool used = down < buffer.grid.down && column + c < buffer.grid.across;
+      entries[c] = used ? scale.of(packed.load(first + c)) : padding;
+    }
+    uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * buffer.row_bytes();
+    for (int r = 0; r < buffer.repeat; ++r, row += buffer.row_bytes()) write_entries(buffer, row, column, entries);
   }
 }
 
@@ -90,25 +86,26 @@ __global__ void __launch_bounds__(kScaleThreads)
   if (holds(skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const int64_t thread = static_cast<int64_t>(item.ordinal) * kScaleThreads + threadIdx.x;
+  const uint32_t thread = item.ordinal * kScaleThreads + threadIdx.x;
   const float amax = tensor_amax(format, w, item.weight, packed, out);
   if (thread == 0 && format.has_tensor_amax()) *out.amaxes.at<float>(w, column::AMAX_BASE, column::AMAX_OFFSET) = amax;
   const auto at = [&](const BaseList& bases, column::Column base, column::Column offset, int64_t entry) {
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
   const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
-  const int64_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
+  const StoredScale scale{format, TwoLevel(amax)};
+  const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     if (thread == 0) {
       auto* scale_inv = reinterpret_cast<float*>(at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, 4));
       *scale_inv = 1.0f / *out.scales.at<const float>(w, column::SCALE_BASE, column::SCALE_OFFSET);
     }
   } else if (thread < rowwise) {
-    fill(format, buffer, thread, w[column::ROW_AMAX], packed, TwoLevel(amax),
+    fill(buffer, thread, w[column::ROW_AMAX], packed, scale,
          at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, buffer.entry));
   } else if (thread < rowwise + columnwise) {
-    fill(format, columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[column::COLUMN_AMAX], packed,
-         TwoLevel(amax), at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
+    fill(columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[column::COLUMN_AMAX], packed, scale,
+         at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
   }
 }
 

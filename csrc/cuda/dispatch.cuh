@@ -71,7 +71,7 @@ void for_grid(const Format& format, const Body& body) {
   if (!block && !own) return body(GridConstant<Grid::kTensor>{});
   if (is(block, 1, 32) && is(own, 32, 1)) return body(GridConstant<Grid::kRowsAndColumns>{});
   if (is(block, 16, 16) && !own) return body(GridConstant<Grid::kSquare16>{});
-  if (block.rows % kPanelRows == 0 && block.columns % 128 == 0 && !own) return body(GridConstant<Grid::kLarge>{});
+  if (is(block, 128, 128) && !own) return body(GridConstant<Grid::kSquare128>{});
   throw std::invalid_argument("the CUDA kernels have no blocks of this shape");
 }
 

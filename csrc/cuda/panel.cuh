@@ -1,4 +1,4 @@
-// A lane's part of a panel: 16 rows by 8 columns of master elements in registers.
+// A lane's part of a panel: some neighbouring columns of each of its rows, and the master elements there.
 #pragma once
 
 #include "cuda/geometry.h"
@@ -6,8 +6,8 @@
 
 namespace zerocast::cuda {
 
-// Where a lane of a warp stands. Rows are counted from the matrix's first, `column` and `element` are those of its first
-// element.
+// Where a lane stands: `row`, `column` and `element` are those of its first element.
+template <int kColumns>
 struct Lane {
   int64_t row, column, element;
   int64_t pitch, rows, columns;
@@ -18,140 +18,157 @@ struct Lane {
     return row + r < rows && column + c < columns && e >= start && e < stop;
   }
 
-  // All 16 x 8 elements are owned, and so are `before` elements before the first and `after` behind the last.
-  __device__ bool whole(int before, int after) const {
-    return row + kPanelRows <= rows && column + kLaneColumns <= columns && element - before >= start &&
-           element + (kPanelRows - 1) * pitch + kLaneColumns + after <= stop;
+  // All elements of `height` rows are owned, and so are `before` elements before the first and `after` behind the last.
+  __device__ bool whole(int height, int before = 0, int after = 0) const {
+    return row + height <= rows && column + kColumns <= columns && element - before >= start &&
+           element + (height - 1) * pitch + kColumns + after <= stop;
   }
 
   __device__ bool empty() const { return column >= columns || row >= rows || element >= stop; }
 };
 
-// The panel of this warp, or false beyond the last one. Half `half` of a panel of 32 rows.
-__device__ inline bool find_lane(const PanelGrid& grid, const Weight& w, uint32_t ordinal, int64_t height, Lane& lane) {
-  const uint32_t panel = ordinal * kPanelWarps + threadIdx.x / kWarpLanes;
-  if (panel >= grid.count) return false;
-  const uint32_t band = panel / grid.across, across = panel - band * grid.across;
-  lane.row = grid.first_row + band * height;
-  lane.column = static_cast<int64_t>(across) * kPanelColumns + threadIdx.x % kWarpLanes * kLaneColumns;
+template <int kColumns>
+__device__ Lane<kColumns> find_lane(const PanelGrid& grid, const Weight& w, uint32_t ordinal, int panel_rows, int warps) {
+  const uint32_t group = ordinal / grid.across, across = ordinal - group * grid.across;
+  const int64_t band = static_cast<int64_t>(group) * warps + threadIdx.x / kWarpLanes;
+  Lane<kColumns> lane;
+  lane.row = grid.first_row + band * panel_rows;
+  lane.column = static_cast<int64_t>(across) * (kWarpLanes * kColumns) + threadIdx.x % kWarpLanes * kColumns;
   lane.pitch = grid.pitch;
   lane.rows = grid.rows;
   lane.columns = grid.columns;
   lane.element = grid.origin + lane.row * grid.pitch + lane.column;
   lane.start = w.start();
   lane.stop = w.stop();
-  return true;
-}
-
-__device__ inline Lane down(Lane lane, int rows) {
-  lane.row += rows;
-  lane.element += rows * lane.pitch;
   return lane;
 }
 
-// Words of a storage type by 16 bytes at a time.
-template <class Storage>
-struct Vector {
-  static constexpr int kWords = 16 / sizeof(typename Storage::Word);
-  uint4 bits;
-
-  __device__ void load(const typename Storage::Word* at) { bits = __ldcs(reinterpret_cast<const uint4*>(at)); }
-  __device__ typename Storage::Word operator[](int i) const {
-    const uint32_t word = (&bits.x)[i * sizeof(typename Storage::Word) / 4];
-    if constexpr (sizeof(typename Storage::Word) == 4) return word;
-    return static_cast<typename Storage::Word>(i % 2 ? word >> 16 : word);
-  }
-};
-
-// Elements of a lane, widened; 0 where none is owned.
-using Row = float[kLaneColumns];
-using Elements = Row[kPanelRows];
+// Elements of one row of a lane, widened; 0 where none is owned.
+template <int kColumns>
+using Row = float[kColumns];
 
 // fmaxf passes over NaN.
-__device__ inline float row_amax(const Row& x) {
+template <int kColumns>
+__device__ float row_amax(const Row<kColumns>& x) {
   float most = 0.0f;
 #pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) most = fmaxf(most, fabsf(x[c]));
+  for (int c = 0; c < kColumns; ++c) most = fmaxf(most, fabsf(x[c]));
   return most;
 }
 
-// Reads master elements; `origin` is the address of element 0, which usually lies in no storage.
+// Four words of a storage type, read or written at once.
 template <class Storage>
-struct MasterReader {
+struct Four {
   using Word = typename Storage::Word;
-  uint64_t origin;
+  using Bits = std::conditional_t<sizeof(Word) == 4, uint4, uint2>;
+  static constexpr int kBytes = sizeof(Bits);
+  Word words[4];
 
-  __device__ void operator()(const Lane& lane, Elements& x) const {
-    constexpr int kWords = Vector<Storage>::kWords;
-    const uint64_t first = origin + lane.element * sizeof(Word);
-    const int shift = static_cast<int>(first / sizeof(Word) % kWords);
-    const bool even = lane.pitch % kWords == 0;  // all rows lie alike to 16 bytes
-    if (even && shift == 0 && lane.whole(0, 0)) {
-      load_aligned(reinterpret_cast<const Word*>(first), lane.pitch, x);
-    } else if (even && sizeof(Word) == 4 && lane.whole(shift, kWords - shift)) {
-      load_shifted(reinterpret_cast<const Word*>(first) - shift, lane.pitch, shift, x);
+  __device__ static Four load(const Word* at) {
+    const Bits bits = __ldcs(reinterpret_cast<const Bits*>(at));
+    Four four;
+    memcpy(&four, &bits, kBytes);
+    return four;
+  }
+  __device__ void store(Word* at) const {
+    Bits bits;
+    memcpy(&bits, this, kBytes);
+    __stcs(reinterpret_cast<Bits*>(at), bits);
+  }
+  __device__ float operator[](int i) const { return Storage::widen(words[i]); }
+};
+
+// Reads master elements of a lane's rows. `origin` is the address of element 0, which usually lies in no storage.
+template <class Storage, int kColumns>
+class MasterReader {
+ public:
+  using Word = typename Storage::Word;
+
+  __device__ MasterReader(const Lane<kColumns>& lane, uint64_t origin, int height)
+      : lane_(lane), first_(reinterpret_cast<const Word*>(origin + lane.element * static_cast<int64_t>(sizeof(Word)))) {
+    const int shift = static_cast<int>(reinterpret_cast<uint64_t>(first_) / sizeof(Word) % 4);
+    const bool alike = lane.pitch % 4 == 0;  // of all rows
+    if (alike && shift == 0 && lane.whole(height)) {
+      shift_ = 0;
+    } else if (alike && lane.whole(height, shift, 4 - shift)) {
+      shift_ = shift;
     } else {
-      load_owned(lane, reinterpret_cast<const Word*>(first), x);
+      shift_ = kByElement;
+    }
+  }
+
+  // Rows [first, first + kRows) of the lane; all are on their way before one is needed.
+  template <int kRows>
+  __device__ void read(int first, Row<kColumns> (&x)[kRows]) const {
+    const Word* at = first_ + first * lane_.pitch;
+    if (shift_ == 0) {
+      read_aligned(at, x);
+    } else if (shift_ != kByElement) {
+      read_shifted(at - shift_, x);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kColumns; c += 4) copy(owned_four(lane_, first_, first + r, c), x[r] + c);
+      }
     }
   }
 
  private:
-  __device__ static void load_aligned(const Word* at, int64_t pitch, Elements& x) {
-    constexpr int kWords = Vector<Storage>::kWords, kVectors = kLaneColumns / kWords;
-    Vector<Storage> v[kPanelRows][kVectors];
+  static constexpr int kByElement = 4;
+
+  __device__ static void copy(const float4& from, float* to) { memcpy(to, &from, sizeof from); }
+
+  template <int kRows>
+  __device__ void read_aligned(const Word* at, Row<kColumns> (&x)[kRows]) const {
+    Four<Storage> v[kRows][kColumns / 4];
 #pragma unroll
-    for (int r = 0; r < kPanelRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) v[r][i].load(at + r * pitch + i * kWords);
+      for (int i = 0; i < kColumns / 4; ++i) v[r][i] = Four<Storage>::load(at + r * lane_.pitch + 4 * i);
     }
 #pragma unroll
-    for (int r = 0; r < kPanelRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) x[r][c] = Storage::widen(v[r][c / kWords][c % kWords]);
+      for (int c = 0; c < kColumns; ++c) x[r][c] = v[r][c / 4][c % 4];
     }
   }
 
-  // Three aligned vectors hold the eight words from any of four places on; the third is next door's first.
-  __device__ static void load_shifted(const Word* at, int64_t pitch, int shift, Elements& x) {
-    constexpr int kWords = Vector<Storage>::kWords;
+  // One aligned vector more holds the words from any of four places on; it is next door's first.
+  template <int kRows>
+  __device__ void read_shifted(const Word* at, Row<kColumns> (&x)[kRows]) const {
+    Four<Storage> v[kRows][kColumns / 4 + 1];
 #pragma unroll
-    for (int r = 0; r < kPanelRows; ++r) {
-      Vector<Storage> v[3];
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int i = 0; i < 3; ++i) v[i].load(at + r * pitch + i * kWords);
+      for (int i = 0; i <= kColumns / 4; ++i) v[r][i] = Four<Storage>::load(at + r * lane_.pitch + 4 * i);
+    }
 #pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) {
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
         float value = 0.0f;
 #pragma unroll
-        for (int s = 1; s < kWords; ++s) {
-          if (s == shift) value = Storage::widen(v[(c + s) / kWords][(c + s) % kWords]);
+        for (int s = 1; s < 4; ++s) {
+          if (s == shift_) value = v[r][(c + s) / 4][(c + s) % 4];
         }
         x[r][c] = value;
       }
     }
   }
 
-  __device__ static void load_owned(const Lane& lane, const Word* at, Elements& x) {
+  // Out of line: the edges of a span are few, and kernels compile four times faster. By value: what has an address is kept in
+  // memory.
+  __device__ __noinline__ static float4 owned_four(Lane<kColumns> lane, const Word* at, int r, int c) {
+    float x[4];
 #pragma unroll
-    for (int r = 0; r < kPanelRows; ++r) {
-      const Vector<Float32> left = owned_four(lane, at, r, 0), right = owned_four(lane, at, r, 4);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        x[r][c] = Float32::widen(left[c]);
-        x[r][c + 4] = Float32::widen(right[c]);
-      }
-    }
+    for (int i = 0; i < 4; ++i) x[i] = lane.owns(r, c + i) ? Storage::widen(at[r * lane.pitch + c + i]) : 0.0f;
+    return {x[0], x[1], x[2], x[3]};
   }
 
-  // Out of line: the edges of a span are few, and kernels compile four times faster.
-  __device__ __noinline__ static Vector<Float32> owned_four(const Lane& lane, const Word* at, int r, int c) {
-    float four[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = lane.owns(r, c + i) ? Storage::widen(at[r * lane.pitch + c + i]) : 0.0f;
-    Vector<Float32> words;
-    memcpy(&words, four, sizeof four);
-    return words;
-  }
+  const Lane<kColumns>& lane_;
+  const Word* first_;
+  int shift_;  // words from an aligned place to the lane's first, or kByElement
 };
 
 // The address of element 0 of a weight in a list of bases that are cut as its masters are.

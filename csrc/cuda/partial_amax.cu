@@ -7,17 +7,18 @@ namespace zerocast::cuda {
 namespace {
 
 template <class Storage, Grid kGrid>
-__global__ void __launch_bounds__(kPanelThreads)
+__global__ void __launch_bounds__(kAmaxShape.threads())
     amax_kernel(Format format, const int64_t* table, const Item* items, BaseList masters, AmaxSink out) {
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  Lane lane;
-  if (!find_lane(panel_grid(format, w), w, item.ordinal, panel_rows(format), lane)) return;
-  const MasterReader<Storage> read{origin_of<Storage>(masters, w)};
-  PanelAmaxes<kGrid> amaxes(lane, w, format, out);
-  Elements x;
+  const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(format, w, kAmaxShape), w, item.ordinal,
+                                                           panel_rows(kGrid), kAmaxShape.warps);
+  const MasterReader<Storage, kAmaxShape.lane_columns> masters_of(lane, origin_of<Storage>(masters, w), panel_rows(kGrid));
+  PanelAmaxes<kGrid> amaxes(lane, w, out);
+#pragma unroll 1
   for (int first = 0; first < panel_rows(kGrid); first += kPanelRows) {
-    read(down(lane, first), x);
+    AmaxRow x[kPanelRows];
+    masters_of.read(first, x);
 #pragma unroll
     for (int r = 0; r < kPanelRows; ++r) amaxes.row(first + r, x[r]);
   }
@@ -30,7 +31,7 @@ void partial_amax(const Format& format, Dtype nominal, Dtype master, DeviceBases
                   Stream stream) {
   for_storage(master, [&](auto storage) {
     for_grid(format, [&](auto grid) {
-      launch(amax_kernel<decltype(storage), decltype(grid)::value>, work.blocks, kPanelThreads, stream, format,
+      launch(amax_kernel<decltype(storage), decltype(grid)::value>, work.blocks, kAmaxShape.threads(), stream, format,
              table_of(work), items_of(work), bases_of(masters), AmaxSink{amaxes_of(packed), nominal});
     });
   });

@@ -15,28 +15,44 @@ struct CastInputs {
   const bool* skip;
 };
 
-// Where the codes of a weight lie; `origin` is the address of element 0.
+constexpr int kColumns = kCastShape.lane_columns;
+constexpr int kStep = 8;  // rows whose elements are on their way together
+
+using CastLane = Lane<kColumns>;
+using CastRow = Row<kColumns>;
+
+// Where the codes of a lane go; `origin` is the address of the weight's element 0.
 template <class E>
-struct CodeWriter {
+class CodeWriter {
+ public:
   using Word = typename Codes8<E>::Word;
-  uint64_t origin;
 
-  __device__ uint64_t address(int64_t element) const { return origin + element * E::kBits / 8; }
+  __device__ CodeWriter(const CastLane& lane, uint64_t origin, int height)
+      : lane_(lane),
+        origin_(origin),
+        whole_(lane.whole(height) && address(0, 0) % sizeof(Word) == 0 && lane.pitch * E::kBits / 8 % sizeof(Word) == 0) {}
 
-  __device__ bool aligned(const Lane& lane) const {
-    return address(lane.element) % sizeof(Word) == 0 && lane.pitch * E::kBits / 8 % sizeof(Word) == 0;
+  __device__ void write(int r, Word codes) const {
+    if (whole_) {
+      __stcs(reinterpret_cast<Word*>(address(r, 0)), codes);
+    } else {
+      write_owned(lane_, origin_, r, codes);
+    }
   }
 
-  __device__ void store(int64_t element, Word codes) const { __stcs(reinterpret_cast<Word*>(address(element)), codes); }
+ private:
+  __device__ uint64_t address(int r, int c) const { return address(lane_, origin_, r, c); }
+  __device__ static uint64_t address(const CastLane& lane, uint64_t origin, int r, int c) {
+    return origin + (lane.element + r * lane.pitch + c) * E::kBits / 8;
+  }
 
-  // Those of a row of a lane that are owned. Of a byte with two codes of which one is owned, only that half changes; both
-  // belong to one lane.
-  __device__ __noinline__ void store_owned(const Lane& lane, int r, Word codes) const {
+  // Of a byte with two codes of which one is owned, only that half changes; both belong to one lane.
+  __device__ __noinline__ static void write_owned(CastLane lane, uint64_t origin, int r, Word codes) {
     uint64_t left = 0;
     memcpy(&left, &codes, sizeof codes);
 #pragma unroll 1
-    for (int c = 0; c < kLaneColumns; c += 8 / E::kBits, left >>= 8) {
-      auto* byte = reinterpret_cast<uint8_t*>(address(lane.element + r * lane.pitch + c));
+    for (int c = 0; c < kColumns; c += 8 / E::kBits, left >>= 8) {
+      auto* byte = reinterpret_cast<uint8_t*>(address(lane, origin, r, c));
       if constexpr (E::kBits == 8) {
         if (lane.owns(r, c)) *byte = static_cast<uint8_t>(left);
       } else {
@@ -45,47 +61,37 @@ struct CodeWriter {
       }
     }
   }
+
+  const CastLane& lane_;
+  const uint64_t origin_;
+  const bool whole_;
 };
 
 // Eight elements of a row, rounded to nominal.
-struct Row8 {
-  float2 x[4];
+template <class Storage, class Nominal>
+struct NominalRow {
+  float2 x[kColumns / 2];
 
-  __device__ void scaled(float multiplier, float2 (&y)[4]) const {
+  __device__ explicit NominalRow(const CastRow& row) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = {x[i].x * multiplier, x[i].y * multiplier};
+    for (int i = 0; i < kColumns / 2; ++i) x[i] = to_nominal<Storage, Nominal>(row[2 * i], row[2 * i + 1]);
   }
-  __device__ void scaled(const float (&multipliers)[kLaneColumns], float2 (&y)[4]) const {
+
+  template <class E>
+  __device__ auto codes(float multiplier) const {
+    float2 y[kColumns / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = {x[i].x * multipliers[2 * i], x[i].y * multipliers[2 * i + 1]};
+    for (int i = 0; i < kColumns / 2; ++i) y[i] = {x[i].x * multiplier, x[i].y * multiplier};
+    return Encoder<E>::encode8(y);
+  }
+  template <class E>
+  __device__ auto codes(const CastRow& multipliers) const {
+    float2 y[kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) y[i] = {x[i].x * multipliers[2 * i], x[i].y * multipliers[2 * i + 1]};
+    return Encoder<E>::encode8(y);
   }
 };
-
-template <class Storage, class Nominal>
-__device__ Row8 nominal_row(const Row& x) {
-  Row8 row;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) row.x[i] = to_nominal<Storage, Nominal>(x[2 * i], x[2 * i + 1]);
-  return row;
-}
-
-// Casts the elements of a lane with the multipliers that `of_row(r)` gives, one number or one a column.
-template <class Storage, class Nominal, class E, class OfRow>
-__device__ void cast_elements(const Elements& x, const Lane& lane, uint64_t origin, const OfRow& of_row) {
-  const CodeWriter<E> writer{origin};
-  const bool whole = lane.whole(0, 0) && writer.aligned(lane);
-#pragma unroll
-  for (int r = 0; r < kPanelRows; ++r) {
-    float2 y[4];
-    nominal_row<Storage, Nominal>(x[r]).scaled(of_row(r), y);
-    const auto codes = Encoder<E>::encode8(y);
-    if (whole) {
-      writer.store(lane.element + r * lane.pitch, codes);
-    } else {
-      writer.store_owned(lane, r, codes);
-    }
-  }
-}
 
 __device__ inline float scalar(const BaseList& bases, const Weight& w, column::Column base, column::Column offset) {
   return *bases.at<const float>(w, base, offset);
@@ -102,98 +108,144 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
   return fp32_scale(block, f.fp8_max(), f.amax_epsilon, f.power_of_2_scale);
 }
 
+// The packed amax of the block that a lane lies in.
 template <Grid kGrid>
-__device__ int64_t amax_of(const Lane& lane, const Weight& w, const Format& format) {
+__device__ int64_t amax_of(const CastLane& lane, const Weight& w) {
   if constexpr (kGrid == Grid::kTensor) return w[column::ROW_AMAX];
-  const int64_t rows = kGrid == Grid::kSquare16 ? 16 : format.block.rows;
-  const int64_t columns = kGrid == Grid::kSquare16 ? 16 : format.block.columns;
-  const int64_t across = (lane.columns + columns - 1) / columns;
-  return w[column::ROW_AMAX] + lane.row / rows * across + lane.column / columns;
+  constexpr int kSide = kGrid == Grid::kSquare16 ? 16 : 128;
+  return w[column::ROW_AMAX] + lane.row / kSide * ((lane.columns + kSide - 1) / kSide) + lane.column / kSide;
 }
 
 __device__ inline uint64_t data_origin(const BaseList& bases, const Weight& w, column::Column base, column::Column offset) {
   return bases.addresses[w[base]] + w[offset];
 }
 
+__device__ inline CastLane cast_lane(const CastInputs& in, const Weight& w, const Item& item) {
+  return find_lane<kColumns>(panel_grid(in.format, w, kCastShape), w, item.ordinal, panel_rows(in.format), kCastShape.warps);
+}
+
 template <class Storage, class Nominal, class E, Grid kGrid>
-__global__ void __launch_bounds__(kPanelThreads) cast_kernel(CastInputs in, const int64_t* table, const Item* items) {
+__global__ void __launch_bounds__(kCastShape.threads())
+    cast_kernel(CastInputs in, const int64_t* table, const Item* items) {
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  Lane lane;
-  if (!find_lane(panel_grid(in.format, w), w, item.ordinal, panel_rows(in.format), lane) || lane.empty()) return;
-  Elements x;
-  MasterReader<Storage>{origin_of<Storage>(in.masters, w)}(lane, x);
-  const float multiplier = multiplier_of(in, w, amax_of<kGrid>(lane, w, in.format));
-  const uint64_t origin = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
-  cast_elements<Storage, Nominal, E>(x, lane, origin, [&](int) { return multiplier; });
+  const CastLane lane = cast_lane(in, w, item);
+  if (lane.empty()) return;
+  const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kPanelRows);
+  const uint64_t data = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
+  const CodeWriter<E> writer(lane, data, kPanelRows);
+  const float multiplier = multiplier_of(in, w, amax_of<kGrid>(lane, w));
+#pragma unroll 1
+  for (int first = 0; first < kPanelRows; first += kStep) {
+    CastRow x[kStep];
+    masters.read(first, x);
+#pragma unroll
+    for (int r = 0; r < kStep; ++r) {
+      writer.write(first + r, NominalRow<Storage, Nominal>(x[r]).template codes<E>(multiplier));
+    }
+  }
 }
 
-struct ColumnMultipliers {
-  float of[kLaneColumns];
+// Multipliers of the 1 x 32 blocks under a panel of 32 rows by 256 columns, eight a lane: of row r and the lanes 4 b to 4 b + 3
+// in register r / 4 of lane r % 4 * 8 + b.
+class RowMultipliers {
+ public:
+  __device__ RowMultipliers(const CastInputs& in, const Weight& w, const CastLane& lane) {
+    const int l = threadIdx.x % kWarpLanes;
+    const int64_t across = lane.columns / 32, block = lane.column / 32 - l / 4 + l % 8;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int64_t row = lane.row + 4 * k + l / 8;
+      const bool there = row < lane.rows && block < across;
+      of_[k] = there ? in.packed.load(w[column::ROW_AMAX] + row * across + block) : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) of_[k] = e8m0_multiplier(of_[k]);
+  }
+
+  // Of row 8 * step + r for this lane; the whole warp asks. `r` is known to the compiler.
+  __device__ float of(int step, int r) const {
+    const float mine = step == 0 ? of_[r / 4] : step == 1 ? of_[2 + r / 4] : step == 2 ? of_[4 + r / 4] : of_[6 + r / 4];
+    return __shfl_sync(0xFFFFFFFFu, mine, r % 4 * 8 + threadIdx.x % kWarpLanes / 4);
+  }
+
+ private:
+  float of_[8];
 };
 
 // Both directions from one read: rows of 32 columns and columns of 32 rows have scales of their own.
 template <class Storage, class Nominal, class E>
-__device__ void cast_half(const CastInputs& in, const Weight& w, const Lane& lane, uint64_t master,
-                          const ColumnMultipliers& columns) {
-  Elements x;
-  MasterReader<Storage>{master}(lane, x);
-  const int64_t across = lane.columns / 32, first = w[column::ROW_AMAX] + lane.row * across + lane.column / 32;
-  const uint64_t rowwise = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
-  const uint64_t columnwise = data_origin(in.column_data, w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET);
-  cast_elements<Storage, Nominal, E>(x, lane, rowwise,
-                                     [&](int r) { return e8m0_multiplier(in.packed.load(first + r * across)); });
-  cast_elements<Storage, Nominal, E>(x, lane, columnwise, [&](int) -> const float (&)[kLaneColumns] { return columns.of; });
-}
-
-template <class Storage, class Nominal, class E>
-__global__ void __launch_bounds__(kPanelThreads) cast_twice_kernel(CastInputs in, const int64_t* table, const Item* items) {
+__global__ void __launch_bounds__(kCastShape.threads())
+    cast_twice_kernel(CastInputs in, const int64_t* table, const Item* items) {
+  constexpr int kRows = panel_rows(Grid::kRowsAndColumns);
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  Lane lane;
-  if (!find_lane(panel_grid(in.format, w), w, item.ordinal, panel_rows(in.format), lane) || lane.empty()) return;
-  const uint64_t master = origin_of<Storage>(in.masters, w);
-  const int64_t first = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
-  ColumnMultipliers columns;
+  const CastLane lane = cast_lane(in, w, item);
+  if (lane.row >= lane.rows) return;
+  const RowMultipliers rows(in, w, lane);
+  CastRow columns;
+  const int64_t first_amax = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
 #pragma unroll
-  for (int c = 0; c < kLaneColumns; ++c) columns.of[c] = e8m0_multiplier(in.packed.load(first + c));
-  cast_half<Storage, Nominal, E>(in, w, lane, master, columns);
-  const Lane second = down(lane, kPanelRows);
-  if (!second.empty()) cast_half<Storage, Nominal, E>(in, w, second, master, columns);
+  for (int c = 0; c < kColumns; ++c) {
+    columns[c] = lane.column + c < lane.columns ? e8m0_multiplier(in.packed.load(first_amax + c)) : 0.0f;
+  }
+  const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kRows);
+  const CodeWriter<E> rowwise(lane, data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), kRows);
+  const CodeWriter<E> columnwise(lane, data_origin(in.column_data, w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET),
+                                 kRows);
+#pragma unroll 1
+  for (int step = 0; step < kRows / kStep; ++step) {
+    CastRow x[kStep];
+    masters.read(step * kStep, x);
+#pragma unroll
+    for (int r = 0; r < kStep; ++r) {
+      const NominalRow<Storage, Nominal> row(x[r]);
+      rowwise.write(step * kStep + r, row.template codes<E>(rows.of(step, r)));
+      columnwise.write(step * kStep + r, row.template codes<E>(columns));
+    }
+  }
 }
 
 // Identity: the rounded elements themselves.
 template <class Storage, class Nominal>
-__global__ void __launch_bounds__(kPanelThreads) copy_kernel(CastInputs in, const int64_t* table, const Item* items) {
+__global__ void __launch_bounds__(kCastShape.threads())
+    copy_kernel(CastInputs in, const int64_t* table, const Item* items) {
   using Word = typename Nominal::Word;
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  Lane lane;
-  if (!find_lane(panel_grid(in.format, w), w, item.ordinal, panel_rows(in.format), lane) || lane.empty()) return;
-  Elements x;
-  MasterReader<Storage>{origin_of<Storage>(in.masters, w)}(lane, x);
-  auto* out = reinterpret_cast<Word*>(data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET) +
-                                      lane.element * sizeof(Word));
-  const bool whole = lane.whole(0, 0) && reinterpret_cast<uint64_t>(out) % 16 == 0;
+  const CastLane lane = cast_lane(in, w, item);
+  if (lane.empty()) return;
+  const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kPanelRows);
+  const uint64_t out = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET) +
+                       lane.element * static_cast<int64_t>(sizeof(Word));
+  const bool whole = lane.whole(kPanelRows) && out % Four<Nominal>::kBytes == 0 && lane.pitch % 4 == 0;
+#pragma unroll 1
+  for (int first = 0; first < kPanelRows; first += kStep) {
+    CastRow x[kStep];
+    masters.read(first, x);
 #pragma unroll
-  for (int r = 0; r < kPanelRows; ++r, out += lane.pitch) {
-    Word words[kLaneColumns];
+    for (int r = 0; r < kStep; ++r) {
+      const uint64_t at = out + (first + r) * lane.pitch * sizeof(Word);
 #pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) words[c] = Nominal::narrow(x[r][c]);
-    if (whole) {
+      for (int c = 0; c < kColumns; c += 4) {
+        Four<Nominal> four;
 #pragma unroll
-      for (int i = 0; i < kLaneColumns * static_cast<int>(sizeof(Word)) / 16; ++i) {
-        uint4 bits;
-        memcpy(&bits, words + i * 16 / sizeof(Word), 16);
-        __stcs(reinterpret_cast<uint4*>(out) + i, bits);
-      }
-    } else {
+        for (int i = 0; i < 4; ++i) four.words[i] = Nominal::narrow(x[r][c + i]);
+        if (whole) {
+          four.store(reinterpret_cast<Word*>(at) + c);
+          continue;
+        }
 #pragma unroll
-      for (int c = 0; c < kLaneColumns; ++c) {
-        if (lane.owns(r, c)) out[c] = words[c];
+        for (int i = 0; i < 4; ++i) {  // byte by byte: nothing says that data is aligned to its words
+          if (!lane.owns(first + r, c + i)) continue;
+#pragma unroll
+          for (int b = 0; b < static_cast<int>(sizeof(Word)); ++b) {
+            reinterpret_cast<uint8_t*>(at)[(c + i) * sizeof(Word) + b] = static_cast<uint8_t>(four.words[i] >> (8 * b));
+          }
+        }
       }
     }
   }
@@ -202,7 +254,7 @@ __global__ void __launch_bounds__(kPanelThreads) copy_kernel(CastInputs in, cons
 template <class Storage, class Nominal>
 void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
   const auto go = [&](auto kernel) {
-    launch(kernel, work.blocks, kPanelThreads, stream, in, table_of(work), items_of(work));
+    launch(kernel, work.blocks, kCastShape.threads(), stream, in, table_of(work), items_of(work));
   };
   if (in.format.element == Element::kNominal) return go(copy_kernel<Storage, Nominal>);
   for_grid(in.format, [&](auto grid) {

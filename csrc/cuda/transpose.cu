@@ -3,6 +3,7 @@
 // A thread block turns a square: a thread reads 16 bytes of 4 rows (8 rows of 4-bit codes), turns them in registers into
 // words that run down a column, and leaves those in shared memory, from which columns go out 128 bytes at a time.
 #include "cuda/dispatch.cuh"
+#include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
 
 namespace zerocast::cuda {
@@ -123,38 +124,33 @@ __global__ void __launch_bounds__(kTurnThreads)
   }
 }
 
-// A thread takes four neighbouring entries of the columnwise buffer and the rows that repeat them.
+// A thread takes four neighbouring columns of some rows of the columnwise buffer.
 __global__ void __launch_bounds__(kScaleThreads)
     turn_scales_kernel(Format format, const int64_t* table, const Item* items, BaseList row_scales, BaseList column_scales) {
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const ScaleBuffer from = rowwise_scale_buffer(format, w.rows(), w.columns());
   const ScaleBuffer to = columnwise_scale_buffer(format, w.rows(), w.columns());
-  const int64_t thread = static_cast<int64_t>(item.ordinal) * kScaleThreads + threadIdx.x;
+  const uint32_t thread = item.ordinal * kScaleThreads + threadIdx.x;
   if (thread >= scale_threads(to)) return;
-  const int64_t across = to.columns / kScaleEntries;
-  const int64_t down = thread / across, column = (thread - down * across) * kScaleEntries;
+  const uint32_t across = scale_threads_across(to), rows = scale_rows(to), grid_rows = to.rows / to.repeat;
+  const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
   const auto at = [&](const BaseList& bases, column::Column base, column::Column offset) {
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * to.entry);
   };
   const uint8_t* source = at(row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET);
   uint8_t* out = at(column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET);
-  const auto entry = [&](int i) -> uint32_t {
-    if (down >= to.grid.down || column + i >= to.grid.across) return to.entry == 1 ? 0u : 0x3F800000u;
-    const int64_t index = (column + i) * from.repeat * from.columns + down;
-    return to.entry == 1 ? source[index] : reinterpret_cast<const uint32_t*>(source)[index];
-  };
-  const uint32_t entries[kScaleEntries] = {entry(0), entry(1), entry(2), entry(3)};
-  for (int64_t r = 0; r < to.repeat; ++r) {
-    uint8_t* row = out + (down * to.repeat + r) * to.row_bytes();
+  for (uint32_t down = tall * rows; down < min(tall * rows + rows, grid_rows); ++down) {
+    uint32_t entries[kScaleEntries];
 #pragma unroll
-    for (int i = 0; i < kScaleEntries; ++i) {
-      if (to.entry == 1) {
-        row[column + i] = static_cast<uint8_t>(entries[i]);
-      } else {
-        reinterpret_cast<uint32_t*>(row)[column + i] = entries[i];
-      }
+    for (int c = 0; c < kScaleEntries; ++c) {
+      const int64_t index = static_cast<int64_t>(column + c) * from.repeat * from.columns + down;
+      const bool used = down < to.grid.down && column + c < to.grid.across;
+      entries[c] = !used ? (to.entry == 1 ? 0u : 0x3F800000u)
+                         : to.entry == 1 ? source[index] : reinterpret_cast<const uint32_t*>(source)[index];
     }
+    uint8_t* row = out + static_cast<int64_t>(down) * to.repeat * to.row_bytes();
+    for (int r = 0; r < to.repeat; ++r, row += to.row_bytes()) write_entries(to, row, column, entries);
   }
 }
 

@@ -22,11 +22,12 @@ class BackendRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One quantized weight of the model and how its products run."""
+    """One quantized weight of the model and how `linear` runs with it; `reason` says why not on tensor cores."""
 
     name: str
     format: str
     path: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Report:
         for row in self.backends:
             state = "chosen" if row.chosen else "usable" if row.usable else f"not usable: {row.reason}"
             lines.append(f"{row.device:<8}{row.backend:<12}{state}")
-        lines += [f"{row.name}  {row.format}  {row.path}" for row in self.layers]
+        lines += [f"{row.name}  {row.format}  {row.path}{row.reason and f' ({row.reason})'}" for row in self.layers]
         return "\n".join(lines)
 
 
@@ -61,6 +62,9 @@ def _row(device: torch.device, name: str) -> BackendRow:
 def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
     for name, parameter in parameters:
         fmt = getattr(parameter, "format", None)
-        if fmt is not None:
-            path = f"dequantize to {str(parameter.dtype).removeprefix('torch.')} ({backends.choose(parameter.device)}), multiply"
-            yield LayerRow(name, str(fmt), path)
+        if fmt is None:
+            continue
+        path, reason = parameter.gemm_choice()
+        if path == "dequantize":
+            path += f" to {str(parameter.dtype).removeprefix('torch.')}, {backends.choose(parameter.device)} backend"
+        yield LayerRow(name, str(fmt), path or "refused", reason)

@@ -40,7 +40,7 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
             DTYPES[nominal],
             _master_dtype(masters),
             addresses(masters),
-            work("panels", fmt, table),
+            work("amax", fmt, table),
             _typed(packed),
             stream,
         )
@@ -86,7 +86,7 @@ def partial_cast(
             _typed(packed),
             addresses(amaxes),
             addresses(scales),
-            work("panels", fmt, table),
+            work("cast", fmt, table),
             addresses(row_data),
             addresses(column_data),
             _flag(skip),
@@ -176,7 +176,7 @@ def adam_amax(
     state = addresses(masters), *(_typed_bases(tensors) for tensors in (grads, exp_avgs, exp_avg_sqs))
     step = _scalars(scalars), clip.data_ptr(), _flag(skip)
     with stream_of(table) as stream:
-        tables = work("panels", fmt, table), groups.data_ptr()
+        tables = work("amax", fmt, table), groups.data_ptr()
         _C.cuda.adam_amax(_format(fmt), DTYPES[nominal], state, *tables, step, _typed(packed), stream)
 
 

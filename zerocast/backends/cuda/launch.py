@@ -42,7 +42,7 @@ def addresses(tensors: Sequence[Tensor]) -> int:
 
 
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
-    """The thread blocks of a kind of work for a table: panels, scales, transpose, transpose_scales, or weights, which need none."""
+    """The thread blocks of a kind of work for a table: amax, cast, scales, transpose, transpose_scales, or weights, which need none."""
     assert table.dtype == torch.int64 and table.is_contiguous(), table
     weights = table.shape[0]
     if kind == "weights":

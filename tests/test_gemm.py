@@ -1,0 +1,208 @@
+"""GEMM paths on any machine: what they hand to torch, and what comes out."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import casts
+from tests.scaled_mm import emulated
+from zerocast import QuantizedWeight, gemm, get_format
+from zerocast.backends.reference import dequantize
+from zerocast.gemm import block_128, inputs, mxfp8, nvfp4, torch_api
+
+BF16 = torch.bfloat16
+
+
+def cast(fmt: str, shape: tuple[int, int] = (48, 64), nominal: torch.dtype = BF16) -> nn.Parameter:
+    spread = torch.logspace(-2, 1, shape[0])[:, None]
+    return nn.Parameter(casts.cast_whole(fmt, torch.randn(shape) * spread, nominal, scale=8.0))
+
+
+@pytest.fixture
+def scaled_mm() -> Iterator[None]:
+    with gemm.use("scaled_mm"):
+        yield
+
+
+# --- products on the CPU, by torch's own emulation --------------------------------------------------------------------------------
+
+PER_TENSOR = ("fp8_current", "fp8_current:element=e5m2,power_of_2_scale=True", "fp8_delayed:amax_history_len=4")
+
+
+def weights_of(weight: Any) -> tuple[Tensor, Tensor]:
+    return weight.read(columnwise=False, dtype=torch.float32), weight.read(columnwise=True, dtype=torch.float32)
+
+
+def rounded(x: Tensor, element: str) -> Tensor:
+    """`x` as the product sees it, f32."""
+    codes, scale_inv = inputs.per_tensor(x.reshape(-1, x.shape[-1]), get_format("fp8_current", element=element).element)
+    return (codes.float() * scale_inv).view(x.shape)
+
+
+def assert_product(found: Tensor, left: Tensor, right: Tensor, bias: Tensor | float = 0.0) -> None:
+    """Within the rounding of the result and 2**-16 of the sum of magnitudes for the order of summation."""
+    exact = left.double() @ right.double() + bias
+    bound = 2**-8 * exact.abs() + 2**-16 * (left.double().abs() @ right.double().abs()) + 1e-30
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.usefixtures("scaled_mm")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [(5,), (2, 3), (), (0,), (2, 0)])
+@pytest.mark.parametrize("fmt", PER_TENSOR)
+def test_per_tensor_products(fmt: str, batch: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight, bias = cast(fmt, nominal=dtype), torch.randn(48).to(dtype).requires_grad_()
+    x = torch.randn(*batch, 64).to(dtype).requires_grad_()
+    y = F.linear(x, weight, bias)
+    grad = torch.randn(y.shape).to(dtype)
+    y.backward(grad)
+    assert y.dtype is dtype and y.shape == (*batch, 48)
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    if 0 in batch:
+        assert x.grad.shape == x.shape and not weight.grad.any()
+        return
+    rowwise, columnwise = weights_of(weight)
+    assert_product(y, rounded(x.detach(), "e4m3"), rowwise.t(), bias.detach().double())
+    element = "e4m3" if "e5m2" in fmt else "e5m2"
+    assert_product(x.grad, rounded(grad, element), columnwise)
+    rows = grad.reshape(-1, 48)
+    assert torch.equal(weight.grad, rows.t() @ x.detach().reshape(-1, 64)), "the weight gradient is the usual product"
+    assert torch.equal(bias.grad, rows.sum(0))
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_what_autograd_keeps() -> None:
+    """The input and the quantized weight: no code of the input and nothing dequantized outlives the forward pass."""
+    kept: list[Tensor] = []
+    weight, x = cast("fp8_current"), torch.randn(4, 64).to(BF16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        F.linear(x, weight)
+    assert [type(t) for t in kept] == [Tensor, QuantizedWeight] and kept[0].data_ptr() == x.data_ptr()
+    assert kept[1].state is weight.state
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_inputs_and_gradients_of_any_strides() -> None:
+    weight = cast("fp8_current")
+    x = torch.randn(64, 6).to(BF16).t().requires_grad_()
+    y = F.linear(x, weight)
+    assert torch.equal(y, F.linear(x.detach().contiguous(), weight))
+    (found,) = torch.autograd.grad(y.sum(), x)  # an expanded gradient, all strides 0
+    assert_product(found, torch.ones(6, 48), weights_of(weight)[1])
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_every_way_to_write_it() -> None:
+    weight: Any = cast("fp8_current")
+    x, bias = torch.randn(4, 64).to(BF16), torch.randn(48).to(BF16)
+    y = F.linear(x, weight)
+    for other in (x @ weight.t(), torch.mm(x, weight.T), x.matmul(torch.t(weight)), torch.matmul(x, weight.t())):
+        assert torch.equal(other, y)
+    assert torch.equal(torch.addmm(bias, x, weight.t()), F.linear(x, weight, bias))
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_autocast() -> None:
+    weight, x = cast("fp8_current", nominal=torch.float32), torch.randn(4, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="not float32"):
+        F.linear(x, weight)
+    with torch.autocast("cpu", BF16):
+        y = F.linear(x, weight, torch.randn(48))
+    y.float().sum().backward()
+    assert y.dtype is BF16 and x.grad is not None and x.grad.dtype is torch.float32
+
+
+@pytest.mark.usefixtures("scaled_mm")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    weight, x = cast("fp8_current"), torch.randn(4, 64).to(BF16)
+    x[1, 7] = bad
+    assert F.linear(x, weight).isnan().all(), "one scale: nothing of this tensor can be trusted"
+    x = torch.randn(4, 64).to(BF16).requires_grad_()
+    grad = torch.ones(4, 48).to(BF16)
+    grad[3, 0] = bad
+    F.linear(x, weight).backward(grad)
+    assert x.grad is not None and x.grad.isnan().all()
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_a_stale_columnwise_copy_is_not_read() -> None:
+    weight = cast("fp8_current")
+    y = F.linear(torch.randn(2, 64).to(BF16).requires_grad_(), weight)
+    weight.state.freshness.cast += 1  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="older than its last cast"):
+        y.sum().backward()
+
+
+def test_a_compiled_layer_takes_the_same_path() -> None:
+    layer = nn.Linear(64, 48).to(BF16)
+    layer.weight = cast("fp8_current")
+    x = torch.randn(4, 64).to(BF16)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+    with gemm.use("scaled_mm"):
+        assert torch.equal(compiled(x), layer(x))
+
+
+# --- what the other paths hand to torch -------------------------------------------------------------------------------------------
+
+
+def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
+    """The weight `[M, K]` in FP32, from the executable specification."""
+    value = torch.empty(weight.matrix_shape)
+    dequantize(weight.format, *weight.direction(columnwise), weight.amax, *weight.matrix_shape, columnwise, value)
+    return value
+
+
+@pytest.mark.parametrize("rows", [(32,), (37,), (2, 5), (0,)])
+@pytest.mark.parametrize(
+    ("path", "fmt", "shape", "loss"),
+    [
+        (block_128, "fp8_block", (256, 640), 0.04),
+        (block_128, "fp8_block:power_of_2_scale=False", (128, 128), 0.04),
+        (mxfp8, "mxfp8", (160, 96), 0.04),
+        (nvfp4, "nvfp4", (160, 96), 0.14),
+    ],
+)
+def test_operands_multiply_to_the_product(
+    path: gemm.Path, fmt: str, shape: tuple[int, int], loss: float, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against an emulation of the documented interface: right up to the rounding of the input, in both directions."""
+    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+    weight: Any = cast(fmt, shape)
+    x, grad, bias = (torch.randn(*rows, n).to(BF16) for n in (shape[1], shape[0], shape[0]))
+    bias = torch.randn(shape[0]).to(BF16)
+    y, dx = path.forward(x, weight, bias, False), path.input_gradient(grad, weight, False)
+    assert y.shape == grad.shape and dx.shape == x.shape and y.dtype is dx.dtype is BF16
+    for found, exact in (
+        (y - bias, x.float() @ direction(weight, False).t()),
+        (dx, grad.float() @ direction(weight, True)),
+    ):
+        error = (found.float() - exact).norm() / exact.norm().clamp(min=1e-9)
+        assert error < loss, f"relative error {error:.4f}"
+        assert exact.numel() == 0 or error > loss / 40, "the input was quantized"
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) -> None:
+    weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
+    _, scale_inv, _, _ = block_128.operands(torch.randn(16, 256).to(BF16), weight.format, *weight.direction(False))
+    assert (scale_inv.frexp()[0] == 0.5).all() == power_of_2
+
+
+@pytest.mark.parametrize(("path", "fmt"), [(block_128, "fp8_block"), (mxfp8, "mxfp8"), (nvfp4, "nvfp4")])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_in_groups(
+    path: gemm.Path, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+    x = torch.randn(16, 256).to(BF16)
+    x[3, 200] = bad
+    y = path.forward(x, cast(fmt, (128, 256)), None, False)
+    assert y[3].isnan().all()
+    others = torch.cat((y[:3], y[4:]))
+    assert others.isnan().all() if fmt == "nvfp4" else others.isfinite().all()

@@ -1,0 +1,220 @@
+"""Which GEMM path runs and why not another, on any device, decided on any machine."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests import casts
+from zerocast import QuantizedWeight, backends, gemm, get_format
+from zerocast.gemm import nvfp4
+
+H200 = {"device": "cuda", "capability": (9, 0), "cuda": (13, 0)}
+B200 = {"device": "cuda", "capability": (10, 0), "cuda": (13, 0)}
+GEFORCE = {"device": "cuda", "capability": (12, 0), "cuda": (13, 0)}
+A100 = {"device": "cuda", "capability": (8, 0), "cuda": (13, 0)}
+L40 = {"device": "cuda", "capability": (8, 9), "cuda": (12, 8)}
+ROCM: dict[str, Any] = {"device": "cuda"}
+CPU: dict[str, Any] = {"device": "cpu"}
+SIZE = (256, 384)
+BF16 = torch.bfloat16
+
+
+def case(fmt: str, on: dict[str, Any], **changes: Any) -> gemm.Case:
+    return gemm.Case(**{"format": get_format(fmt), "matrix_shape": SIZE, "dtype": BF16, **on, **changes})
+
+
+CHOSEN = [
+    ("fp8_current", H200, "per_tensor"),
+    ("fp8_delayed", H200, "per_tensor"),
+    ("fp8_current:element=e5m2", H200, "per_tensor"),
+    ("fp8_current", L40, "per_tensor"),
+    ("fp8_current", B200, "per_tensor"),
+    ("fp8_block", H200, "block_128"),
+    ("fp8_block:power_of_2_scale=False", H200, "block_128"),
+    ("mxfp8", B200, "mxfp8"),
+    ("nvfp4", B200, "nvfp4"),
+]
+NOT_CHOSEN = [
+    ("fp8_current", A100, {}, "8.9, this device has 8.0"),
+    ("fp8_current", ROCM, {}, "for NVIDIA GPUs"),
+    ("fp8_current", CPU, {}, r"only when asked for: zerocast.gemm.use\('scaled_mm'\)"),
+    ("fp8_current", H200, {"dtype": torch.float32}, "bfloat16 or float16, not float32"),
+    ("fp8_current", H200, {"matrix_shape": (256, 200)}, r"multiples of 16, the weight is \[256, 200\]"),
+    ("fp8_current", H200, {"matrix_shape": (200, 256)}, r"multiples of 16, the weight is \[200, 256\]"),
+    ("fp8_current", H200, {"transposed": True}, "x @ W needs the operand in the other layout"),
+    ("fp8_current", H200, {"aligned": False}, "multiple of 16 bytes"),
+    ("fp8_block", B200, {}, r"Hopper GPUs \(compute capability 9.x\), this device has 10.0"),
+    ("fp8_block", L40, {}, "this device has 8.9"),
+    ("fp8_block", ROCM, {}, "not on cuda tensors"),
+    ("fp8_block", H200, {"cuda": (12, 8)}, "CUDA 12.9 on, torch was built with 12.8"),
+    ("fp8_block:element=e5m2", H200, {}, "must be e4m3, it is e5m2"),
+    ("fp8_block", H200, {"matrix_shape": (256, 192)}, "multiples of 128"),
+    ("mxfp8", H200, {}, r"Blackwell GPUs \(compute capability 10.x\), this device has 9.0"),
+    ("mxfp8", GEFORCE, {}, "this device has 12.0"),
+    ("nvfp4", H200, {}, "this device has 9.0"),
+    ("nvfp4", GEFORCE, {}, "this device has 12.0"),
+    ("nvfp4", CPU, {}, "not on cpu tensors"),
+    ("nvfp4", B200, {"matrix_shape": (256, 48)}, "multiples of 32"),
+    ("identity", H200, {}, "identity has no scaled product"),
+]
+
+
+@pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
+def test_the_path_that_a_device_runs(fmt: str, on: dict[str, Any], path: str) -> None:
+    for wish in ("auto", "scaled_mm"):
+        assert gemm.decide(case(fmt, on), wish) == (path, "")
+    assert gemm.decide(case(fmt, on), "dequantize") == ("dequantize", "asked for")
+
+
+@pytest.mark.parametrize(("fmt", "on", "changes", "reason"), NOT_CHOSEN)
+def test_the_reason_why_not(fmt: str, on: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    choice = gemm.decide(case(fmt, on, **changes), "auto")
+    assert choice.path == "dequantize"
+    assert re.search(reason, choice.reason), choice.reason
+    if "only when asked" not in reason:
+        assert gemm.decide(case(fmt, on, **changes), "scaled_mm") == (None, choice.reason)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+def test_what_has_never_run_is_reached_on_its_own_hardware_only(fmt: str) -> None:
+    devices = [CPU, ROCM, {"device": "xpu"}, {"device": "meta"}]
+    devices += [{**H200, "capability": (major, minor)} for major in range(7, 14) for minor in range(10)]
+    for on in devices:
+        blackwell = on.get("capability", (0, 0))[0] == 10
+        for wish, otherwise in (("auto", "dequantize"), ("scaled_mm", None), ("dequantize", "dequantize")):
+            expected = fmt if blackwell and wish != "dequantize" else otherwise
+            assert gemm.decide(case(fmt, on), wish).path == expected
+
+
+def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm.decide.cache_clear()
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    monkeypatch.delattr(torch, "float4_e2m1fn_x2")
+    assert gemm.decide(case("fp8_block", H200), "auto").reason == "this torch has no torch.nn.functional.scaled_mm"
+    assert list(nvfp4.obstacles(case("nvfp4", B200)))[1] == "this torch has no torch.float4_e2m1fn_x2"
+    monkeypatch.undo()
+    gemm.decide.cache_clear()
+
+
+# --- the wish ---------------------------------------------------------------------------------------------------------------------
+
+
+def cast(fmt: str, shape: tuple[int, int] = (48, 64), nominal: torch.dtype = BF16) -> nn.Parameter:
+    spread = torch.logspace(-2, 1, shape[0])[:, None]
+    return nn.Parameter(casts.cast_whole(fmt, torch.randn(shape) * spread, nominal, scale=8.0))
+
+
+@pytest.fixture
+def scaled_mm() -> Iterator[None]:
+    with gemm.use("scaled_mm"):
+        yield
+
+
+def test_a_wish_ends_with_its_block() -> None:
+    weight: Any = cast("fp8_current")
+    assert weight.gemm_choice().path == "dequantize"
+    with gemm.use("scaled_mm"):
+        assert weight.gemm_choice() == ("per_tensor", "")
+        with gemm.use("dequantize"):
+            assert weight.gemm_choice() == ("dequantize", "asked for")
+        assert weight.gemm_choice().path == "per_tensor"
+        with pytest.raises(KeyError), gemm.use("dequantize"):
+            raise KeyError
+        assert weight.gemm_choice().path == "per_tensor"
+    assert weight.gemm_choice().path == "dequantize"
+    gemm.use("scaled_mm")
+    assert weight.gemm_choice().path == "per_tensor"
+    gemm.use("auto")
+    assert weight.gemm_choice().path == "dequantize"
+
+
+def test_an_unknown_wish_changes_nothing() -> None:
+    with pytest.raises(ValueError, match="one of auto, dequantize, scaled_mm, got 'fast'"):
+        gemm.use("fast")
+    assert cast("fp8_current").gemm_choice().path == "dequantize"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape", "reason"),
+    [
+        ("nvfp4", (48, 64), "Blackwell"),
+        ("mxfp8", (64, 64), "Blackwell"),
+        ("fp8_block", (128, 128), "Hopper"),
+        ("fp8_current", (40, 64), "multiples of 16"),
+        ("identity", (48, 64), "no scaled product"),
+    ],
+)
+@pytest.mark.usefixtures("scaled_mm")
+def test_a_wish_that_cannot_be_met_raises(fmt: str, shape: tuple[int, int], reason: str) -> None:
+    weight = cast(fmt, shape)
+    with pytest.raises(RuntimeError, match=rf"'scaled_mm' was asked for and QuantizedWeight\(.*{reason}"):
+        F.linear(torch.randn(3, 64).to(BF16).requires_grad_(), weight)
+    with pytest.raises(RuntimeError, match="other layout"):
+        torch.randn(3, 48).to(BF16) @ cast("fp8_current")
+
+
+def test_the_cpu_dequantizes_unless_asked() -> None:
+    """The bits of CPU runs do not depend on what torch can emulate."""
+    weight, x = cast("fp8_current"), torch.randn(5, 64).to(BF16)
+    expected = F.linear(x, weight.dequantize())  # type: ignore[operator]
+    assert torch.equal(F.linear(x, weight), expected)
+    with gemm.use("scaled_mm"):
+        assert not torch.equal(F.linear(x, weight), expected)
+
+
+def test_a_backward_pass_takes_the_way_of_its_forward_pass() -> None:
+    weight, x, grad = cast("fp8_current"), torch.randn(5, 64).to(BF16).requires_grad_(), torch.randn(5, 48).to(BF16)
+    with gemm.use("scaled_mm"):
+        y = F.linear(x, weight)
+    (outside,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    with gemm.use("scaled_mm"):
+        (inside,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(outside, inside)
+    assert not torch.equal(outside, grad @ weight.read(columnwise=True, dtype=BF16))  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_a_weight_that_moves_is_looked_at_again() -> None:
+    weight, x = cast("fp8_current"), torch.randn(2, 64).to(BF16)
+    y = F.linear(x, weight)
+    odd, even = torch.empty(2, 48 * 64 + 32, dtype=torch.uint8)
+    weight.rebind(rowwise_data=odd[8:-24].view(48, 64))  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        F.linear(x, weight)
+    weight.rebind(rowwise_data=even[16:-16].view(48, 64))  # type: ignore[operator]
+    assert torch.equal(F.linear(x, weight), y)
+
+
+def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, made = cast("fp8_current"), torch.randn(2, 64).to(BF16), []
+    real = gemm.Case.of
+    monkeypatch.setattr(gemm.Case, "of", lambda *args: made.append(args) or real(*args))
+    for _ in range(3):
+        F.linear(x, weight)
+    assert len(made) == 1
+
+
+def test_report_names_path_and_reason() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 48), "b": nn.Linear(64, 48), "c": nn.Linear(64, 48)}).to(BF16)
+    model["a"].weight, model["b"].weight = cast("fp8_current"), cast("nvfp4")
+    rows = backends.report(model).layers
+    assert [(row.name, row.path) for row in rows] == [
+        ("a.weight", f"dequantize to bfloat16, {backends.choose(torch.device('cpu'))} backend"),
+        ("b.weight", f"dequantize to bfloat16, {backends.choose(torch.device('cpu'))} backend"),
+    ]
+    assert "only when asked for" in rows[0].reason and "Blackwell" in rows[1].reason
+    with gemm.use("scaled_mm"):
+        found = backends.report(model)
+    assert [(row.path, bool(row.reason)) for row in found.layers] == [("per_tensor", False), ("refused", True)]
+    assert "b.weight  nvfp4  refused (runs on Blackwell GPUs" in str(found)
+    experts = nn.Module()
+    experts.weight = nn.Parameter(QuantizedWeight.empty((2, 32, 64), "fp8_current"))
+    assert [row[2:] for row in map(dataclasses.astuple, backends.report(experts).layers)] == [
+        ("refused", "products take a weight of two dimensions")
+    ]

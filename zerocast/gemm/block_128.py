@@ -1,0 +1,74 @@
+"""Path block_128: FP8 weights with a scale a 128x128 block, inputs with a scale for 128 elements of a row.
+
+Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`; cuBLAS, "Scaling factors layouts"):
+A `[rows, k]` row-major with f32 scales `[rows, k/128]` of strides `[1, rows]`; B `[k, n]` column-major with f32 scales
+`[L4, n/128]` of strides `[1, L4]`, L4 = k/128 rounded up to a multiple of 4. That is the scale buffer of formats.md section 2,
+`[n/128, L4]`, read as its transpose: nothing is copied. Only the call that names its scaling checks L4; `torch._scaled_mm` takes
+unpadded scales and then gives wrong numbers (pytorch/pytorch#166752), so it is not used here.
+
+Hopper only, with cuBLAS 12.9 or later; no fast accumulation, which this scaling does not know. Rows are padded to a multiple of 16,
+both extents of the weight must be multiples of 128. Inputs and gradients are E4M3, as is usual with blocks this small
+(TransformerEngine, "FP8 Blockwise Scaling"; DeepSeek-V3), their scales powers of two where those of the weight are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import FormatSpec, ScaleRule
+from zerocast.formats.element import E4M3
+from zerocast.gemm import inputs, torch_api
+from zerocast.gemm.case import Case
+from zerocast.gemm.rows import over_rows
+
+BLOCK = 128
+ROWS = 16
+FIRST_CUDA = (12, 9)
+
+
+def takes(fmt: FormatSpec) -> bool:
+    """FP32 scales in 128x128 blocks."""
+    return fmt.scale_rule is ScaleRule.FP32 and fmt.block == (BLOCK, BLOCK)
+
+
+def obstacles(case: Case) -> Iterator[str]:
+    """Hopper GPUs, E4M3 weights, whole blocks."""
+    yield from torch_api.obstacles(case, major=9, name="Hopper")
+    if case.cuda is not None and case.cuda < FIRST_CUDA:
+        yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
+    if case.format.element != E4M3:
+        yield f"the weight must be e4m3, it is {case.format.element.name if case.format.element else None}"
+    yield from case.obstacles(multiple=BLOCK)
+
+
+def forward(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+    """`x @ W.T + bias` from the rowwise copy."""
+    assert not transposed
+    return _product(x, weight.format, weight.direction(columnwise=False), bias)
+
+
+def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
+    """`grad @ W` from the columnwise copy."""
+    assert not transposed
+    return _product(grad, weight.format, weight.direction(columnwise=True), None)
+
+
+def operands(rows: Tensor, fmt: FormatSpec, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(A, its scales, B, its scales) in the layout above; `rows` are padded with zeros."""
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % ROWS))
+    a, a_scale = inputs.groups(padded, BLOCK, E4M3, fmt.power_of_2_scale)
+    return a, a_scale.t().contiguous().t(), data.view(torch.float8_e4m3fn).t(), scale_inv.t()
+
+
+def _product(x: Tensor, fmt: FormatSpec, stored: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    data, scale_inv = stored
+
+    def product(rows: Tensor) -> Tensor:
+        y = torch_api.scaled_mm(
+            *operands(rows, fmt, data, scale_inv), ["BlockWise1x128"], ["BlockWise128x128"], bias, x.dtype
+        )
+        return y[: rows.shape[0]]
+
+    return over_rows(product, x, data.shape[0])

@@ -1,0 +1,71 @@
+"""Case: what the choice of a path depends on, as a value."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.formats import Block, FormatSpec
+
+ALIGNMENT = 16  # bytes: where cuBLASLt wants narrow operands and their scales to begin
+OPERANDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product `x @ W.T` (`x @ W` when `transposed`) for W `[M, K]`; `dtype` is that of the input and of the result.
+
+    `capability` is the CUDA compute capability, None where there is none; `cuda` the toolkit that torch was built with.
+    """
+
+    format: FormatSpec
+    matrix_shape: Block
+    dtype: torch.dtype
+    device: str
+    capability: tuple[int, int] | None = None
+    cuda: tuple[int, ...] | None = None
+    transposed: bool = False
+    aligned: bool = True
+
+    @staticmethod
+    def of(weight: Any, dtype: torch.dtype, transposed: bool) -> "Case":
+        """The case of a QuantizedWeight where it lies now."""
+        device = weight.state.rowwise_data.device
+        nvidia = device.type == "cuda" and torch.version.cuda is not None  # ROCm devices call themselves cuda too
+        return Case(
+            format=weight.format,
+            matrix_shape=weight.matrix_shape,
+            dtype=dtype,
+            device=device.type,
+            capability=torch.cuda.get_device_capability(device) if nvidia else None,
+            cuda=tuple(int(part) for part in str(torch.version.cuda).split(".")[:2]) if nvidia else None,
+            transposed=transposed,
+            aligned=all(_aligned(weight.state.buffers[name]) for name in OPERANDS),
+        )
+
+    @property
+    def capability_text(self) -> str:
+        """As it is usually written: 9.0."""
+        return ".".join(map(str, self.capability or ()))
+
+    def obstacles(self, multiple: int) -> Iterator[str]:
+        """What keeps any path but dequantize from running, one sentence each.
+
+        `multiple` is what both extents of the weight must be divisible by: either is the inner dimension of one product and
+        the outer one of the other, since a path serves forward and input gradient alike.
+        """
+        if self.dtype not in SIXTEEN_BITS:
+            yield f"results are bfloat16 or float16, not {str(self.dtype).removeprefix('torch.')}"
+        if self.matrix_shape[0] % multiple or self.matrix_shape[1] % multiple:
+            yield f"both extents must be multiples of {multiple}, the weight is {list(self.matrix_shape)}"
+        if self.transposed:
+            yield "x @ W needs the operand in the other layout: only x @ W.T (linear) runs on tensor cores"
+        if not self.aligned:
+            yield f"its storage does not begin at a multiple of {ALIGNMENT} bytes"
+
+
+def _aligned(tensor: torch.Tensor | None) -> bool:
+    """Whether a buffer, if there is one, begins well inside its storage, which every allocator aligns to more than `ALIGNMENT`."""
+    return tensor is None or tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0

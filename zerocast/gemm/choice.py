@@ -1,0 +1,104 @@
+"""The choice of a path: made once for a weight, an input dtype and a wish, and kept until the weight's storage moves."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import FormatSpec
+from zerocast.gemm import block_128, dequantize, mxfp8, nvfp4, per_tensor
+from zerocast.gemm.case import Case
+
+
+class Path(Protocol):
+    """What a path module defines; see README.md."""
+
+    def takes(self, fmt: FormatSpec) -> bool:
+        """Whether this is the path of weights of this format."""
+
+    def obstacles(self, case: Case) -> Iterator[str]:
+        """Why it cannot run, one sentence each; none if it can."""
+
+    def forward(self, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+        """`x @ W.T + bias`, or `x @ W + bias` when transposed."""
+
+    def input_gradient(self, grad: Tensor, weight: Any, transposed: bool) -> Tensor:
+        """`grad @ W`, or `grad @ W.T` when transposed."""
+
+
+PATHS: dict[str, Path] = {
+    "per_tensor": per_tensor,
+    "block_128": block_128,
+    "mxfp8": mxfp8,
+    "nvfp4": nvfp4,
+    "dequantize": dequantize,  # takes every format: whatever no other path does
+}
+WISHES = ("auto", "dequantize", "scaled_mm")
+AUTOMATIC_DEVICES = ("cuda",)  # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
+_wish = "auto"
+
+
+class Choice(NamedTuple):
+    """The name of a path, None for a wish that cannot be met; `reason` says why it is not one on tensor cores."""
+
+    path: str | None
+    reason: str
+
+
+def use(wish: str) -> ExitStack:
+    """Say how products of quantized weights run from now on, or within a `with` statement, in this process.
+
+    "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize. "dequantize": always that.
+    "scaled_mm": torch's scaled matrix multiply, on the CPU too where torch has it; a product that cannot raises RuntimeError with
+    the reason. The two ways give different bits, since the scaled one quantizes the input as well. A backward pass takes the way
+    of its forward pass. Raises ValueError for any other wish.
+    """
+    if wish not in WISHES:
+        raise ValueError(f"a GEMM path is wished for by one of {', '.join(WISHES)}, got {wish!r}")
+    restore = ExitStack()
+    restore.callback(_set, _wish)
+    _set(wish)
+    return restore
+
+
+def _set(wish: str) -> None:
+    global _wish  # noqa: PLW0603
+    _wish = wish
+
+
+@functools.cache
+def decide(case: Case, wish: str) -> Choice:
+    """The path for a case; the same answer on every machine with the same torch."""
+    if wish == "dequantize":
+        return Choice("dequantize", "asked for")
+    name = next(name for name, path in PATHS.items() if path.takes(case.format))
+    reason = next(PATHS[name].obstacles(case), "")
+    if name == "dequantize":
+        reason = f"{case.format} has no scaled product"
+    if wish == "scaled_mm":
+        return Choice(None if reason else name, reason)
+    if not reason and case.device not in AUTOMATIC_DEVICES:
+        reason = f"on {case.device} only when asked for: zerocast.gemm.use('scaled_mm')"
+    return Choice("dequantize" if reason else name, reason)
+
+
+def choice_of(weight: Any, dtype: torch.dtype, transposed: bool = False) -> Choice:
+    """The choice for a QuantizedWeight and an input of `dtype`, under the present wish."""
+    if weight.dim() != 2:
+        return Choice(None, "products take a weight of two dimensions")
+    choices: dict[Any, Choice] = weight.state.choices
+    key = _wish, dtype, transposed
+    if key not in choices:
+        choices[key] = decide(Case.of(weight, dtype, transposed), _wish)
+    return choices[key]
+
+
+def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
+    """The name of the path to take; RuntimeError with the reason for a wish that cannot be met."""
+    path, reason = choice_of(weight, dtype, transposed)
+    if path is None:
+        raise RuntimeError(f"{_wish!r} was asked for and {weight!r} cannot be multiplied so: {reason}")
+    return path

@@ -1,0 +1,122 @@
+"""The quantizers of `inputs.py` for FP8 as Triton kernels: the same bytes, with the scales worked out on the way.
+
+Groups take one pass over the input; a whole tensor takes one for its amax, which is torch's, and one for its codes. Codes come from
+integer logic, since Triton's own float8 conversions differ from the format and from compiler to interpreter. Values are in range
+by construction (`inputs.py`), so nothing saturates here. Multiply and add are never contracted.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerocast.formats import Element
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MANTISSA = {"e4m3": 3, "e5m2": 2}
+ROWS = 32
+ELEMENTS = 4096
+
+INF = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(0x7FC00000)
+ONE = tl.constexpr(0x3F800000)
+FLT_MAX = tl.constexpr(0x7F7FFFFF)
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of |x| as int32: they order as the values do, with NaN above Inf."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """`inputs.encode_scale`, from the bits of the amax."""
+    s = tl.div_rn(LARGEST, amax_bits.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    s = tl.minimum(s, FLT_MAX)
+    if POWER_OF_2:
+        s = s & INF
+    s = tl.where(amax_bits == 0, ONE, s)
+    return tl.where(amax_bits >= INF, NAN, s).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode(x, MANTISSA: tl.constexpr):
+    """f32 in the range of the element to its codes: RNE, NaN to 0x7F. The bias of E4M3 is 7, that of E5M2 15."""
+    bias: tl.constexpr = 7 if MANTISSA == 3 else 15
+    drop: tl.constexpr = 23 - MANTISSA
+    half: tl.constexpr = (1 << (drop - 1)) - 1
+    bits = _magnitude(x)
+    normal = ((bits + half + ((bits >> drop) & 1)) >> drop) - ((127 - bias) << MANTISSA)
+    # Below the smallest normal the code counts multiples of 2**(1 - bias - mantissa): the last place of this sum.
+    unit: tl.constexpr = (151 - bias - MANTISSA) << 23
+    shifted = bits.to(tl.float32, bitcast=True) + (bits * 0 + unit).to(tl.float32, bitcast=True)
+    code = tl.where(bits < ((128 - bias) << 23), shifted.to(tl.int32, bitcast=True) - unit, normal)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(bits > INF, 0x7F, code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _groups(
+    x,
+    codes,
+    scale_inv,
+    rows,
+    columns,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+):
+    """One group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv `[columns / WIDTH, rows]`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    here = row < rows
+    at = row[:, None] * columns + group * WIDTH + tl.arange(0, WIDTH)[None, :]
+    value = tl.load(x + at, mask=here[:, None], other=0.0).to(tl.float32)
+    scale = _scale(tl.max(_magnitude(value), 1), LARGEST, POWER_OF_2)
+    tl.store(codes + at, _encode(value * scale[:, None], MANTISSA), mask=here[:, None])
+    tl.store(scale_inv + group.to(tl.int64) * rows + row, tl.div_rn(1.0, scale), mask=here)
+
+
+@triton.jit
+def _whole(x, amax, codes, scale_inv, numel, ELEMENTS: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
+    """`ELEMENTS` elements of a tensor whose amax is known; the first program writes scale_inv."""
+    program = tl.program_id(0)
+    scale = _scale(_magnitude(tl.load(amax)), LARGEST, False)
+    at = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
+    tl.store(codes + at, _encode(value * scale, MANTISSA), mask=at < numel)
+    if program == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
+
+
+def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """`inputs.per_tensor`."""
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale_inv = torch.empty(1, device=x.device, dtype=torch.float32)
+    constants = ELEMENTS, MANTISSA[element.name], element.max
+    grid = (triton.cdiv(x.numel(), ELEMENTS),)
+    _launch(_whole, grid, x.device, x.contiguous(), amax, codes, scale_inv, x.numel(), *constants)
+    return codes.view(FLOAT8[element.name]), scale_inv
+
+
+def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """`inputs.groups`; the scales lie column by column."""
+    rows, columns = x.shape
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale_inv = torch.empty(columns // width, rows, device=x.device, dtype=torch.float32)
+    constants = width, ROWS, MANTISSA[element.name], element.max, power_of_2
+    grid = triton.cdiv(rows, ROWS), columns // width
+    _launch(_groups, grid, x.device, x.contiguous(), codes, scale_inv, rows, columns, *constants)
+    return codes.view(FLOAT8[element.name]), scale_inv.t()

@@ -1,0 +1,117 @@
+"""The other operand: activations and output gradients, quantized to match a weight, by plain torch ops on any device.
+
+FP8 takes one pass for the amaxes, a few operations on the amaxes, and one pass that multiplies in f32 and stores codes. That pass
+ends in torch's own float8 conversion, which rounds to nearest even in every version; versions differ in what overflow and Inf
+become, and neither reaches it: `|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above `largest`.
+On CUDA tensors `fused_inputs.py` does the same in fewer launches, where Triton can be imported and nothing is being compiled.
+
+Scales follow formats.md 1.2, with one difference: where the amax is not finite the scale is no number, so that the whole tensor
+(the whole group) comes out as NaN. For a weight 1.2 says scale 1 and saturation; an activation that overflowed must not look
+like an ordinary one afterwards. Epsilons are options of weights and are not applied.
+"""
+
+import dataclasses
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
+from zerocast.backends.reference.codec import encode, pack
+from zerocast.backends.reference.scales import ONE_2688TH, encode_scales, stored_scales
+from zerocast.formats import Block, Element, FormatSpec, get_format
+from zerocast.layout import rowwise_scale_inv
+
+FLT_MAX = torch.finfo(torch.float32).max
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+E8M0_NAN = 0xFF
+
+
+def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
+    """`largest / amax` in f32, floored to a power of two if wished, 1 for an amax of 0, NaN for one that is not finite."""
+    scale = torch.div(torch.tensor(largest), amax).clamp(max=FLT_MAX)  # `largest / amax` would multiply by a reciprocal
+    if power_of_2:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale.masked_fill(amax == 0, 1.0) + (amax - amax)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """`scale_inv`, correctly rounded."""
+    return torch.div(torch.tensor(1.0), scale)
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    try:
+        return importlib.import_module("zerocast.gemm.fused_inputs")
+    except ImportError:
+        return None
+
+
+def _fused(x: Tensor) -> ModuleType | None:
+    """The kernels for `x`; None where plain operations serve it. A compiler fuses those itself."""
+    return _triton() if x.device.type == "cuda" and not torch.compiler.is_compiling() else None
+
+
+def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """(codes `[rows, k]`, scale_inv f32[1]) of `x [rows, k]`, scaled by its present amax."""
+    if (fused := _fused(x)) is not None:
+        return fused.per_tensor(x, element)  # type: ignore[no-any-return]
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
+    scale = encode_scale(amax, element.max, power_of_2=False)
+    return _codes(x, scale, element), reciprocal(scale)
+
+
+def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, a scale for `width` elements of a row."""
+    if (fused := _fused(x)) is not None:
+        return fused.groups(x, width, element, power_of_2)  # type: ignore[no-any-return]
+    grouped = x.unflatten(1, (-1, width))
+    amax = torch.linalg.vector_norm(grouped, torch.inf, dim=2, dtype=torch.float32)
+    scale = encode_scale(amax, element.max, power_of_2)
+    return _codes(grouped, scale.unsqueeze(2), element).view(x.shape), reciprocal(scale)
+
+
+def _codes(x: Tensor, scale: Tensor, element: Element) -> Tensor:
+    """`x * scale` in f32, stored as codes, in one pass."""
+    codes = torch.empty(x.shape, dtype=FLOAT8[element.name], device=x.device)
+    return torch.mul(x, scale, out=codes)
+
+
+def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`, formats.md 1.5 along the rows."""
+    fmt = get_format("mxfp8")
+    codes, scales, _ = _quantize(fmt, (1, 32), x)
+    finite = x.unflatten(1, (-1, 32)).isfinite().all(2)
+    scales[: finite.shape[0], : finite.shape[1]].masked_fill_(~finite, E8M0_NAN)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, f32[1] that both levels are decoded with).
+
+    formats.md 1.6 with a scale for 1x16 elements, as for activations; rounds to nearest, without Hadamard transform.
+    """
+    codes, scales, amax = _quantize(get_format("nvfp4"), (1, 16), x)
+    return pack(codes), scales, decode_factor(amax.masked_fill(~x.isfinite().all(), torch.nan))
+
+
+def decode_factor(amax: Tensor) -> Tensor:
+    """What a product of NVFP4 codes and E4M3 scales is multiplied by: f32[1], from the tensor amax."""
+    return amax.view(1) * ONE_2688TH
+
+
+def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale buffer, tensor amax) of `x` in the rowwise direction of `fmt` with blocks of another extent."""
+    fmt = dataclasses.replace(fmt, block=block)
+    assert fmt.element
+    rows, columns = x.shape
+    buffer = rowwise_scale_inv(fmt, rows, columns)
+    assert buffer
+    value = x.float()
+    grid = block_amax(value, block)
+    amax = grid.amax()
+    codes = encode(fmt.element, value * expand(encode_scales(fmt, grid, amax, None), block, rows, columns))
+    return codes, fill_scales(fmt, stored_scales(fmt, grid, amax, None), rows, buffer), amax
