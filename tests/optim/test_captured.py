@@ -12,7 +12,7 @@ from tests.host_traffic import HostTraffic
 from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
-from zerocast import QuantizedWeight, ZeroConfig, weight_state
+from zerocast import QuantizedWeight, ZeroConfig, backends, weight_state
 from zerocast.optim import captured
 
 CASES = {
@@ -30,9 +30,16 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
     """Where the parameters are."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if request.param == "cuda":
+        _need_kernels()
     return str(request.param)
+
+
+def _need_kernels() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if backends.choose(torch.device("cuda")) == "reference":
+        pytest.skip("no kernels for this CUDA device, only the reference backend")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -64,6 +71,24 @@ def traffic_of_a_step(case: Case) -> list[str]:
 @pytest.mark.parametrize("name", ["clipped", "overlap", "library order", "bf16 moments"])
 def test_no_step_waits_for_the_device(ranks, world, name):
     assert ranks(world)(traffic_of_a_step, CASES[name]) == [[]] * world
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_torch_sees_no_wait_on_a_gpu(tensor_lr):
+    _need_kernels()
+    trainee = Trainee(Case(device="cuda", tensor_lr=tensor_lr))
+    for number in range(2):  # tables and columnwise copies are made
+        trainee.gradients(number)
+        trainee.ordinary_step()
+    trainee.gradients(2)
+    trainee.change_rates(1)
+    trainee.optimizer._finish_gradients()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainee.ordinary_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_traffic_is_seen():
