@@ -17,6 +17,7 @@ from zerocast.formats import Columnwise
 from zerocast.optim.captured import CapturedStep, Work
 
 SKIPPED, ORDINARY = 3, 5  # a step with a gradient that is not finite; one that both take with step()
+LOADED = 7  # before this step a state is loaded
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def compare(case: Case, group: Any = None) -> int:
     casts.assert_same_bytes(replaying.held(), before, "capturing changed something")
     for step in range(case.steps):
         for trainee in (eager, replaying):
+            if step == LOADED:
+                trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
             trainee.gradients(step)
             trainee.change_rates(step)
         norms = eager.ordinary_step(), replaying.ordinary_step() if step == ORDINARY else captured()

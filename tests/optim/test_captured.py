@@ -1,17 +1,18 @@
-"""Captured steps: the bits of ordinary ones, and what is refused. On the CPU the graph is played by a function that runs again."""
+"""Captured steps: the bits of ordinary ones, and what is refused. On the CPU a function that runs again plays the graph."""
 
 import dataclasses
 import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts
 from tests.host_traffic import HostTraffic
 from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
-from zerocast import ZeroConfig, weight_state
+from zerocast import QuantizedWeight, ZeroConfig, backends, weight_state
 from zerocast.optim import captured
 
 CASES = {
@@ -29,9 +30,16 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
     """Where the parameters are."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if request.param == "cuda":
+        _need_kernels()
     return str(request.param)
+
+
+def _need_kernels() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if backends.choose(torch.device("cuda")) == "reference":
+        pytest.skip("no kernels for this CUDA device, only the reference backend")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -63,6 +71,24 @@ def traffic_of_a_step(case: Case) -> list[str]:
 @pytest.mark.parametrize("name", ["clipped", "overlap", "library order", "bf16 moments"])
 def test_no_step_waits_for_the_device(ranks, world, name):
     assert ranks(world)(traffic_of_a_step, CASES[name]) == [[]] * world
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_torch_sees_no_wait_on_a_gpu(tensor_lr):
+    _need_kernels()
+    trainee = Trainee(Case(device="cuda", tensor_lr=tensor_lr))
+    for number in range(2):  # tables and columnwise copies are made
+        trainee.gradients(number)
+        trainee.ordinary_step()
+    trainee.gradients(2)
+    trainee.change_rates(1)
+    trainee.optimizer._finish_gradients()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainee.ordinary_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_traffic_is_seen():
@@ -134,6 +160,34 @@ def test_weights_that_are_moved_back_are_not_moved(device):
         step()
         other.ordinary_step()
     assert all((value == trainee.held()[name]).all() for name, value in other.held().items())
+
+
+class Tables(TorchDispatchMode):
+    """The int64 tensors that our ops are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "zerocast":
+            self.found += [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64]
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_recorded_was_run_before():
+    """A backend may look into a table the first time that it sees it, which must not be while a graph records."""
+    trainee = Trainee(Case())
+    for parameter in trainee.probe.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.state.drop_columnwise()  # capturing makes new storage
+    with Tables() as warm:
+        step = trainee.capture()
+    with Tables() as recorded:
+        step._replay()
+    seen = {id(table) for table in warm.found}
+    assert recorded.found
+    assert all(id(table) in seen for table in recorded.found)
 
 
 def test_schedulers_see_the_step():

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.optim.probe import BF16, FP16, FP32, MIXED, Spec
-from tests.optim.runs import ADAM, Run, check
+from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
+from tests.optim.runs import ADAM, Run, Trainer, check
+from tests.test_collectives import CountOps
 from zerocast import ZeroConfig
 
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
@@ -77,6 +78,19 @@ def test_hundreds_of_steps(ranks, world):
 def test_every_backend_gives_the_bits(backend):
     config = dataclasses.replace(DETERMINISTIC, backend=backend)
     check(Run(config=config, max_norm=0.1))
+
+
+def test_masters_are_updated_and_measured_in_one_pass():
+    """An op a format and dtype: Adam with amaxes for what has amaxes, Adam alone for the rest."""
+    trainer = Trainer(Run())
+    trainer.step(0)
+    trainer.backward(1)
+    with CountOps() as ops:
+        trainer.optimizer.step()
+    with_amaxes = {(spec.fmt, spec.dtype) for spec in MIXED if spec.fmt != PLAIN}
+    plain = {spec.dtype for spec in MIXED if spec.fmt == PLAIN}
+    counts = {name: ops.ours.count(name) for name in ("adam_amax", "adam_step", "partial_amax")}
+    assert counts == {"adam_amax": len(with_amaxes), "adam_step": len(plain), "partial_amax": 0}
 
 
 def test_threads_do_not_change_the_bits():

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from zerocast import ops
+from zerocast.adam_update import AdamUpdate
 from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import STANDARD_DEVIATION, Shard
-from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.workload import Workload
 from zerocast.optim.adam import Hyperparameters
 
@@ -44,24 +44,16 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
     )
 
 
-def has_step() -> bool:
-    """Whether this version has the fused stage."""
-    return hasattr(ops, "adam_amax")
-
-
 def step(workload: Workload, fmt: str, place: Place) -> Job:
     """Everything after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
     shard = Shard(workload, fmt, place)
     batch, packed = shard.batch(), shard.plan.packed
     m = Moments(shard.flat.numel(), place.device, place.generator())
-    lists = batch.masters.tensors, [m.grad], [m.exp_avg], [m.exp_avg_sq]
-    groups = torch.zeros(len(shard.weights), dtype=torch.int64, device=place.device)
-    adam_amax = torch.ops.zerocast.adam_amax.default
+    update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
     def run() -> None:
         packed.reset()
-        head = place.backend, str(batch.key.fmt), NOMINAL
-        adam_amax(*head, *lists, batch.table, groups, m.scalars, m.clip, packed.buffer, None)
+        batch.adam_amax(update, packed.buffer, None)
         batch.compute_scales(packed.buffer, None)
         batch.partial_cast(packed.buffer, None)
 

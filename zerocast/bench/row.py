@@ -75,9 +75,8 @@ def all_rows() -> Iterator[Row]:
     for fmt in FORMATS:
         yield Row(A, CAST, fmt, Target(CAST_LIMIT[fmt]))
     yield Row(A, ADAM, "", Target(ADAM_LIMIT))
-    if adam_work.has_step():
-        for fmt, limit in STEP_LIMIT.items():
-            yield Row(A, STEP, fmt, Target(limit))
+    for fmt, limit in STEP_LIMIT.items():
+        yield Row(A, STEP, fmt, Target(limit))
     for fmt in FORMATS:
         yield Row(B_FLAT, CAST, fmt, Target(MANY_LIMIT, host_ms=HOST_MS), "wall")
     for fmt in FORMATS:

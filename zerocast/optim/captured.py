@@ -52,7 +52,7 @@ class CapturedStep:
         max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
         record: makes of some work what repeats it; `cuda_graph`, unless a test wants to look inside.
 
-    To make one is a collective call. It runs the device part once as if a gradient were not finite, which changes nothing, so that
+    To make one is a collective call. It first runs the device part as if a gradient were not finite, which changes nothing, so that
     what is made at first use is made before the recording.
     """
 
@@ -68,7 +68,8 @@ class CapturedStep:
         self._device, self._weights, self._before, self._after = device, weights, before, after
         self._max_norm = max_norm
         self._norm = torch.zeros_like(device.clip).view(())
-        self._warm_up()
+        self._warm_up()  # what this finds missing it makes, and then everything lies elsewhere:
+        self._warm_up()  # a backend may look into a table when it first sees it, not while the graph records
         self._tables = weights.tables()  # kept, since the graph reads them
         self._replay = record(self._work)
 
