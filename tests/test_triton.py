@@ -38,10 +38,10 @@ def bench_of(fmt: str, nominal: torch.dtype, seed: int, nominal_master: bool) ->
     return Bench(tuple(weights), seed, separate_shards=nominal_master)
 
 
-@pytest.mark.parametrize("nominal", casts.NOMINAL, ids=str)
 @pytest.mark.parametrize("fmt", casts.FORMATS)
-def test_every_format(fmt: str, nominal: torch.dtype, seed: int) -> None:
-    assert_equal_stages(bench_of(fmt, nominal, seed, seed % 2 == 0), "triton")
+def test_every_format(fmt: str, seed: int) -> None:
+    """With one of the nominal dtypes; `test_any_weights` has them all."""
+    assert_equal_stages(bench_of(fmt, casts.NOMINAL[seed % 3], seed, seed % 2 == 0), "triton")
 
 
 @pytest.mark.slow
