@@ -1,5 +1,6 @@
 """Where a backend works: its stages on CPU tensors, whatever device they are for."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,9 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+
+if not torch.cuda.is_available():  # where there is a GPU, the kernels run on it as they are
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 CPU = torch.device("cpu")
 HERE = [name for name in backends.backend_names() if backends.why_not(name, CPU) is None]

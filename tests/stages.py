@@ -38,10 +38,10 @@ def encode(backend: str, element: str, x: Tensor) -> Tensor:
         stage(fmt, torch.float32, [x], one, [one], [one], rows, [codes], [], None)
         return codes
     # A tensor amax of 2688 makes S_enc one, and a block amax of 6 then makes the stored scale one.
-    whole = torch.nn.functional.pad(x, (0, -x.numel() % 16))
-    packed, amax = torch.full((-(-whole.numel() // 256),), 6.0), torch.tensor([2688.0])
+    whole = torch.nn.functional.pad(x, (0, -x.numel() % 256))
+    packed, amax = torch.full((whole.numel() // 256,), 6.0), torch.tensor([2688.0])
     packed_codes = torch.empty(whole.numel() // 2, dtype=torch.uint8)
-    where |= {"rows": whole.numel() // 16, "columns": 16, "numel": whole.numel()}
+    where |= {"rows": 16, "columns": whole.numel() // 16, "numel": whole.numel()}
     stage(
         get_format("nvfp4"), torch.float32, [whole], packed, [amax], [], table(row(**where)), [packed_codes], [], None
     )
@@ -75,23 +75,26 @@ def decode(backend: str, element: str, codes: Tensor) -> Tensor:
 
 
 def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """(stored scale of each block, tensor amax) that a backend derives from these f32 block amaxes."""
-    spec, across = get_format(fmt), amaxes.numel()
-    height, width = spec.block or (1, 1)
-    buffer = layout.rowwise_scale_inv(spec, height, across * width)
-    own = layout.columnwise_scale_inv(spec, height, across * width)
+    """(stored scale of each block, tensor amax) that a backend derives from these f32 block amaxes, in 128 rows if many."""
+    spec, down = get_format(fmt), 128 if amaxes.numel() > 1000 else 1
+    assert spec.block
+    across = -(-amaxes.numel() // down)
+    rows, columns = down * spec.block[0], across * spec.block[1]
+    buffer, own = layout.rowwise_scale_inv(spec, rows, columns), layout.columnwise_scale_inv(spec, rows, columns)
     assert buffer and own
     stored = torch.empty(buffer.shape, dtype=buffer.dtype)
     unused, amax, one = torch.empty(own.shape, dtype=own.dtype), torch.empty(1), torch.ones(1)
-    packed = torch.cat((amaxes, torch.zeros(across * width)))
-    where = {"rows": height, "columns": across * width, "row_amax": 0, "column_amax": across}
+    packed = torch.zeros(sum(layout.amax_counts(spec, rows, columns)))
+    packed[: amaxes.numel()] = amaxes
+    where = {"rows": rows, "columns": columns, "row_amax": 0, "column_amax": down * across}
     names = ("row_scale", "column_scale", "amax", "scale")
     where |= {f"{name}_base": 0 for name in names} | {f"{name}_offset": 0 for name in names}
-    rows = table(row(**where))
-    devices.stage(backend, "compute_scales")(
-        spec, packed, rows, [stored.view(-1)], [unused.view(-1)], [amax], None, [one]
-    )
-    return stored.view(buffer.shape)[0, :across].clone(), amax
+    bases = [stored.view(-1)], [unused.view(-1)], [amax], None, [one]
+    devices.stage(backend, "compute_scales")(spec, packed, table(row(**where)), *bases)
+    repeat = (
+        spec.block[0] if buffer.dtype is torch.uint8 else 1
+    )  # nvfp4 repeats its tiles' scales, mxfp8 has rows of one
+    return stored.view(buffer.shape)[: down * repeat : repeat, :across].reshape(-1)[: amaxes.numel()].clone(), amax
 
 
 def floats(bits: list[str]) -> Tensor:

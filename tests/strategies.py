@@ -3,8 +3,10 @@
 import math
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests import devices
 from tests.casts import FORMATS, NOMINAL
 from tests.matrices import CONTENTS
 from tests.sharded import Cut, Weight
@@ -12,6 +14,40 @@ from zerocast import get_format
 from zerocast.layout import matrix_shape
 
 SPECIAL = tuple(sorted(CONTENTS))
+
+
+def is_interpreted(backend: str) -> bool:
+    """Whether the backend's kernels run in Python here, thousands of times slower than they are meant to."""
+    return backend == "triton" and backend in devices.HERE
+
+
+def examples(backend: str) -> settings:
+    """The profile's number of examples, or a twelfth of it for a backend whose kernels are interpreted."""
+    whole = settings().max_examples
+    return settings(max_examples=max(1, whole // 12) if is_interpreted(backend) else whole)
+
+
+LARGE = {
+    "fp8_delayed": (3, 70_001),
+    "fp8_current": (70_001, 3),
+    "fp8_block": (3, 128 * 1030 + 5),
+    "mxfp8": (64, 32 * 1030),
+    "nvfp4": (48, 16 * 1030),
+    "identity": (1, 200_003),
+}
+LARGE_INTERPRETED = {
+    "fp8_delayed": (3, 3001),
+    "fp8_current": (3001, 3),
+    "fp8_block": (3, 128 * 2 + 5),
+    "mxfp8": (64, 32 * 9),
+    "nvfp4": (32, 16 * 19),
+    "identity": (1, 9001),
+}
+
+
+def large(fmt: str, backend: str) -> tuple[int, int]:
+    """A matrix of a format, larger than the pieces that the backend cuts its work into."""
+    return (LARGE_INTERPRETED if is_interpreted(backend) else LARGE)[fmt]
 
 
 @st.composite

@@ -96,9 +96,8 @@ def test_the_fallback_is_loud(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "zerocast"):
         assert backends.choose(torch.device("meta")) == "reference"
         assert backends.choose(torch.device("meta")) == "reference"
-    assert [r.getMessage() for r in caplog.records if "slow reference backend" in r.getMessage()] == [
-        "casting on meta with the slow reference backend (cpu: is for cpu tensors)"
-    ]
+    (message,) = [r.getMessage() for r in caplog.records if "slow reference backend" in r.getMessage()]
+    assert message.startswith("casting on meta with the slow reference backend (cpu: is for cpu tensors")
 
 
 def test_without_the_extension_the_reason_is_given(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""The Triton kernels compiled for a GPU that is not there: `python -m tests.ptx 90` runs every stage, compiles what it launches
+instead of launching it, and prints what the test asserts, as JSON. `--all` adds all nominal dtypes and kinds of masters: a
+minute instead of a quarter of one.
+
+A process of its own, since the interpreter and the compiler exclude each other. Stages are called as plans call them, so that the
+kernels are specialised as they are in use, and none can be forgotten.
+"""
+
+import collections
+import itertools
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests import devices
+from tests.casts import NOMINAL
+from tests.sharded import Weight
+from tests.tables import STAGES, Bench
+from tests.test_adam_amax import Case
+from tests.test_adam_step import SEGMENTS, SIZE, scalars
+from zerocast import backends, get_format, layout
+from zerocast.formats import Columnwise
+
+FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity")
+INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?((?:ld|st|div|sqrt|rcp|fma|mul|add|sub|atom|red)\.[\w.:]+)", re.MULTILINE)
+
+
+class Absent:
+    """A driver that knows its GPU's architecture, and nothing else."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(compiled: dict[str, dict[str, int]]) -> None:
+    """From now on a launch compiles; the arithmetic and memory instructions of each kernel are counted in `compiled`."""
+    run = JITFunction.run
+
+    def instead(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        assert kernel.metadata.enable_fp_fusion is False, "else the assembler contracts what the compiler did not"
+        name = f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"
+        compiled[f"{name} {kernel.hash[:8]}"] = collections.Counter(INSTRUCTION.findall(kernel.asm["ptx"]))
+
+    JITFunction.run = instead
+
+
+def run_casts(fmt: str, nominal: torch.dtype, nominal_master: bool) -> None:
+    bench = Bench((Weight(fmt, (64, 64), ((0, 4096),), nominal, nominal_master=nominal_master),), seed=2)
+    for stage in filter(bench.applies, STAGES):
+        bench.run(stage, "triton")
+
+
+def run_adam_amax(fmt: str, nominal: torch.dtype, moment: torch.dtype) -> None:
+    bench = Bench((Weight(fmt, (64, 64), ((0, 4096),), nominal),), seed=2)
+    Case(bench, seed=1, grad=torch.bfloat16, moment=moment).run("triton")
+
+
+def run_dequantize(fmt: str, nominal: torch.dtype, out: torch.dtype) -> None:
+    spec, buffers = get_format(fmt), layout.buffers(get_format(fmt), (64, 64), nominal)
+    empty = {name: torch.zeros(b.shape, dtype=b.dtype) if b else None for name, b in buffers.items()}
+    for side in ("rowwise", "columnwise")[: 1 + (spec.columnwise is not Columnwise.NONE)]:
+        arguments = empty[f"{side}_data"], empty[f"{side}_scale_inv"], empty["amax"], 64, 64, side == "columnwise"
+        backends.load("triton").dequantize(spec, *arguments, torch.empty(64, 64, dtype=out))
+
+
+def run_every_kernel() -> None:
+    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity"):
+        run_casts(fmt, torch.bfloat16, nominal_master=False)
+    for fmt in ("fp8_delayed", "nvfp4"):
+        run_adam_amax(fmt, torch.bfloat16, torch.float32)
+    for fmt in ("identity", "nvfp4"):
+        run_dequantize(fmt, torch.bfloat16, torch.float16)
+    master, moment = torch.zeros(SIZE), torch.zeros(SIZE)
+    rest = SEGMENTS, torch.from_numpy(scalars()), torch.ones(1), None
+    backends.load("triton").adam_step(master, master.bfloat16(), moment, moment, *rest)
+
+
+def run_every_dtype() -> None:
+    for fmt, nominal in itertools.product(FORMATS, NOMINAL):
+        for nominal_master in (False, True):
+            run_casts(fmt, nominal, nominal_master)
+        for dtype in (torch.float32, torch.bfloat16):
+            if fmt != "identity":
+                run_adam_amax(fmt, nominal, dtype)
+            run_dequantize(fmt, nominal, dtype)
+
+
+def main(capability: str, *which: str) -> None:
+    driver.set_active(Absent(int(capability)))
+    devices.HERE.append("triton")  # what is not launched can be given CPU tensors
+    compiled: dict[str, dict[str, int]] = {}
+    compile_only(compiled)
+    run_every_kernel()
+    if "--all" in which:
+        run_every_dtype()
+    triton = backends.load("triton")
+    print(json.dumps({"devices": triton.DEVICES, "preference": triton.PREFERENCE, "kernels": compiled}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,82 @@
+"""What Triton's compiler makes of the kernels for Hopper and Blackwell, without a GPU: exact arithmetic, wide loads and stores."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+KERNELS = {
+    "adam_amax._blocks",
+    "adam_amax._run",
+    "adam_step._run",
+    "compute_scales._blocks",
+    "compute_scales._grid_maxima",
+    "compute_scales._tensor",
+    "dequantize._decode",
+    "dequantize._round",
+    "partial_amax._blocks",
+    "partial_amax._run",
+    "partial_cast._blocks",
+    "partial_cast._round",
+    "partial_cast._run",
+    "roll_history._roll",
+    "transpose._data",
+    "transpose._scales",
+}
+# Approximate division and root, contracted multiply and add, and subnormals flushed to zero.
+INEXACT = re.compile(r"div\.(full|approx)|sqrt\.approx|rcp\.|fma\.|\w+\..*ftz")
+
+
+def compiled(capability: int, *which: str) -> dict[str, Any]:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = [sys.executable, "-m", "tests.ptx", str(capability), *which]
+    done = subprocess.run(run, capture_output=True, text=True, env=kept, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    kernels = found["kernels"]
+    assert {name.split()[0] for name in kernels} == KERNELS
+    for name, instructions in kernels.items():
+        assert not [i for i in instructions if INEXACT.match(i)], name
+        if name.startswith("adam"):
+            assert {"div.rn.f32", "sqrt.rn.f32"} <= set(instructions), name
+        if name.startswith(("adam", "partial_amax", "partial_cast")):
+            assert "ld.global.v4.b32" in instructions, f"{name} has no wide loads"
+        if name.startswith(("adam", "partial_cast", "transpose._data")):
+            assert "st.global.v4.b32" in instructions, f"{name} has no wide stores"
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_are_exact_and_wide(capability: int) -> None:
+    found = compiled(capability)
+    check(found)
+    assert (found["devices"], found["preference"]) == (["cuda"], 1), "compiled kernels are for GPUs only"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_of_every_dtype(capability: int) -> None:
+    check(compiled(capability, "--all"))
+
+
+def test_the_pattern_finds_what_it_must() -> None:
+    for name in (
+        "div.full.f32",
+        "div.approx.f32",
+        "sqrt.approx.ftz.f32",
+        "rcp.approx.f32",
+        "fma.rn.f32",
+        "mul.ftz.f32",
+    ):
+        assert INEXACT.match(name)
+    for name in ("div.rn.f32", "sqrt.rn.f32", "mul.f32", "add.rn.f32"):
+        assert not INEXACT.match(name)

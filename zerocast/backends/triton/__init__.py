@@ -1,0 +1,36 @@
+"""The Triton backend: the stages as Triton kernels, for GPUs where the extension has no CUDA build.
+
+Under TRITON_INTERPRET=1, which must be set before this package is imported, the kernels run in Triton's interpreter on CPU tensors:
+for tests, by name only. README.md says what differs.
+"""
+
+try:
+    import triton
+except ImportError as error:
+    raise ImportError(
+        f"Triton cannot be imported ({error}): install it with `pip install 'zerocast[triton]'`"
+    ) from error
+
+from zerocast.backends.triton.adam_amax import adam_amax
+from zerocast.backends.triton.adam_step import adam_step
+from zerocast.backends.triton.compute_scales import compute_scales
+from zerocast.backends.triton.dequantize import dequantize
+from zerocast.backends.triton.partial_amax import partial_amax
+from zerocast.backends.triton.partial_cast import partial_cast
+from zerocast.backends.triton.roll_history import roll_history
+from zerocast.backends.triton.transpose import transpose
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DEVICES = ("cpu",) if INTERPRETED else ("cuda",)  # the interpreter follows addresses itself, so they must be the host's
+PREFERENCE = -1 if INTERPRETED else 1
+
+__all__ = [
+    "adam_amax",
+    "adam_step",
+    "compute_scales",
+    "dequantize",
+    "partial_amax",
+    "partial_cast",
+    "roll_history",
+    "transpose",
+]

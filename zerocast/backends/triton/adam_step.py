@@ -1,0 +1,82 @@
+"""Stage adam_step: AdamW on flat FP32 shards; moments are FP32 or bf16."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerocast.backends.triton.adam import update
+from zerocast.backends.triton.codec import DTYPES
+from zerocast.backends.triton.descriptor import find
+from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
+
+RUN = 2048
+
+
+@dataclass(frozen=True)
+class SegmentRuns:
+    """Runs of `size` elements of (offset, numel, row of scalars) segments."""
+
+    size: int
+
+    def count(self, row: list[int]) -> int:
+        """Number of runs."""
+        return -(-row[1] // self.size)
+
+
+def adam_step(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    segments: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    skip: Tensor | None,
+) -> None:
+    """See ../README.md."""
+    assert scalars.is_contiguous() and scalars.shape[1] == 8, scalars.shape
+    device = master.device
+    tiles = tiling(segments, SegmentRuns(RUN))
+    bases = addresses((master, grad, exp_avg, exp_avg_sq), device)
+    head = bases, segments, tiles.firsts, tiles.rows, scalars, clip, skip_flag(skip, device)
+    dtypes = {"GRAD": DTYPES[grad.dtype], "EXP_AVG": DTYPES[exp_avg.dtype], "EXP_AVG_SQ": DTYPES[exp_avg_sq.dtype]}
+    launch(_run, tiles.total, device, *head, SIZE=RUN, **dtypes)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _run(
+    bases,
+    segments,
+    firsts,
+    n,
+    scalars,
+    clip,
+    skip,
+    SIZE: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+):
+    if tl.load(skip) != 0:
+        return
+    tile = tl.program_id(0).to(tl.int64)
+    segment = find(firsts, n, tile)
+    row = segments + segment * 3
+    first = (tile - tl.load(firsts + segment)) * SIZE
+    left = tl.load(row + 1) - first
+    first += tl.load(row)
+    group = scalars + tl.load(row + 2) * 8
+    g_size: tl.constexpr = 4 if GRAD == tl.float32 else 2
+    m_size: tl.constexpr = 4 if EXP_AVG == tl.float32 else 2
+    v_size: tl.constexpr = 4 if EXP_AVG_SQ == tl.float32 else 2
+    p_at = tl.load(bases) + first * 4
+    g_at = tl.load(bases + 1) + first * g_size
+    m_at = tl.load(bases + 2) + first * m_size
+    v_at = tl.load(bases + 3) + first * v_size
+    i = tl.arange(0, SIZE)
+    if (left >= SIZE) & ((p_at | g_at | m_at | v_at) % 16 == 0):
+        update(p_at, g_at, m_at, v_at, i, True, group, clip, GRAD, EXP_AVG, EXP_AVG_SQ, True)
+    else:
+        update(p_at, g_at, m_at, v_at, i, i < left, group, clip, GRAD, EXP_AVG, EXP_AVG_SQ, False)

@@ -1,0 +1,85 @@
+"""A tile of codes: the scales of its blocks, the encoding, and the stores, to the byte or to the half byte."""
+
+import triton
+import triton.language as tl
+
+from zerocast.backends.triton.amaxes import grid_cells, load_amax
+from zerocast.backends.triton.codec import encode
+from zerocast.backends.triton.descriptor import address
+from zerocast.backends.triton.scales import encode_scale
+from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
+
+
+@triton.jit
+def code_address(bases, row, BASE: tl.constexpr, first, ELEMENT: tl.constexpr):
+    """Address of the byte that holds the code of element `first` of the weight, which is even where a byte holds two."""
+    if ELEMENT == "e2m1":
+        first = first // 2
+    return address(bases, row, BASE, 1) + first
+
+
+@triton.jit
+def tile_scales(
+    packed,
+    row,
+    PLACE: tl.constexpr,
+    top,
+    left,
+    s_enc,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    RULE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """Encode scales of the blocks of a tile, which a block may be higher than: `[down, across]`."""
+    down: tl.constexpr = HEIGHT // ROWS_A if HEIGHT > ROWS_A else 1
+    cell, exists = grid_cells(row, top, left, ROWS_A, COLUMNS_A, down, WIDTH_A // COLUMNS_A)
+    amax = load_amax(packed, tl.load(row + PLACE) + cell, exists)
+    return encode_scale(amax, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON)
+
+
+@triton.jit
+def tile_codes(x, scale, HEIGHT: tl.constexpr, WIDTH_A: tl.constexpr, ELEMENT: tl.constexpr):
+    """Codes of a tile, as int32 `[HEIGHT, WIDTH_A]`; `scale [down, across]` is spread over equal blocks."""
+    down: tl.constexpr = scale.shape[0]
+    across: tl.constexpr = scale.shape[1]
+    blocks = tl.reshape(x, (down, HEIGHT // down, across, WIDTH_A // across))
+    return tl.reshape(encode(blocks * scale[:, None, :, None], ELEMENT), (HEIGHT, WIDTH_A))
+
+
+@triton.jit
+def store_codes(
+    out,
+    columns,
+    row,
+    top,
+    left,
+    codes,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Store the owned codes of a tile. Of a byte with one owned code, the other half is written back as it is: its owner is another
+    rank, never another program.
+    """
+    if ELEMENT != "e2m1":
+        i = offsets(columns, HEIGHT, WIDTH_A, FULL)
+        store_raw(out, i, codes.to(tl.uint8), owned(row, top, left, HEIGHT, WIDTH_A), tl.uint8, FULL)
+    else:
+        half: tl.constexpr = WIDTH_A // 2
+        i = offsets(columns // 2, HEIGHT, half, FULL)
+        low, high = tl.split(tl.reshape(codes, (HEIGHT, half, 2)))
+        data = low | (high << 4)
+        if FULL:
+            store_raw(out, i, data.to(tl.uint8), True, tl.uint8, True)
+        else:
+            mask = owned(row, top, left, HEIGHT, WIDTH_A).to(tl.int32)
+            has_low, has_high = tl.split(tl.reshape(mask, (HEIGHT, half, 2)))
+            kept = load_raw(out, i, has_low != has_high, tl.uint8, False).to(tl.int32)
+            data = tl.where(has_low > 0, data & 0xF, kept & 0xF) | tl.where(has_high > 0, data & 0xF0, kept & 0xF0)
+            store_raw(out, i, data.to(tl.uint8), (has_low | has_high) > 0, tl.uint8, False)

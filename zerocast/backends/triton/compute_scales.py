@@ -1,0 +1,176 @@
+"""Stage compute_scales: whole scale buffers and tensor amaxes from the reduced amaxes."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerocast.backends.triton.amaxes import as_integers, load_amax
+from zerocast.backends.triton.codec import as_f32
+from zerocast.backends.triton.descriptor import (
+    AMAX,
+    COLUMN_AMAX,
+    COLUMN_SCALE,
+    COLUMNS,
+    ROW_AMAX,
+    ROW_SCALE,
+    ROWS,
+    SCALE,
+    WIDTH,
+    address,
+    find,
+)
+from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
+from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
+from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, stored_scale, two_level_global
+from zerocast.descriptor import Column
+from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
+from zerocast.layout import amax_grid
+
+RUN = 4096
+
+
+def compute_scales(
+    fmt: FormatSpec,
+    packed: Tensor,
+    table: Tensor,
+    row_scales: list[Tensor],
+    column_scales: list[Tensor],
+    amaxes: list[Tensor],
+    skip: Tensor | None,
+    scales: list[Tensor],
+) -> None:
+    """See ../README.md."""
+    device, words, flag = table.device, as_integers(packed), skip_flag(skip, table.device)
+    rule, tensor_amaxes = rule_constants(fmt), addresses(amaxes, device)
+    if fmt.block is None:
+        rule = {key: value for key, value in rule.items() if key != "RULE"}
+        arguments = words, table, addresses(row_scales, device), tensor_amaxes, addresses(scales, device), flag
+        is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
+        launch(_tensor, table.shape[0], device, *arguments, DELAYED=is_delayed, **rule, num_warps=1)
+        return
+    runs = tiling(table, GridRuns(fmt, RUN))
+    maxima = torch.empty(max(1, runs.total), dtype=torch.int32, device=device)
+    grid = {"ROWS_A": fmt.block[0], "COLUMNS_A": fmt.block[1]}
+    launch(_grid_maxima, runs.total, device, words, table, runs.firsts, runs.rows, maxima, **grid, SIZE=RUN)
+    directions = [(ScaleBuffer.rowwise(fmt), row_scales, ROW_AMAX, ROW_SCALE)]
+    if fmt.columnwise is Columnwise.OWN_GRID:
+        directions.append((ScaleBuffer.columnwise(fmt), column_scales, COLUMN_AMAX, COLUMN_SCALE))
+    for buffer, buffers, place, base in directions:
+        tiles = tiling(table, buffer)
+        head = words, table, tiles.firsts, tiles.rows, addresses(buffers, device)
+        largest = maxima, runs.firsts, tensor_amaxes, flag
+        constants = buffer.constants() | rule | {"PLACE": place.value, "BASE": base.value}
+        launch(_blocks, tiles.total, device, *head, *largest, **constants)
+
+
+@dataclass(frozen=True)
+class GridRuns:
+    """Runs of `size` amaxes of the rowwise grid, for formats whose tensor amax is the largest of them."""
+
+    fmt: FormatSpec
+    size: int
+
+    def count(self, row: list[int]) -> int:
+        """Number of runs."""
+        down, across = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
+        return -(-down * across // self.size) if self.fmt.has_tensor_amax else 0
+
+
+@triton.jit
+def _tensor(
+    packed,
+    table,
+    row_scales,
+    amaxes,
+    scales,
+    skip,
+    DELAYED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """One scale a tensor: one program a weight."""
+    if tl.load(skip) != 0:
+        return
+    row = table + tl.program_id(0).to(tl.int64) * WIDTH
+    amax = load_amax(packed, tl.load(row + ROW_AMAX), True)
+    tl.store(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32)), amax)
+    if DELAYED:
+        scale = tl.load(address(scales, row, SCALE, 4).to(tl.pointer_type(tl.float32)))
+    else:
+        scale = scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON)
+    tl.store(address(row_scales, row, ROW_SCALE, 4).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr, SIZE: tl.constexpr):
+    """The largest amax of each run of a weight's grid, as bits. Scratch, so that no program needs the result of another here."""
+    tile = tl.program_id(0).to(tl.int64)
+    weight = find(firsts, n, tile)
+    row = table + weight * WIDTH
+    down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    i = (tile - tl.load(firsts + weight)) * SIZE + tl.arange(0, SIZE)
+    amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < down * across)
+    tl.store(maxima + tile, tl.max(amax.to(tl.int32, bitcast=True), 0))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _blocks(
+    packed,
+    table,
+    firsts,
+    n,
+    bases,
+    maxima,
+    runs,
+    amaxes,
+    skip,
+    PLACE: tl.constexpr,
+    BASE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    REPEAT: tl.constexpr,
+    ROUND_ROWS: tl.constexpr,
+    ROUND_COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    RULE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """One scale a block: a tile of a scale buffer, padding included."""
+    if tl.load(skip) != 0:
+        return
+    tile = tl.program_id(0).to(tl.int64)
+    weight = find(firsts, n, tile)
+    row = table + weight * WIDTH
+    tile -= tl.load(firsts + weight)
+    i, j, at, in_buffer, in_grid = buffer_tile(
+        row, tile, TRANSPOSED, ROWS_A, COLUMNS_A, REPEAT, ROUND_ROWS, ROUND_COLUMNS, HEIGHT, WIDTH_A
+    )
+    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    amax = load_amax(packed, tl.load(row + PLACE) + i // REPEAT * across + j, in_grid)
+    s_enc = tl.full((), 1.0, tl.float32)
+    if RULE == TWO_LEVEL:
+        largest = _largest(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
+        s_enc = two_level_global(largest)
+        if tile == 0:
+            tl.store(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32)), largest)
+    scale = stored_scale(amax, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON)
+    store_scales(bases, row, BASE, at, scale, in_buffer, in_grid, RULE)
+
+
+@triton.jit
+def _largest(maxima, first, last):
+    largest = tl.zeros((128,), tl.int32)
+    while first < last:
+        i = first + tl.arange(0, 128)
+        largest = tl.maximum(largest, tl.load(maxima + i, mask=i < last, other=0))
+        first += 128
+    return as_f32(tl.max(largest, 0))

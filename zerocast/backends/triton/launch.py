@@ -1,0 +1,89 @@
+"""How a stage becomes one launch: base addresses on the device, and a grid that covers the owned tiles only.
+
+A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a `Tiling`, by whose running sum a
+program finds its weight. All three are made once and found again by identity, so that a step does no work on the host for a weight,
+and nothing waits for the device. Only `launch` knows Triton.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_KEPT_ADDRESSES = 1024
+
+
+class Geometry(Protocol):
+    """How the work on one row of a table is cut into tiles; a hashable value."""
+
+    def count(self, row: list[int]) -> int:
+        """Number of tiles of a row; 0 where there is nothing to do."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of all rows of a table, numbered through: those of row i are `[firsts[i], firsts[i + 1])`."""
+
+    firsts: Tensor  # int64 [n + 1], on the device
+    rows: int
+    total: int
+
+
+_tilings: Any = WeakIdKeyDictionary()  # table -> {geometry: Tiling}; a tiling lives as long as its table
+
+
+def tiling(table: Tensor, geometry: Geometry) -> Tiling:
+    """The tiles of a table, which must not change afterwards. The first call reads the table back from the device."""
+    known = _tilings.setdefault(table, {})
+    if geometry not in known:
+        firsts = [0]
+        for row in table.tolist():
+            firsts.append(firsts[-1] + geometry.count(row))
+        known[geometry] = Tiling(torch.tensor(firsts, device=table.device), len(firsts) - 1, firsts[-1])
+    found: Tiling = known[geometry]
+    return found
+
+
+def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The addresses of some base tensors as an int64 tensor on the device.
+
+    A CUDA graph reads this tensor again at every replay, so what was handed out during a capture is kept for good.
+    """
+    found = _addresses(tuple([tensor.data_ptr() for tensor in tensors]), device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[id(found)] = found
+    return found
+
+
+_captured: dict[int, Tensor] = {}
+
+
+@functools.lru_cache(maxsize=_KEPT_ADDRESSES)
+def _addresses(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values or (0,), dtype=torch.int64, device=device)
+
+
+def skip_flag(skip: Tensor | None, device: torch.device) -> Tensor:
+    """`skip` as a uint8[1] that a kernel reads; None is a flag that is never set."""
+    return _never(device) if skip is None else skip.view(torch.uint8)
+
+
+@functools.cache
+def _never(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device=device)
+
+
+def launch(
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, num_warps: int = 4, **constants: Any
+) -> None:
+    """One launch of a Triton kernel on the device's current stream; multiply and add are never contracted."""
+    if programs == 0:
+        return
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
+        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)

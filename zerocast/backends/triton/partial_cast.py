@@ -1,0 +1,254 @@
+"""Stage partial_cast: the codes of the owned elements, written to the byte, or to the half byte."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerocast.backends.triton.amaxes import as_integers, load_amax
+from zerocast.backends.triton.blocks import TileShape
+from zerocast.backends.triton.codec import DTYPES, bf16_bits, encode, fp16_bits, round_nominal
+from zerocast.backends.triton.codes import code_address, store_codes, tile_codes, tile_scales
+from zerocast.backends.triton.descriptor import (
+    AMAX,
+    COLUMN_AMAX,
+    COLUMN_DATA,
+    COLUMNS,
+    NUMEL,
+    ROW_AMAX,
+    ROW_DATA,
+    SCALE,
+    START,
+    WIDTH,
+    address,
+    find,
+)
+from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
+from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, two_level_global
+from zerocast.backends.triton.tiles import (
+    Bands,
+    Flat,
+    band_tile,
+    element,
+    is_owned,
+    load_f32,
+    load_raw,
+    offsets,
+    owned,
+    store_raw,
+)
+from zerocast.formats import AmaxPolicy, FormatSpec
+
+RUN = 4096
+
+
+def partial_cast(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    packed: Tensor,
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    table: Tensor,
+    row_data: list[Tensor],
+    column_data: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """See ../README.md."""
+    if not masters:
+        return
+    device = table.device
+    constants: dict[str, Any] = {"DTYPE": DTYPES[masters[0].dtype], "NOMINAL": DTYPES[nominal]}
+    blocked = fmt.block is not None
+    shape = TileShape.of(fmt) if blocked else None
+    tiles = tiling(table, Bands(shape.height, shape.width) if shape else Flat(RUN))
+    head = addresses(masters, device), table, tiles.firsts, tiles.rows
+    data, flag = addresses(row_data, device), skip_flag(skip, device)
+    if fmt.element is None:
+        launch(_round, tiles.total, device, *head, data, flag, SIZE=RUN, **constants)
+        return
+    constants |= rule_constants(fmt) | {"ELEMENT": fmt.element.name}
+    words = as_integers(packed)
+    if shape:
+        constants |= shape.constants()
+        del constants["STEPS"]
+        columnwise, tensor_amaxes = addresses(column_data, device), addresses(amaxes, device)
+        launch(_blocks, tiles.total, device, *head, words, tensor_amaxes, data, columnwise, flag, **constants)
+        return
+    del constants["RULE"]
+    constants["DELAYED"] = fmt.amax_policy is AmaxPolicy.DELAYED
+    launch(_run, tiles.total, device, *head, words, addresses(scales, device), data, flag, SIZE=RUN, **constants)
+
+
+@triton.jit
+def _run_origin(masters, table, firsts, n, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """(row, address of its first master element, index of that element in the weight, elements left) of this program's run."""
+    tile = tl.program_id(0).to(tl.int64)
+    weight = find(firsts, n, tile)
+    row = table + weight * WIDTH
+    first = (tile - tl.load(firsts + weight)) * SIZE
+    left = tl.load(row + NUMEL) - first
+    first += tl.load(row + START)
+    return row, element(masters, row, first, DTYPE), first, left
+
+
+@triton.jit(do_not_specialize=["n"])
+def _round(
+    masters,
+    table,
+    firsts,
+    n,
+    row_data,
+    skip,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NOMINAL: tl.constexpr,
+):
+    """Formats without codes: the master rounded to the nominal dtype; its bits as they are where it has that dtype already."""
+    if tl.load(skip) != 0:
+        return
+    row, at, first, left = _run_origin(masters, table, firsts, n, SIZE, DTYPE)
+    size: tl.constexpr = 4 if NOMINAL == tl.float32 else 2
+    word: tl.constexpr = tl.int32 if NOMINAL == tl.float32 else tl.int16
+    i = tl.arange(0, SIZE)
+    mask = i < left
+    out = address(row_data, row, ROW_DATA, 1) + first * size
+    if (left >= SIZE) & (at % 16 == 0) & (out % 16 == 0):
+        store_raw(out, i, _words(at, i, mask, word, DTYPE, NOMINAL, True), mask, word, True)
+    else:
+        bits = _words(at, i, mask, word, DTYPE, NOMINAL, False)
+        if out % size == 0:
+            store_raw(out, i, bits, mask, word, False)
+        else:
+            for byte in tl.static_range(size):
+                store_raw(out + byte, i * size, (bits >> (8 * byte)).to(tl.uint8), mask, tl.uint8, False)
+
+
+@triton.jit
+def _words(at, i, mask, WORD: tl.constexpr, DTYPE: tl.constexpr, NOMINAL: tl.constexpr, FULL: tl.constexpr):
+    if DTYPE == NOMINAL:
+        return load_raw(at, i, mask, WORD, FULL)
+    elif NOMINAL == tl.bfloat16:
+        return (bf16_bits(load_f32(at, i, mask, DTYPE, FULL)) >> 16).to(tl.int16)
+    else:
+        return fp16_bits(load_f32(at, i, mask, DTYPE, FULL)).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _run(
+    masters,
+    table,
+    firsts,
+    n,
+    packed,
+    scales,
+    row_data,
+    skip,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NOMINAL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    DELAYED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """One scale a tensor."""
+    if tl.load(skip) != 0:
+        return
+    row, at, first, left = _run_origin(masters, table, firsts, n, SIZE, DTYPE)
+    if DELAYED:
+        scale = tl.load(address(scales, row, SCALE, 4).to(tl.pointer_type(tl.float32)))
+    else:
+        scale = scale_from_amax(load_amax(packed, tl.load(row + ROW_AMAX), True), LARGEST, POWER_OF_2, EPSILON)
+    i = tl.arange(0, SIZE)
+    mask = i < left
+    out = address(row_data, row, ROW_DATA, 1) + first
+    if (left >= SIZE) & (at % 16 == 0) & (out % 16 == 0):
+        x = round_nominal(load_f32(at, i, mask, DTYPE, True), NOMINAL)
+        store_raw(out, i, encode(x * scale, ELEMENT).to(tl.uint8), mask, tl.uint8, True)
+    else:
+        x = round_nominal(load_f32(at, i, mask, DTYPE, False), NOMINAL)
+        store_raw(out, i, encode(x * scale, ELEMENT).to(tl.uint8), mask, tl.uint8, False)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _blocks(
+    masters,
+    table,
+    firsts,
+    n,
+    packed,
+    amaxes,
+    row_data,
+    column_data,
+    skip,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    OWN_COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NOMINAL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    RULE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """One scale a block, rowwise and in an own columnwise grid."""
+    if tl.load(skip) != 0:
+        return
+    tile = tl.program_id(0).to(tl.int64)
+    weight = find(firsts, n, tile)
+    row = table + weight * WIDTH
+    top, left = band_tile(row, tile - tl.load(firsts + weight), HEIGHT, WIDTH_A)
+    columns = tl.load(row + COLUMNS)
+    first = top * columns + left
+    s_enc = tl.full((), 1.0, tl.float32)
+    if RULE == TWO_LEVEL:
+        s_enc = two_level_global(tl.load(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32))))
+    at = element(masters, row, first, DTYPE)
+    out = code_address(row_data, row, ROW_DATA, first, ELEMENT)
+    full = is_owned(row, top, left, HEIGHT, WIDTH_A) & (at % 16 == 0) & (out % 16 == 0) & (columns % 32 == 0)
+    scale = tile_scales(
+        packed, row, ROW_AMAX, top, left, s_enc, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A, RULE, LARGEST, POWER_OF_2, EPSILON
+    )
+    if OWN_ROWS:
+        own_out = code_address(column_data, row, COLUMN_DATA, first, ELEMENT)
+        full = full & (own_out % 16 == 0)
+        own_scale = tile_scales(
+            packed, row, COLUMN_AMAX, top, left, s_enc,
+            HEIGHT, WIDTH_A, OWN_ROWS, OWN_COLUMNS, RULE, LARGEST, POWER_OF_2, EPSILON,
+        )  # fmt: skip
+    if full:
+        i = offsets(columns, HEIGHT, WIDTH_A, True)
+        x = round_nominal(load_f32(at, i, True, DTYPE, True), NOMINAL)
+        store_codes(
+            out, columns, row, top, left, tile_codes(x, scale, HEIGHT, WIDTH_A, ELEMENT), HEIGHT, WIDTH_A, ELEMENT, True
+        )
+        if OWN_ROWS:
+            codes = tile_codes(x, own_scale, HEIGHT, WIDTH_A, ELEMENT)
+            store_codes(own_out, columns, row, top, left, codes, HEIGHT, WIDTH_A, ELEMENT, True)
+    else:
+        i = offsets(columns, HEIGHT, WIDTH_A, False)
+        mask = owned(row, top, left, HEIGHT, WIDTH_A)
+        x = round_nominal(load_f32(at, i, mask, DTYPE, False), NOMINAL)
+        store_codes(
+            out,
+            columns,
+            row,
+            top,
+            left,
+            tile_codes(x, scale, HEIGHT, WIDTH_A, ELEMENT),
+            HEIGHT,
+            WIDTH_A,
+            ELEMENT,
+            False,
+        )
+        if OWN_ROWS:
+            codes = tile_codes(x, own_scale, HEIGHT, WIDTH_A, ELEMENT)
+            store_codes(own_out, columns, row, top, left, codes, HEIGHT, WIDTH_A, ELEMENT, False)

@@ -1,0 +1,106 @@
+"""Scale buffers of blocked formats as grids of tiles, padding included (layout.py has their shapes)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from zerocast.backends.triton.descriptor import COLUMNS, ROWS, address
+from zerocast.backends.triton.scales import FP32
+from zerocast.descriptor import Column
+from zerocast.formats import Block, FormatSpec, ScaleRule
+from zerocast.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv
+
+HEIGHT, WIDTH = 32, 128  # of a tile, in scales
+
+
+@dataclass(frozen=True)
+class ScaleBuffer:
+    """One scale buffer a weight: a grid of `block`s, transposed or not, whose rows are repeated, in a padded buffer."""
+
+    fmt: FormatSpec
+    block: Block
+    is_columnwise: bool
+    transposed: bool
+    rounding: Block  # what the buffer's rows and columns are rounded up to
+
+    @staticmethod
+    def rowwise(fmt: FormatSpec) -> "ScaleBuffer":
+        """Of the rowwise data."""
+        assert fmt.block
+        return ScaleBuffer(fmt, fmt.block, False, False, (1 if fmt.scale_rule is ScaleRule.FP32 else 128, 4))
+
+    @staticmethod
+    def columnwise(fmt: FormatSpec) -> "ScaleBuffer":
+        """Of an own columnwise grid."""
+        assert fmt.columnwise_block
+        return ScaleBuffer(fmt, fmt.columnwise_block, True, False, (4, 128))
+
+    @staticmethod
+    def transpose(fmt: FormatSpec) -> "ScaleBuffer":
+        """Of columnwise data that are the transposed rowwise data."""
+        rowwise = ScaleBuffer.rowwise(fmt)
+        return ScaleBuffer(fmt, rowwise.block, True, True, rowwise.rounding)
+
+    def shape(self, rows: int, columns: int) -> Buffer:
+        """The buffer of a weight."""
+        buffer = (columnwise_scale_inv if self.is_columnwise else rowwise_scale_inv)(self.fmt, rows, columns)
+        assert buffer and len(buffer.shape) == 2
+        return buffer
+
+    def count(self, row: list[int]) -> int:
+        """Number of tiles."""
+        down, across = self.shape(row[Column.ROWS], row[Column.COLUMNS]).shape
+        return -(-down // HEIGHT) * -(-across // WIDTH)
+
+    def constants(self) -> dict[str, Any]:
+        """What the kernels are compiled with."""
+        return {
+            "TRANSPOSED": self.transposed,
+            "ROWS_A": self.block[0],
+            "COLUMNS_A": self.block[1],
+            "REPEAT": self.block[0] if self.fmt.scale_rule is ScaleRule.TWO_LEVEL else 1,
+            "ROUND_ROWS": self.rounding[0],
+            "ROUND_COLUMNS": self.rounding[1],
+            "HEIGHT": HEIGHT,
+            "WIDTH_A": WIDTH,
+        }
+
+
+@triton.jit
+def buffer_tile(
+    row,
+    tile,
+    TRANSPOSED: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    REPEAT: tl.constexpr,
+    ROUND_ROWS: tl.constexpr,
+    ROUND_COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+):
+    """A tile of the buffer: (row, column, offset in the buffer, whether it is in the buffer, whether it is more than padding)."""
+    down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    if TRANSPOSED:
+        down, across = across, down
+    used = down * REPEAT
+    height = (used + ROUND_ROWS - 1) // ROUND_ROWS * ROUND_ROWS
+    width = (across + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
+    tiles_across = (width + WIDTH_A - 1) // WIDTH_A
+    i = tile // tiles_across * HEIGHT + tl.arange(0, HEIGHT)[:, None]
+    j = tile % tiles_across * WIDTH_A + tl.arange(0, WIDTH_A)[None, :]
+    return i, j, i * width + j, (i < height) & (j < width), (i < used) & (j < across)
+
+
+@triton.jit
+def store_scales(bases, row, BASE: tl.constexpr, at, scale, in_buffer, in_grid, RULE: tl.constexpr):
+    """Store a tile of scales: f32 with padding 1, or bytes with padding 0."""
+    if RULE == FP32:
+        out = address(bases, row, BASE, 4).to(tl.pointer_type(tl.float32))
+        tl.store(out + at, tl.where(in_grid, scale, 1.0), mask=in_buffer)
+    else:
+        out = address(bases, row, BASE, 1).to(tl.pointer_type(tl.uint8))
+        tl.store(out + at, tl.where(in_grid, scale, 0).to(tl.uint8), mask=in_buffer)

@@ -1,0 +1,103 @@
+"""Scale rules: from amaxes to what is stored and to what an element is multiplied by (formats.md sections 1.1 to 1.6).
+
+Every line is one f32 operation; the order of operations is part of the format. Functions take scalars and blocks alike.
+"""
+
+import struct
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from zerocast.backends.triton.codec import INF, as_f32, decode, decode_e8m0, encode, encode_e8m0
+from zerocast.formats import FormatSpec, ScaleRule
+
+FP32 = tl.constexpr(int(ScaleRule.FP32))
+E8M0 = tl.constexpr(int(ScaleRule.E8M0))
+TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
+
+FLT_MIN = tl.constexpr(2.0**-126)
+FLT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+ONE_448TH = tl.constexpr(0x124925 * 2.0**-32 + 2.0**-9)  # 0x3B124925
+ONE_6TH = tl.constexpr(0x2AAAAB * 2.0**-26 + 2.0**-3)  # 0x3E2AAAAB
+ONE_2688TH = tl.constexpr(0x430C31 * 2.0**-35 + 2.0**-12)  # 0x39C30C31
+
+
+def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
+    """The scale rule of a format as kernels are compiled with it."""
+    return {
+        "RULE": int(fmt.scale_rule),
+        "LARGEST": fmt.element.max if fmt.element else 0.0,
+        "POWER_OF_2": fmt.power_of_2_scale,
+        "EPSILON": struct.unpack("<I", struct.pack("<f", fmt.amax_epsilon))[0],
+    }
+
+
+@triton.jit
+def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr):
+    """`LARGEST / amax`, 1 for an amax of 0 or Inf. EPSILON is given by its f32 bits: non-negative floats order as their bits do."""
+    bits = tl.maximum(amax.to(tl.int32, bitcast=True), EPSILON)
+    s = tl.div_rn(LARGEST, as_f32(bits)).to(tl.int32, bitcast=True)
+    s = tl.where(s == INF, 0x7F7FFFFF, s)
+    if POWER_OF_2:
+        s = s & INF
+    return as_f32(tl.where((bits == 0) | (bits >= INF), 0x3F800000, s))
+
+
+@triton.jit
+def two_level_global(amax):
+    """S_enc, from the tensor amax."""
+    s = tl.minimum(tl.div_rn(2688.0, tl.maximum(amax, FLT_MIN)), FLT_MAX)
+    return tl.where(amax > 0, s, 1.0)
+
+
+@triton.jit
+def two_level_byte(amax, s_enc):
+    """sd, the stored E4M3 code of each block, as int32."""
+    v = amax * (s_enc * ONE_6TH)
+    return encode(tl.where(v <= FLT_MAX, v, FLT_MAX), "e4m3")  # fminf: a NaN gives FLT_MAX
+
+
+@triton.jit
+def two_level_encode(amax, s_enc):
+    """What an element of each block is multiplied by."""
+    s_dec = tl.div_rn(1.0, tl.where(s_enc > 0, s_enc, 1.0))
+    sd = decode(two_level_byte(amax, s_enc), "e4m3")
+    return tl.where(sd > 0, tl.minimum(tl.div_rn(1.0, sd * s_dec), FLT_MAX), FLT_MAX)
+
+
+@triton.jit
+def encode_scale(
+    amax, s_enc, RULE: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr
+):
+    """What an element of each block is multiplied by before it is encoded; `s_enc` is read by two-level rules only."""
+    if RULE == TWO_LEVEL:
+        return two_level_encode(amax, s_enc)
+    elif RULE == E8M0:
+        return decode_e8m0(254 - encode_e8m0(amax * ONE_448TH))
+    else:
+        return scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON)
+
+
+@triton.jit
+def stored_scale(
+    amax, s_enc, RULE: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr
+):
+    """What the scale buffer holds for each block: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
+    if RULE == TWO_LEVEL:
+        return two_level_byte(amax, s_enc)
+    elif RULE == E8M0:
+        return encode_e8m0(amax * ONE_448TH)
+    else:
+        return tl.div_rn(1.0, scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON))
+
+
+@triton.jit
+def decode_scale(stored, amax, RULE: tl.constexpr):
+    """What a decoded element of each block is multiplied by; `stored` as `stored_scale` gives it."""
+    if RULE == TWO_LEVEL:
+        return (decode(stored, "e4m3") * amax) * ONE_2688TH
+    elif RULE == E8M0:
+        return decode_e8m0(stored)
+    else:
+        return stored

@@ -1,0 +1,135 @@
+"""How the owned span of a weight is cut into tiles, on the host as a count and in a kernel as positions, loads and stores.
+
+Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands of whole block rows around the
+span, and those into tiles, so that no two programs share a block. A tile that is owned to its last element and lies on 16-byte
+boundaries takes loads and stores without masks (`FULL`), which Triton vectorises; all others go element by element.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from zerocast.backends.triton.codec import as_f32, bf16_bits
+from zerocast.backends.triton.descriptor import COLUMNS, MASTER_BASE, NUMEL, START, address
+from zerocast.descriptor import Column
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Runs of `size` elements from the first owned one on."""
+
+    size: int
+
+    def count(self, row: list[int]) -> int:
+        """Number of runs."""
+        return -(-row[Column.NUMEL] // self.size)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Tiles of `height` rows and `width` columns, over all columns of the bands that hold an owned element."""
+
+    height: int
+    width: int
+
+    def count(self, row: list[int]) -> int:
+        """Number of tiles."""
+        if row[Column.NUMEL] == 0:
+            return 0
+        columns, start = row[Column.COLUMNS], row[Column.START]
+        rows = -(-(start + row[Column.NUMEL]) // columns)
+        return (-(-rows // self.height) - start // columns // self.height) * -(-columns // self.width)
+
+
+@triton.jit
+def band_tile(row, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """(first row, first column) of a tile of `Bands`."""
+    columns = tl.load(row + COLUMNS)
+    across = (columns + WIDTH - 1) // WIDTH
+    band = tl.load(row + START) // columns // HEIGHT + tile // across
+    return band * HEIGHT, tile % across * WIDTH
+
+
+@triton.jit
+def is_owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether every element of a rectangle is owned."""
+    columns = tl.load(row + COLUMNS)
+    start = tl.load(row + START)
+    first = first_row * columns + first_column
+    last = first + (HEIGHT - 1) * columns + WIDTH
+    return (first_column + WIDTH <= columns) & (first >= start) & (last <= start + tl.load(row + NUMEL))
+
+
+@triton.jit
+def owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Which elements of a rectangle are owned, `[HEIGHT, WIDTH]`: of each row a run, so that only its ends take 64 bits."""
+    columns = tl.load(row + COLUMNS)
+    begin = tl.load(row + START) - (first_row + tl.arange(0, HEIGHT)[:, None]) * columns
+    end = tl.minimum(begin + tl.load(row + NUMEL), columns) - first_column
+    begin = tl.minimum(tl.maximum(begin - first_column, 0), WIDTH).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), WIDTH).to(tl.int32)
+    c = tl.arange(0, WIDTH)[None, :]
+    return (c >= begin) & (c < end)
+
+
+@triton.jit
+def offsets(columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr):
+    """Offsets of a rectangle's elements from its first, `[HEIGHT, WIDTH]`; in a full tile, rows are a multiple of 16 apart."""
+    if FULL:
+        columns = columns // 16 * 16
+    return tl.arange(0, HEIGHT)[:, None] * columns + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def element(bases, row, first, DTYPE: tl.constexpr):
+    """Address of element `first` of the weight within the master, or within what lies parallel to it."""
+    size: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    return address(bases, row, MASTER_BASE, size) + (first - tl.load(row + START)) * size
+
+
+@triton.jit
+def pointer(at, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    """An address as a pointer; that of a full tile is a multiple of 16."""
+    p = at.to(tl.pointer_type(DTYPE))
+    if FULL:
+        p = tl.multiple_of(p, 16)
+    return p
+
+
+@triton.jit
+def load_raw(at, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    """Elements `i` behind an address, as they are; 0 where masked."""
+    p = pointer(at, DTYPE, FULL)
+    if FULL:
+        return tl.load(p + i)
+    else:
+        return tl.load(p + i, mask=mask, other=0)
+
+
+@triton.jit
+def load_f32(at, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    """Elements `i` behind an address, widened to f32; 0 where masked."""
+    if DTYPE == tl.bfloat16:
+        return as_f32(load_raw(at, i, mask, tl.uint16, FULL).to(tl.int32) << 16)
+    else:
+        return load_raw(at, i, mask, DTYPE, FULL).to(tl.float32)
+
+
+@triton.jit
+def store_raw(at, i, value, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    """Store elements `i` behind an address as they are."""
+    p = pointer(at, DTYPE, FULL)
+    if FULL:
+        tl.store(p + i, value)
+    else:
+        tl.store(p + i, value, mask=mask)
+
+
+@triton.jit
+def store_f32(at, i, value, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    """Store f32 as f32, or rounded to bf16."""
+    if DTYPE == tl.bfloat16:
+        store_raw(at, i, (bf16_bits(value) >> 16).to(tl.int16), mask, tl.int16, FULL)
+    else:
+        store_raw(at, i, value, mask, tl.float32, FULL)
