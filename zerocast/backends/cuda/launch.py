@@ -1,8 +1,8 @@
 """What a launch needs beside its tensors, kept in device memory: addresses of bases, and which thread block does what.
 
-Both are made once, kept on the tensors that they are made for and found there again, so that they live as long as a captured graph
-that refers to those. So a step copies nothing to the device, and its host work does not grow with the number of weights. Making work
-reads the table back, the only time that the host waits for the device.
+Both are made once, kept on the tensors that they are made for and found there again, so that they live as long as a captured
+graph that refers to those. So a step copies nothing to the device, and its host work does not grow with the number of weights. Making
+work reads the table back, the only time that the host waits for the device.
 """
 
 from collections.abc import Callable, Sequence
