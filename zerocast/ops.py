@@ -5,6 +5,9 @@ compiled into wrong results, since nothing tells the compiler what it writes. Fo
 chosen where a plan is built and named in the call.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,8 +53,12 @@ _SCHEMAS = {
 
 
 def _stage(name: str):  # type: ignore[no-untyped-def]
+    @functools.cache
+    def stage(backend: str, format: str) -> Callable[..., None]:
+        return functools.partial(getattr(backends.load(backend), name), get_format(format))
+
     def run(backend: str, format: str, *args: object) -> None:
-        getattr(backends.load(backend), name)(get_format(format), *args)
+        stage(backend, format)(*args)
 
     return run
 

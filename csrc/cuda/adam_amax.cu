@@ -8,6 +8,8 @@
 namespace zerocast::cuda {
 namespace {
 
+constexpr int kAtOnce = 4;  // rows whose arrays are on their way together
+
 // Updates rows of a lane and brings the new masters.
 template <class Grad, class Moment>
 class Updater {
@@ -23,11 +25,14 @@ class Updater {
 
   __device__ void update(int first, AmaxElements& x) const {
     if (whole_) {
-      typename Arrays::Loaded loaded[kAmaxRows];
 #pragma unroll
-      for (int i = 0; i < kAmaxRows; ++i) loaded[i] = arrays_.load(element(first + i));
+      for (int i = 0; i < kAmaxRows; i += kAtOnce) {
+        typename Arrays::Loaded loaded[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAmaxRows; ++i) arrays_.finish(element(first + i), loaded[i], scalars_, clip_, x[i]);
+        for (int k = 0; k < kAtOnce; ++k) loaded[k] = arrays_.load(element(first + i + k));
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) arrays_.finish(element(first + i + k), loaded[k], scalars_, clip_, x[i + k]);
+      }
       return;
     }
     // Element by element, then read again: registers are not indexed in a loop.
@@ -89,9 +94,9 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
                          bases_of(state.exp_avg_sq.address)};
   for_states(state, [&](auto grad, auto moment) {
     for_grid(format, [&](auto grid) {
-      launch(adam_amax_kernel<decltype(grad), decltype(moment), decltype(grid)::value>, work.blocks, kAmaxShape.threads(), stream,
-             format, table_of(work), items_of(work), bases, reinterpret_cast<const int64_t*>(groups), inputs_of(step),
-             AmaxSink{amaxes_of(packed), nominal});
+      launch(adam_amax_kernel<decltype(grad), decltype(moment), decltype(grid)::value>, work.blocks, kAmaxShape.threads(),
+             stream, format, table_of(work), items_of(work), bases, reinterpret_cast<const int64_t*>(groups),
+             inputs_of(step), AmaxSink{amaxes_of(packed), nominal});
     });
   });
 }

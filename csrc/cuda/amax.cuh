@@ -49,8 +49,8 @@ constexpr int kAmaxRows = 8;  // that a lane brings at once
 using AmaxLane = Lane<kAmaxShape.lane_columns>;
 using AmaxElements = Row<kAmaxShape.lane_columns>[kAmaxRows];
 
-// Amaxes of the blocks under a panel, from eight rows after the other. All threads of a block come with all rows, with zeros for
-// what is not owned.
+// Amaxes of the blocks under a panel, from eight rows after the other. All threads of a block come with all rows, with zeros
+// for what is not owned.
 template <Grid kGrid>
 class PanelAmaxes {
  public:
@@ -96,7 +96,8 @@ class PanelAmaxes {
   float most_ = 0.0f;
 };
 
-// Halves a list that two lanes have by turns: the lane with the bit keeps the upper half, and what both have becomes the maximum.
+// Halves a list that two lanes have by turns: the lane with the bit keeps the upper half, and what both have becomes the
+// maximum.
 template <int n>
 __device__ void fold(float (&of)[n], int bit) {
   const bool upper = threadIdx.x & bit;

@@ -15,8 +15,8 @@ enum class Stage : int { kAmaxPanels, kCastPanels, kScales, kTranspose, kTranspo
 
 constexpr int kWarpLanes = 32;
 
-// A warp takes a panel of 16 rows, or of the rows of a columnwise block if those are more, and a lane some neighbouring columns
-// of each row. The warps of a thread block are stacked, so that 8 of them hold a block of 128 rows in whole.
+// A warp takes a panel of 16 rows, or of the rows of a columnwise block if those are more, and a lane some neighbouring
+// columns of each row. The warps of a thread block are stacked, so that 8 of them hold a block of 128 rows in whole.
 struct PanelShape {
   int lane_columns, warps;
   ZC_HD constexpr int width() const { return kWarpLanes * lane_columns; }
@@ -29,11 +29,11 @@ constexpr int kPanelRows = 16;
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
 
-// Scales: a thread takes 4 neighbouring entries of 4 rows of a scale buffer, or of the rows that repeat one.
-constexpr int kScaleEntries = 4, kScaleThreads = 256;
+// Scales: a thread takes 4 neighbouring entries of 16 rows of a scale buffer, or of the rows that repeat one.
+constexpr int kScaleEntries = 4, kScaleRows = 16, kScaleThreads = 256;
 
-// Transposes: a thread block turns 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4 rows each, or of 8 rows of
-// 4-bit codes.
+// Transposes: a thread block turns 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4 rows each, or of 8 rows
+// of 4-bit codes.
 constexpr int kTurnBytes = 128, kTurnRows = 256, kTurnThreads = 256;
 
 // The panels of a weight. Formats without blocks see their span as rows of one panel's width, wherever the weight's own end.
@@ -66,16 +66,20 @@ inline Ordinals panel_ordinals(const Format& format, const Weight& w, PanelShape
   if (w.stop() == w.start()) return {0, 0};
   const PanelGrid grid = panel_grid(format, w, shape);
   const int64_t height = panel_rows(format) * shape.warps;
-  const int64_t first = (w.start() - grid.origin) / grid.pitch / height, last = (w.stop() - 1 - grid.origin) / grid.pitch / height;
+  const int64_t first = (w.start() - grid.origin) / grid.pitch / height,
+                last = (w.stop() - 1 - grid.origin) / grid.pitch / height;
   return {first * grid.across, (last - first + 1) * grid.across};
 }
 
-// Threads that fill one scale buffer; in 32 bits, as are its rows and columns: 64-bit divisions would cost more than the rest.
+// Threads that fill one scale buffer; in 32 bits, as are its rows and columns: 64-bit divisions would cost more than the
+// rest.
 ZC_HD uint32_t scale_threads_across(const ScaleBuffer& buffer) {
   return (static_cast<uint32_t>(buffer.columns) + kScaleEntries - 1) / kScaleEntries;
 }
 
-ZC_HD uint32_t scale_rows(const ScaleBuffer& buffer) { return buffer.repeat == 1 ? 4 : 1; }  // of the grid, a thread
+ZC_HD uint32_t scale_rows(const ScaleBuffer& buffer) {
+  return buffer.repeat == 1 ? kScaleRows : 1;
+}  // of the grid, a thread
 
 ZC_HD uint32_t scale_threads(const ScaleBuffer& buffer) {
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);

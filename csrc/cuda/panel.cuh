@@ -56,7 +56,7 @@ __device__ float row_amax(const Row<kColumns>& x) {
   return most;
 }
 
-// Four words of a storage type, read or written at once.
+// Four words of a storage type, read or written at once. Plainly: hints that they are used once cost 4 to 6 % on an H200.
 template <class Storage>
 struct Four {
   using Word = typename Storage::Word;
@@ -65,7 +65,7 @@ struct Four {
   Word words[4];
 
   __device__ static Four load(const Word* at) {
-    const Bits bits = __ldcs(reinterpret_cast<const Bits*>(at));
+    const Bits bits = *reinterpret_cast<const Bits*>(at);
     Four four;
     memcpy(&four, &bits, kBytes);
     return four;
@@ -73,7 +73,7 @@ struct Four {
   __device__ void store(Word* at) const {
     Bits bits;
     memcpy(&bits, this, kBytes);
-    __stcs(reinterpret_cast<Bits*>(at), bits);
+    *reinterpret_cast<Bits*>(at) = bits;
   }
   __device__ float operator[](int i) const { return Storage::widen(words[i]); }
 };
@@ -157,8 +157,8 @@ class MasterReader {
     }
   }
 
-  // Out of line: the edges of a span are few, and kernels compile four times faster. By value: what has an address is kept in
-  // memory.
+  // Out of line: the edges of a span are few, and kernels compile four times faster. By value: what has an address is kept
+  // in memory.
   __device__ __noinline__ static float4 owned_four(Lane<kColumns> lane, const Word* at, int r, int c) {
     float x[4];
 #pragma unroll

@@ -34,7 +34,7 @@ class CodeWriter {
 
   __device__ void write(int r, Word codes) const {
     if (whole_) {
-      __stcs(reinterpret_cast<Word*>(address(r, 0)), codes);
+      *reinterpret_cast<Word*>(address(r, 0)) = codes;
     } else {
       write_owned(lane_, origin_, r, codes);
     }
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   }
 }
 
-// Multipliers of the 1 x 32 blocks under a panel of 32 rows by 256 columns, eight a lane: of row r and the lanes 4 b to 4 b + 3
-// in register r / 4 of lane r % 4 * 8 + b.
+// Multipliers of the 1 x 32 blocks under a panel of 32 rows by 256 columns, eight a lane: of row r and the lanes 4 b to 4 b
+// + 3 in register r / 4 of lane r % 4 * 8 + b.
 class RowMultipliers {
  public:
   __device__ RowMultipliers(const CastInputs& in, const Weight& w, const CastLane& lane) {
@@ -223,8 +223,7 @@ struct Word16 {
 
 // Identity: the rounded elements themselves.
 template <class Storage, class Nominal>
-__global__ void __launch_bounds__(kCastShape.threads())
-    copy_kernel(CastInputs in, const int64_t* table, const Item* items) {
+__global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs in, const int64_t* table, const Item* items) {
   using Word = typename Nominal::Word;
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];

@@ -6,7 +6,8 @@
 namespace zerocast::cuda {
 
 // Those that the buffer has, from `column` on; bytes come in fours.
-__device__ inline void write_entries(const ScaleBuffer& buffer, uint8_t* row, uint32_t column, const uint32_t (&entries)[kScaleEntries]) {
+__device__ inline void write_entries(const ScaleBuffer& buffer, uint8_t* row, uint32_t column,
+                                     const uint32_t (&entries)[kScaleEntries]) {
   if (buffer.entry == 1) {
     auto* at = row + column;
     const uint32_t word = entries[0] | entries[1] << 8 | entries[2] << 16 | entries[3] << 24;

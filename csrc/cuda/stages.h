@@ -19,7 +19,7 @@ struct Work {
 };
 
 using DeviceBases = uintptr_t;  // of an array of addresses in device memory
-using Flag = uintptr_t;  // of a bool, or 0
+using Flag = uintptr_t;         // of a bool, or 0
 
 struct Stream {
   uintptr_t handle;

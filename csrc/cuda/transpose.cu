@@ -16,8 +16,8 @@ struct Matrix {
   __device__ uint8_t* at(int64_t row, int64_t byte) const { return data + row * bytes + byte; }
 };
 
-// Where word `word` of a column lies, `words` a column. The exclusive or keeps the pieces of four words that neighbouring lanes
-// write in different banks, and a piece contiguous.
+// Where word `word` of a column lies, `words` a column. The exclusive or keeps the pieces of four words that neighbouring
+// lanes write in different banks, and a piece contiguous.
 template <int words, int kColumnsPerLane>
 __device__ int place(int column, int word) {
   return column * words + (word ^ (column / kColumnsPerLane % 8 * 4));
@@ -51,7 +51,7 @@ __device__ uint32_t read_word(const Matrix& m, int64_t row, int64_t byte) {
 
 __device__ uint4 read16(const Matrix& m, int64_t row, int64_t byte) {
   if (row < m.rows && byte + 16 <= m.bytes && reinterpret_cast<uint64_t>(m.at(row, byte)) % 16 == 0) {
-    return __ldcs(reinterpret_cast<const uint4*>(m.at(row, byte)));
+    return *reinterpret_cast<const uint4*>(m.at(row, byte));
   }
   return {read_word(m, row, byte), read_word(m, row, byte + 4), read_word(m, row, byte + 8), read_word(m, row, byte + 12)};
 }
@@ -59,7 +59,7 @@ __device__ uint4 read16(const Matrix& m, int64_t row, int64_t byte) {
 __device__ void write16(const Matrix& m, int64_t row, int64_t byte, uint4 words) {
   if (row >= m.rows || byte >= m.bytes) return;
   if (byte + 16 <= m.bytes && reinterpret_cast<uint64_t>(m.at(row, byte)) % 16 == 0) {
-    __stcs(reinterpret_cast<uint4*>(m.at(row, byte)), words);
+    *reinterpret_cast<uint4*>(m.at(row, byte)) = words;
     return;
   }
   for (int i = 0; i < 16 && byte + i < m.bytes; ++i) *m.at(row, byte + i) = (&words.x)[i / 4] >> (i % 4 * 8);
@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kTurnThreads)
   __shared__ uint32_t turned[kTurned * kWords];
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const Matrix from{row_data.at<uint8_t>(w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), w.rows(), w.columns() / kPerByte};
+  const Matrix from{row_data.at<uint8_t>(w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), w.rows(),
+                    w.columns() / kPerByte};
   const Matrix to{column_data.at<uint8_t>(w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET), w.columns(),
                   w.rows() / kPerByte};
   const uint32_t across = turn_grid(format, w).across, down = item.ordinal / across;
@@ -161,8 +162,9 @@ __global__ void __launch_bounds__(kScaleThreads)
     for (int c = 0; c < kScaleEntries; ++c) {
       const int64_t index = static_cast<int64_t>(column + c) * from.repeat * from.columns + down;
       const bool used = down < to.grid.down && column + c < to.grid.across;
-      entries[c] = !used ? (to.entry == 1 ? 0u : 0x3F800000u)
-                         : to.entry == 1 ? source[index] : reinterpret_cast<const uint32_t*>(source)[index];
+      entries[c] = !used           ? (to.entry == 1 ? 0u : 0x3F800000u)
+                   : to.entry == 1 ? source[index]
+                                   : reinterpret_cast<const uint32_t*>(source)[index];
     }
     uint8_t* row = out + static_cast<int64_t>(down) * to.repeat * to.row_bytes();
     for (int r = 0; r < to.repeat; ++r, row += to.row_bytes()) write_entries(to, row, column, entries);
@@ -177,7 +179,8 @@ void transpose(const Format& format, const Work& data, const Work& scales, Devic
   launch(kernel, data.blocks, kTurnThreads, stream, format, table_of(data), items_of(data), bases_of(row_data),
          bases_of(column_data));
   if (scales.blocks == 0) return;
-  const auto of_scales = is(format.block, 16, 16) ? turn_scales_kernel<Grid::kSquare16> : turn_scales_kernel<Grid::kSquare128>;
+  const auto of_scales =
+      is(format.block, 16, 16) ? turn_scales_kernel<Grid::kSquare16> : turn_scales_kernel<Grid::kSquare128>;
   launch(of_scales, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales), bases_of(row_scales),
          bases_of(column_scales));
 }

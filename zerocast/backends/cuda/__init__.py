@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocast import extension
-from zerocast.backends.cuda.launch import addresses, segment_work, stream_of, work
+from zerocast.backends.cuda.launch import addresses, partial_amaxes, segment_work, stream_of, work
 from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.extension import DTYPES
 from zerocast.extension import format_of as _format
@@ -57,12 +57,11 @@ def compute_scales(
     scales: list[Tensor],
 ) -> None:
     """See ../README.md."""
-    scratch = table.shape[0] * _C.cuda.PARTIAL_AMAXES if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
-    partial = torch.empty(scratch, dtype=torch.float32, device=table.device) if scratch else table
+    partial = partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
     bases = addresses(row_scales), addresses(column_scales), addresses(amaxes), addresses(scales)
     stream = stream_of(table)
     tables = work("scales", fmt, table)
-    _C.cuda.compute_scales(_format(fmt), _typed(packed), tables, *bases, partial.data_ptr(), _flag(skip), stream)
+    _C.cuda.compute_scales(_format(fmt), _typed(packed), tables, *bases, partial, _flag(skip), stream)
 
 
 def partial_cast(

@@ -1,8 +1,8 @@
 """What a launch needs beside its tensors, kept in device memory: addresses of bases, and which thread block does what.
 
 Both are made once, kept on the tensors that they are made for and found there again, so that they live as long as a captured
-graph that refers to those. So a step copies nothing to the device, and its host work does not grow with the number of weights. Making
-work reads the table back, the only time that the host waits for the device.
+graph that refers to those. So a step copies nothing to the device, and its host work does not grow with the number of weights.
+Making work reads the table back, the only time that the host waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,6 +54,14 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
         lambda host: _C.cuda.ordinals(kind, extension.format_of(fmt), (host.data_ptr(), weights)),
     )
     return table.data_ptr(), weights, items.data_ptr(), items.shape[0]
+
+
+def partial_amaxes(table: Tensor) -> Tensor:
+    """Scratch memory for the tensor amaxes of a table's weights, f32 `[weights, PARTIAL_AMAXES]`."""
+    kept = _kept_on(table, "_zerocast_partial_amaxes")
+    if not kept:
+        kept[()] = torch.empty(table.shape[0], _C.cuda.PARTIAL_AMAXES, dtype=torch.float32, device=table.device)
+    return kept[()]
 
 
 def segment_work(segments: Tensor) -> tuple[int, int]:
