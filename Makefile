@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test test-slow coverage bench lint format clean
+CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
+
+.PHONY: demo test test-slow bench cuda sanitize lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -23,17 +25,30 @@ test-slow: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks
 
+# The extension with kernels for every GPU that we know, in place; needs nvcc and no GPU.
+cuda: $(VENV)/.python
+	ZEROCAST_CUDA=1 $(INSTALL) --editable '.[dev,examples]'
+	touch $(VENV)/.dev $(VENV)/.demo
+
+# The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
+SANITIZED := tests/test_goldens.py tests/test_adam_amax.py tests/test_adam_step.py tests/test_dequantize.py tests/test_backends.py
+sanitize:
+	for tool in memcheck racecheck initcheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+	    $(BIN)/python -m pytest -q -k cuda -m "not slow" $(SANITIZED) || exit 1; \
+	done
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc')
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc')
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf $(VENV) build zerocast/*.so *.egg-info
