@@ -1,6 +1,6 @@
-"""The Triton kernels compiled for a GPU that is not there: `python -m tests.ptx 90` runs every stage, compiles what it launches
-instead of launching it, and prints what the test asserts, as JSON. `--all` adds all nominal dtypes and kinds of masters: a
-minute instead of a quarter of one.
+"""The Triton kernels compiled for a GPU that is not there: `TRITON_INTERPRET=0 python -m tests.ptx 90` runs every stage, compiles
+what it launches instead of launching it, and prints what the test asserts, as JSON. `--all` adds all nominal dtypes and kinds of
+masters: minutes instead of a quarter of one.
 
 A process of its own, since the interpreter and the compiler exclude each other. Stages are called as plans call them, so that the
 kernels are specialised as they are in use, and none can be forgotten.
