@@ -1,6 +1,6 @@
-"""The Triton kernels compiled for a GPU that is not there: `python -m tests.ptx 90` runs every stage, compiles what it launches
-instead of launching it, and prints what the test asserts, as JSON. `--all` adds all nominal dtypes and kinds of masters: a
-minute instead of a quarter of one.
+"""The Triton kernels compiled for a GPU that is not there: `TRITON_INTERPRET=0 python -m tests.ptx 90` runs every stage, compiles
+what it launches instead of launching it, and prints what the test asserts, as JSON. `--all` adds all nominal dtypes and kinds of
+masters: minutes instead of a quarter of one.
 
 A process of its own, since the interpreter and the compiler exclude each other. Stages are called as plans call them, so that the
 kernels are specialised as they are in use, and none can be forgotten.
@@ -28,7 +28,7 @@ from zerocast import backends, get_format, layout
 from zerocast.formats import Columnwise
 
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity")
-INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?((?:ld|st|div|sqrt|rcp|fma|mul|add|sub|atom|red)\.[\w.:]+)", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", re.MULTILINE)
 
 
 class Absent:
@@ -48,7 +48,7 @@ class Absent:
 
 
 def compile_only(compiled: dict[str, dict[str, int]]) -> None:
-    """From now on a launch compiles; the arithmetic and memory instructions of each kernel are counted in `compiled`."""
+    """From now on a launch compiles; the instructions of each kernel are counted in `compiled`."""
     run = JITFunction.run
 
     def instead(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """The Triton backend in its interpreter: every format and stage, and how launches are prepared."""
 
 import gc
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from hypothesis import given, settings
 
 from tests import casts
 from tests.devices import CPU
+from tests.host_traffic import HostTraffic
 from tests.sharded import Weight
 from tests.stages import row, table
 from tests.tables import Bench
 from tests.test_backends import assert_equal_stages, benches
-from zerocast import backends, get_format
+from zerocast import CastPlan, QuantizedWeight, backends, get_format
+from zerocast.group import ONE_PROCESS
 
 REASON = backends.why_not("triton", CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"triton: {REASON}")
@@ -113,3 +116,22 @@ def test_without_triton_the_reason_is_given() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "Triton cannot be imported" in found and "pip install 'zerocast[triton]'" in found
+
+
+def test_a_repeated_cast_brings_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and tilings are found again through the ops. The interpreter, which copies its arguments, is left out."""
+    weights = [QuantizedWeight.empty((32, 64), fmt, torch.bfloat16) for fmt in casts.FORMATS]
+    masters = [torch.randn(2048) for _ in weights]
+    plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS, backend="triton")
+    skip = torch.tensor([False])
+    for _ in range(2):  # the first gives columnwise copies their storage
+        plan.cast(skip)
+        plan.post_all_gather()
+    launched: list[str] = []
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    monkeypatch.setattr(executor, "__call__", lambda self, *_, **__: launched.append(self.fn.__name__))
+    with HostTraffic() as traffic:
+        plan.cast(skip)
+        plan.post_all_gather()
+    assert traffic.found == []
+    assert len(launched) > len(casts.FORMATS)

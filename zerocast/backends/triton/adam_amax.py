@@ -18,6 +18,7 @@ from zerocast.backends.triton.tiles import Bands, Flat, band_tile, element, is_o
 from zerocast.formats import AmaxPolicy, FormatSpec
 
 RUN = 2048
+REGISTERS = 128
 
 
 def adam_amax(
@@ -47,10 +48,10 @@ def adam_amax(
     constants: dict[str, Any] = {"NOMINAL": DTYPES[nominal], "GRAD": DTYPES[grads[0].dtype]}
     constants |= {"EXP_AVG": DTYPES[exp_avgs[0].dtype], "EXP_AVG_SQ": DTYPES[exp_avg_sqs[0].dtype]}
     if shape:
-        launch(_blocks, tiles.total, device, *head, **shape.constants(), **constants, num_warps=8)
+        launch(_blocks, tiles.total, device, *head, **shape.constants(), **constants, num_warps=8, registers=REGISTERS)
     else:
         has_amax = fmt.amax_policy is not AmaxPolicy.NONE
-        launch(_run, tiles.total, device, *head, SIZE=RUN, HAS_AMAX=has_amax, **constants)
+        launch(_run, tiles.total, device, *head, SIZE=RUN, HAS_AMAX=has_amax, **constants, registers=REGISTERS)
 
 
 @triton.jit

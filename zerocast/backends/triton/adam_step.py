@@ -12,6 +12,7 @@ from zerocast.backends.triton.descriptor import find
 from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
 
 RUN = 2048
+REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def adam_step(
     bases = addresses((master, grad, exp_avg, exp_avg_sq), device)
     head = bases, segments, tiles.firsts, tiles.rows, scalars, clip, skip_flag(skip, device)
     dtypes = {"GRAD": DTYPES[grad.dtype], "EXP_AVG": DTYPES[exp_avg.dtype], "EXP_AVG_SQ": DTYPES[exp_avg_sq.dtype]}
-    launch(_run, tiles.total, device, *head, SIZE=RUN, **dtypes)
+    launch(_run, tiles.total, device, *head, SIZE=RUN, **dtypes, registers=REGISTERS)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -63,7 +63,7 @@ def compute_scales(
         head = words, table, tiles.firsts, tiles.rows, addresses(buffers, device)
         largest = maxima, runs.firsts, tensor_amaxes, flag
         constants = buffer.constants() | rule | {"PLACE": place.value, "BASE": base.value}
-        launch(_blocks, tiles.total, device, *head, *largest, **constants)
+        launch(_blocks, tiles.total, device, *head, *largest, **constants, num_warps=8)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ def dequantize(
     block = fmt.columnwise_block if columnwise and fmt.columnwise is Columnwise.OWN_GRID else fmt.block
     constants: dict[str, Any] = {
         "TRANSPOSED": transposed,
+        "DOWN": max(1, SIDE // block[0]) if block else 1,
+        "ACROSS": max(1, SIDE // block[1]) if block else 1,
         "ROWS_A": block[0] if block else 0,
         "COLUMNS_A": block[1] if block else 0,
         "REPEAT": block[0] if block and fmt.scale_rule is ScaleRule.TWO_LEVEL else 1,
@@ -91,6 +93,8 @@ def _decode(
     width,
     scale_width,
     TRANSPOSED: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
     REPEAT: tl.constexpr,
@@ -101,29 +105,89 @@ def _decode(
 ):
     """A square of the stored matrix `[height, width]`; written transposed where that is the weight's orientation."""
     top, left = _origin(height, width, SIDE_A)
-    r = top + tl.arange(0, SIDE_A)[:, None]
-    c = left + tl.arange(0, SIDE_A)[None, :]
-    mask = (r < height) & (c < width)
-    if ELEMENT == "e2m1":
-        byte = load_raw(tl.load(bases), (r * width + c) // 2, mask, tl.uint8, False).to(tl.int32)
-        code = (byte >> (c % 2 * 4).to(tl.int32)) & 0xF
-    else:
-        code = load_raw(tl.load(bases), r * width + c, mask, tl.uint8, False).to(tl.int32)
-    if ROWS_A:
-        at = r // ROWS_A * REPEAT * scale_width + c // COLUMNS_A
-    else:
-        at = r * 0 + c * 0
-    if RULE == FP32:
-        stored = load_raw(tl.load(bases + 1), at, mask, tl.float32, False)
-    else:
-        stored = load_raw(tl.load(bases + 1), at, mask, tl.uint8, False).to(tl.int32)
     amax = tl.full((), 1.0, tl.float32)
     if RULE == TWO_LEVEL:
         amax = tl.load(tl.load(bases + 2).to(tl.pointer_type(tl.float32)))
-    words = _words(decode(code, ELEMENT) * decode_scale(stored, amax, RULE), OUT)
-    word: tl.constexpr = tl.int32 if OUT == tl.float32 else tl.int16
-    if TRANSPOSED:
-        r, c = left + tl.arange(0, SIDE_A)[:, None], top + tl.arange(0, SIDE_A)[None, :]
-        store_raw(tl.load(bases + 3), r * height + c, tl.trans(words), (r < width) & (c < height), word, False)
+    scale = decode_scale(
+        _stored_scales(
+            tl.load(bases + 1), top, left, height, width, scale_width, DOWN, ACROSS, ROWS_A, COLUMNS_A, REPEAT, RULE
+        ),
+        amax,
+        RULE,
+    )
+    packing: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
+    size: tl.constexpr = 4 if OUT == tl.float32 else 2
+    source = tl.load(bases) + (top * width + left) // packing
+    target = tl.load(bases + 3) + (left * height + top if TRANSPOSED else top * width + left) * size
+    aligned = (source % 16 == 0) & (target % 16 == 0) & (width % 32 == 0) & (height % 32 == 0)
+    if aligned & (top + SIDE_A <= height) & (left + SIDE_A <= width):
+        _square(source, target, height, width, top, left, scale, TRANSPOSED, DOWN, ACROSS, ELEMENT, OUT, SIDE_A, True)
     else:
-        store_raw(tl.load(bases + 3), r * width + c, words, mask, word, False)
+        _square(source, target, height, width, top, left, scale, TRANSPOSED, DOWN, ACROSS, ELEMENT, OUT, SIDE_A, False)
+
+
+@triton.jit
+def _stored_scales(
+    at,
+    top,
+    left,
+    height,
+    width,
+    scale_width,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    REPEAT: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """Stored scales of the DOWN x ACROSS blocks of a square, which a block may be larger than; without rows, one of a tensor."""
+    i = tl.arange(0, DOWN)[:, None]
+    j = tl.arange(0, ACROSS)[None, :]
+    exists = (i >= 0) & (j >= 0)
+    if ROWS_A:
+        i += top // ROWS_A
+        j += left // COLUMNS_A
+        exists = (i * ROWS_A < height) & (j * COLUMNS_A < width)
+    cell = i * REPEAT * scale_width + j
+    if RULE == FP32:
+        return load_raw(at, cell, exists, tl.float32, False)
+    else:
+        return load_raw(at, cell, exists, tl.uint8, False).to(tl.int32)
+
+
+@triton.jit
+def _square(
+    source,
+    target,
+    height,
+    width,
+    top,
+    left,
+    scale,
+    TRANSPOSED: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    OUT: tl.constexpr,
+    SIDE_A: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    packing: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
+    bytes_a: tl.constexpr = SIDE_A // packing
+    down = tl.arange(0, SIDE_A)[:, None]
+    mask = (top + down < height) & (left + packing * tl.arange(0, bytes_a)[None, :] < width)
+    i = offsets((width // packing).to(tl.int64), SIDE_A, bytes_a, FULL)
+    code = load_raw(source, i, mask, tl.uint8, FULL).to(tl.int32)
+    if packing == 2:
+        code = tl.reshape(tl.join(code & 0xF, code >> 4), (SIDE_A, SIDE_A))
+    value = tl.reshape(decode(code, ELEMENT), (DOWN, SIDE_A // DOWN, ACROSS, SIDE_A // ACROSS))
+    words = _words(tl.reshape(value * scale[:, None, :, None], (SIDE_A, SIDE_A)), OUT)
+    word: tl.constexpr = tl.int32 if OUT == tl.float32 else tl.int16
+    across = tl.arange(0, SIDE_A)[None, :]
+    if TRANSPOSED:
+        mask = (left + down < width) & (top + across < height)
+        store_raw(target, offsets(height.to(tl.int64), SIDE_A, SIDE_A, FULL), tl.trans(words), mask, word, FULL)
+    else:
+        mask = (top + down < height) & (left + across < width)
+        store_raw(target, offsets(width.to(tl.int64), SIDE_A, SIDE_A, FULL), words, mask, word, FULL)

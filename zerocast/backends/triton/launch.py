@@ -79,11 +79,21 @@ def _never(device: torch.device) -> Tensor:
 
 
 def launch(
-    kernel: Any, programs: int, device: torch.device, *arguments: Any, num_warps: int = 4, **constants: Any
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    *arguments: Any,
+    num_warps: int = 4,
+    registers: int | None = None,
+    **constants: Any,
 ) -> None:
-    """One launch of a Triton kernel on the device's current stream; multiply and add are never contracted."""
+    """One launch of a Triton kernel on the device's current stream; multiply and add are never contracted.
+
+    `registers` bounds those of a thread. Masked tiles need many and full ones few, and what a kernel needs at most decides how many
+    programs share a processor: with a bound the masked tiles spill, and the full ones, which are nearly all, go at full speed.
+    """
     if programs == 0:
         return
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
-        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, maxnreg=registers, enable_fp_fusion=False)

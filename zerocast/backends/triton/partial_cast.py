@@ -42,6 +42,7 @@ from zerocast.backends.triton.tiles import (
 from zerocast.formats import AmaxPolicy, FormatSpec
 
 RUN = 4096
+REGISTERS = 64
 
 
 def partial_cast(
@@ -67,7 +68,7 @@ def partial_cast(
     head = addresses(masters, device), table, tiles.firsts, tiles.rows
     data, flag = addresses(row_data, device), skip_flag(skip, device)
     if fmt.element is None:
-        launch(_round, tiles.total, device, *head, data, flag, SIZE=RUN, **constants)
+        launch(_round, tiles.total, device, *head, data, flag, SIZE=RUN, **constants, registers=REGISTERS)
         return
     constants |= rule_constants(fmt) | {"ELEMENT": fmt.element.name}
     words = as_integers(packed)
@@ -75,11 +76,35 @@ def partial_cast(
         constants |= shape.constants()
         del constants["STEPS"]
         columnwise, tensor_amaxes = addresses(column_data, device), addresses(amaxes, device)
-        launch(_blocks, tiles.total, device, *head, words, tensor_amaxes, data, columnwise, flag, **constants)
+        launch(
+            _blocks,
+            tiles.total,
+            device,
+            *head,
+            words,
+            tensor_amaxes,
+            data,
+            columnwise,
+            flag,
+            **constants,
+            registers=REGISTERS,
+        )
         return
     del constants["RULE"]
     constants["DELAYED"] = fmt.amax_policy is AmaxPolicy.DELAYED
-    launch(_run, tiles.total, device, *head, words, addresses(scales, device), data, flag, SIZE=RUN, **constants)
+    launch(
+        _run,
+        tiles.total,
+        device,
+        *head,
+        words,
+        addresses(scales, device),
+        data,
+        flag,
+        SIZE=RUN,
+        **constants,
+        registers=REGISTERS,
+    )
 
 
 @triton.jit

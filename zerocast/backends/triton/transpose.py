@@ -68,7 +68,7 @@ def transpose(
         tiles = tiling(table, buffer)
         bases = addresses(row_scales, device), addresses(column_scales, device)
         head = table, tiles.firsts, tiles.rows, *bases
-        launch(_scales, tiles.total, device, *head, **buffer.constants(), RULE=int(fmt.scale_rule))
+        launch(_scales, tiles.total, device, *head, **buffer.constants(), RULE=int(fmt.scale_rule), num_warps=8)
 
 
 @triton.jit(do_not_specialize=["n"])
