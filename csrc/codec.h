@@ -190,12 +190,13 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
 }
 
 // E8M0 (formats.md 1.5): the biased exponent of the next power of two at or above amax / 448, at most 254; 255 is for NaN.
+//
+// Adding all ones below the exponent carries into it unless the mantissa is zero. Subnormals up to half the smallest normal
+// are nearer to exponent 0.
 ZC_HD int32_t e8m0_exponent(float amax) {
-  const int32_t bits = bits_of(amax * float_of(0x3B124925));
-  const int32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFF;
-  const int32_t threshold = exponent == 0 ? 0x400000 : 0;
-  const int32_t bump = (mantissa > threshold) & (exponent < 0xFE);
-  return smaller(exponent, 254) + bump;
+  const uint32_t bits = static_cast<uint32_t>(bits_of(amax * float_of(0x3B124925)));
+  const int32_t up = smaller(static_cast<int32_t>((bits + 0x7FFFFFu) >> 23), 254);
+  return bits <= 0x400000u ? 0 : up;
 }
 
 ZC_HD int32_t e8m0_code(float amax) { return is_nan(amax) ? 255 : e8m0_exponent(amax); }

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from tests.devices import HERE, gpu_params
+from tests.strategies import is_interpreted
 from tests.workers import Pool, Ranks
 
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
@@ -24,9 +25,9 @@ def ranks() -> Iterator[Ranks]:
         pool.close()
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=[name for name in HERE if not is_interpreted(name)], scope="module")
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every backend that can run on CPU tensors here."""
+    """Every backend for CPU tensors, but for interpreted kernels: for tests of plans and processes."""
     name: str = request.param
     return name
 

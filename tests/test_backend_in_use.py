@@ -58,8 +58,7 @@ def test_the_extension_has_no_torch_in_it() -> None:
     from zerocast import _C
 
     content = Path(_C.__file__).read_bytes()
-    assert b"libtorch" not in content
-    assert b"c10::" not in content and b"3c10" not in content
+    assert not any(name in content for name in (b"libtorch", b"libc10", b"_ZN5torch", b"_ZN3c10", b"_ZNK3c10"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The CUDA part of the extension: what it was built for, and that Blackwell converts to FP4 in hardware and Hopper by arithmetic."""
+"""The CUDA part of the extension: what it was built for, and that Blackwell converts to FP4 in hardware, Hopper by arithmetic."""
 
 import functools
 import re

@@ -73,34 +73,27 @@ __device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count,
   }
 }
 
-// Four columns of some rows of a grid, with the padding among them; four rows of amaxes are on their way together.
+// Four columns of some rows of a grid, with the padding among them.
 template <class Packed, ScaleRule kRule>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
                      const StoredScale<kRule>& scale, uint8_t* out) {
-  constexpr uint32_t kPadding = kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u, kAtOnce = 4;
-  const uint32_t across = scale_threads_across(buffer), row_bytes = buffer.row_bytes();
+  constexpr uint32_t kPadding = kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u;
+  const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer), row_bytes = buffer.row_bytes();
   const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
   const uint32_t there = buffer.grid.across > column ? buffer.grid.across - column : 0u;
-  const uint32_t last = min((tall + 1) * scale_rows(buffer), grid_rows);
-#pragma unroll 1
-  for (uint32_t first = tall * scale_rows(buffer); first < last; first += kAtOnce) {
-    float amaxes[kAtOnce][kScaleEntries];
-    const auto count = [&](uint32_t down) { return down < last && down < buffer.grid.down ? there : 0u; };
+#pragma unroll 4
+  for (uint32_t i = 0; i < rows; ++i) {
+    const uint32_t down = tall * rows + i;
+    if (down >= grid_rows) return;
+    const uint32_t count = down < buffer.grid.down ? there : 0u;
+    float amaxes[kScaleEntries];
+    read_amaxes<Packed>(packed, first_amax + static_cast<int64_t>(down) * buffer.grid.across + column, count, amaxes);
+    uint32_t entries[kScaleEntries];
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const int64_t index = first_amax + static_cast<int64_t>(first + i) * buffer.grid.across + column;
-      read_amaxes<Packed>(packed, index, count(first + i), amaxes[i]);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (first + i >= last) return;
-      uint32_t entries[kScaleEntries];
-#pragma unroll
-      for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count(first + i) ? scale.of(amaxes[i][c]) : kPadding;
-      uint8_t* row = out + static_cast<int64_t>(first + i) * buffer.repeat * row_bytes;
-      for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_entries(buffer, row, column, entries);
-    }
+    for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count ? scale.of(amaxes[c]) : kPadding;
+    uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * row_bytes;
+    for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_entries(buffer, row, column, entries);
   }
 }
 
