@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerocast import _C
+from tests.stages import row, table
+from zerocast import _C, get_format
 from zerocast.backends.cuda.targets import why_no_kernels
+from zerocast.extension import format_of
 
 pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda"), reason="zerocast._C was built without CUDA kernels")
 
@@ -61,6 +63,32 @@ def test_every_kernel_is_there_for_every_target() -> None:
     first, *others = kernels.values()
     assert len(first) > 100
     assert all(other == first for other in others)
+
+
+def ordinals(kind: str, fmt: str, **columns: int) -> list[tuple[int, int]]:
+    rows = table(row(**columns))
+    found: list[tuple[int, int]] = _C.cuda.ordinals(kind, format_of(get_format(fmt)), (rows.data_ptr(), len(rows)))
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4", "mxfp8"])
+def test_thread_blocks_are_those_of_the_owned_span(fmt: str) -> None:
+    """A 64th of a weight needs about a 64th of the blocks, wherever it lies, and an empty span none."""
+    numel = 4096 * 4096
+    shape = {"rows": 4096, "columns": 4096}
+    for kind in ("amax", "cast"):
+        ((_, whole),) = ordinals(kind, fmt, **shape, start=0, numel=numel)
+        ((first, part),) = ordinals(kind, fmt, **shape, start=numel // 2, numel=numel // 64)
+        assert whole // 64 <= part <= whole // 64 + 64
+        assert first in (0, whole // 2)
+        assert ordinals(kind, fmt, **shape, start=0, numel=0) == [(0, 0)]
+
+
+def test_extents_beyond_32_bits_are_refused_where_blocks_are_counted_in_them() -> None:
+    huge = {"rows": 1, "columns": 2**33, "start": 0, "numel": 2**33}
+    with pytest.raises(ValueError, match="at most"):
+        ordinals("cast", "fp8_block", **huge)
+    assert ordinals("cast", "fp8_current", **huge)[0][1] == 2**33 // (4 * 16 * 256)
 
 
 @pytest.mark.parametrize(

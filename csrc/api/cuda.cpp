@@ -53,6 +53,9 @@ std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, cons
   const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t i = 0; i < rows.size; ++i) {
+    if (format.block && (rows[i].rows() > INT32_MAX || rows[i].columns() > INT32_MAX)) {
+      throw std::invalid_argument("the CUDA kernels take blocked weights of at most 2^31 - 1 rows and columns");
+    }
     const cuda::Ordinals of_weight = cuda::ordinals(stage_of(stage), format, rows[i]);
     if (of_weight.first + of_weight.count > INT32_MAX) throw std::invalid_argument("a weight needs too many thread blocks");
     found.emplace_back(of_weight.first, of_weight.count);
