@@ -1,6 +1,7 @@
 """A training process that may die where it is told to: for tests of what becomes of the others."""
 
 import os
+import resource
 from datetime import timedelta
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ def train(rank: int, backend: str, store: str, place: str, timeout: float) -> No
     Each step ends as a logged one does, with the host waiting for the loss. Errors end the process as they would a user's.
     """
     device = "cuda" if backend == "nccl" else "cpu"
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts: no time for a dump of the whole memory
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # the abort does not wait for a debugging report
     join(rank, 2, backend, store, timedelta(seconds=timeout))
     model = LM().to(device)
