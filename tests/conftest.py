@@ -19,8 +19,18 @@ hypothesis.settings.load_profile("zerocast")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """`ranks(world)(function, *args)`: run a case on every rank of a pool of processes; see README.md."""
+    yield from _pools("gloo")
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Ranks]:
+    """Likewise over NCCL, each rank with the GPU of its number as its current device."""
+    yield from _pools("nccl")
+
+
+def _pools(backend: str) -> Iterator[Ranks]:
     pools: dict[int, Pool] = {}
-    yield lambda world: pools.setdefault(world, Pool(world)).run
+    yield lambda world: pools.setdefault(world, Pool(world, backend)).run
     for pool in pools.values():
         pool.close()
 

@@ -29,6 +29,13 @@ def gpu_params() -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.gpu, skip]) for name, skip in skips]
 
 
+def gpus(count: int) -> list[pytest.MarkDecorator]:
+    """What a module that needs this many GPUs is marked with."""
+    found = torch.cuda.device_count()
+    reason = f"needs {count} CUDA devices, there are {found}"
+    return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
+
+
 def of(backend: str | None) -> torch.device:
     """Where its tensors lie; the CPU for none in particular."""
     return CPU if backend is None or backend in HERE else torch.device("cuda")

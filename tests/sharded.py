@@ -52,9 +52,9 @@ class Weight:
             mask[start:stop] = True
         return mask
 
-    def empty(self) -> QuantizedWeight:
+    def empty(self, device: str = "cpu") -> QuantizedWeight:
         """The weight on a rank, its data full of poison."""
-        weight = QuantizedWeight.empty(self.shape, self.fmt, self.nominal)
+        weight = QuantizedWeight.empty(self.shape, self.fmt, self.nominal, device)
         for data in (weight.rowwise_data, weight.columnwise_data):
             if data is not None:
                 data.view(torch.uint8).fill_(POISON)
@@ -105,15 +105,17 @@ class Sharded:
 
     cases: tuple[Weight, ...]
     rank: int
+    device: str = "cpu"
     weights: list[QuantizedWeight] = dataclasses.field(init=False)
     masters: list[Tensor | None] = dataclasses.field(init=False)
     starts: list[int | None] = dataclasses.field(init=False)
     complaints: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.weights = [case.empty() for case in self.cases]
+        self.weights = [case.empty(self.device) for case in self.cases]
         shards = [case.shard(self.rank) for case in self.cases]
-        self.masters, self.starts = [s[0] for s in shards], [s[1] for s in shards]
+        self.masters = [None if master is None else master.to(self.device) for master, _ in shards]
+        self.starts = [start for _, start in shards]
 
     def set_masters(self, step: int) -> None:
         """The masters of another step, in place."""
@@ -153,6 +155,7 @@ class Sharded:
                     if (flat[where][twice] != part[twice]).any():
                         self.complaints.append(f"two owners of weight {index} disagree on a byte from {first} on")
                     flat[where], seen[where] = part, True
+                data.view(torch.uint8).view(-1).copy_(torch.from_numpy(flat))  # on a GPU `flat` is a copy
 
 
 def _gathered_data(weight: QuantizedWeight) -> list[Tensor]:
@@ -173,9 +176,11 @@ class Outcome:
     complaints: list[str]
 
 
-def cast_and_gather(cases: tuple[Weight, ...], backend: str | None = None, steps: int = 1) -> Outcome:
+def cast_and_gather(
+    cases: tuple[Weight, ...], backend: str | None = None, steps: int = 1, device: str = "cpu"
+) -> Outcome:
     """Cast through one plan, gather, transpose; the bytes of all weights after each step."""
-    sharded = Sharded(cases, dist.get_rank())
+    sharded = Sharded(cases, dist.get_rank(), device)
     plan = CastPlan(sharded.weights, sharded.masters, sharded.starts, backend=backend)
     outcome = Outcome([], sharded.complaints)
     for step in range(steps):

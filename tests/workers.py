@@ -1,8 +1,9 @@
 """One pool of processes a world size, to which multi-process tests stream their cases.
 
-A case is an importable function with its arguments; every rank calls it, inside a gloo process group, and what each returned comes
-back by rank. A failure on any rank, and a case that is late, fails the test and replaces the processes: nothing of a broken
-collective is left for the next case. Processes are forked from a server that has torch imported, so a new pool costs little.
+A case is an importable function with its arguments; every rank calls it, inside a process group of gloo, or of NCCL with a GPU a
+rank, and what each returned comes back by rank. A failure on any rank, and a case that is late, fails the test and replaces the
+processes: nothing of a broken collective is left for the next case. Processes are forked from a server that has torch imported, and
+has not touched a GPU, so a new pool costs little: with NCCL some seconds for what each process sets up on its GPU.
 """
 
 import multiprocessing
@@ -27,8 +28,8 @@ COLLECTIVE_SECONDS = 30
 
 Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "hypothesis", "pytest", "zerocast"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "hypothesis", "pytest", "zerocast"])
 
 
 class RanksFailed(AssertionError):
@@ -42,10 +43,10 @@ class _Worker:
 
 
 class Pool:
-    """`world` processes of one gloo group, started at the first case."""
+    """`world` processes of one group of `backend`, gloo or nccl, started at the first case."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, backend: str = "gloo") -> None:
+        self.world, self.backend = world, backend
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the store, which new groups need as well
 
@@ -70,9 +71,10 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="zerocast-store-")
         store = Path(self._folder.name, "store").as_uri()
         for rank in range(self.world):
-            ours, theirs = _context.Pipe()
+            ours, theirs = context.Pipe()
             name = f"rank {rank} of {self.world}"
-            process = _context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True, name=name)
+            arguments = (rank, self.world, self.backend, store, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=name)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -120,16 +122,24 @@ def _reply(connection: Connection) -> tuple[bool, Any]:
     return reply
 
 
-def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
-    """The life of a worker: join the group, answer cases until an empty message."""
+def join(rank: int, world: int, backend: str, store: str, limit: timedelta) -> None:
+    """Enter the default process group, on one thread; with NCCL on the GPU of the rank's number. `store` is the URI of a file."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit = timedelta(seconds=COLLECTIVE_SECONDS)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
+
+
+def _serve(rank: int, world: int, backend: str, store: str, connection: Connection) -> None:
+    """The life of a worker: join the group, answer cases until an empty message."""
+    import torch.distributed as dist
+
+    join(rank, world, backend, store, timedelta(seconds=COLLECTIVE_SECONDS))
     connection.send_bytes(pickle.dumps((True, None)))
     while message := connection.recv_bytes():
         try:

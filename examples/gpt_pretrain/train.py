@@ -3,7 +3,7 @@
     python -m examples.gpt_pretrain.train --format nvfp4
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --checkpoint-every 100
 
-Quantized training shows in `build_model` and `build_optimizer`. The rest is the loop that one would write anyway.
+Quantized training shows in `build.py`. The rest is the loop that one would write anyway.
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 
 import zerocast
 from examples.gpt_pretrain import checkpoint
+from examples.gpt_pretrain.build import build_model, build_optimizer
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
 from examples.gpt_pretrain.measure import TrafficCounter, bytes_per_parameter, count_parameters
@@ -29,43 +30,6 @@ from examples.gpt_pretrain.run_log import Record, RunLog
 from examples.gpt_pretrain.world import World
 
 FINAL_WINDOW = 20  # records of the training loss that make the final one: the loss of a single batch is noise
-
-
-def build_model(config: TrainConfig, device: torch.device) -> GPT:
-    """Make the same model on every rank: block matrices in the chosen format, embedding in BF16, norms in FP32.
-
-    Quantizing comes first, from FP32 values, which zerocast keeps until the optimizer has made masters of them.
-    """
-    torch.manual_seed(config.seed)
-    model = GPT(config.model).to(device)
-    if config.format != "bf16":
-        recipe = zerocast.Recipe({"blocks.*.weight": config.format}, default="identity")
-        zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        if parameter.dim() >= 2 and not isinstance(parameter, zerocast.QuantizedWeight):
-            parameter.data = parameter.data.bfloat16()
-    return model
-
-
-def build_optimizer(model: GPT, config: TrainConfig) -> zerocast.ZeroAdamW:
-    """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks decay."""
-    matrices: list[tuple[str, nn.Parameter]] = []
-    others: list[tuple[str, nn.Parameter]] = []
-    for name, parameter in model.named_parameters():
-        is_matrix = name.startswith("blocks.") and parameter.dim() >= 2
-        (matrices if is_matrix else others).append((name, parameter))
-    return zerocast.ZeroAdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        stage=config.stage,
-        config=zerocast.ZeroConfig(
-            bucket_size=config.bucket_size,
-            overlap_all_gather=config.overlap,
-            deterministic=config.deterministic,
-        ),
-    )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

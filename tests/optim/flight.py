@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerocast.group import Group
@@ -43,5 +44,30 @@ def slow_gathers() -> Iterator[list[int]]:
     Group.all_gather_into = later  # type: ignore[method-assign, assignment]
     try:
         yield landed
+    finally:
+        Group.all_gather_into = gather  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def late_gathers(cycles: int = 4_000_000) -> Iterator[list[int]]:
+    """Within, on a GPU, asynchronous all-gathers begin some milliseconds after they are called; gives the bytes of each.
+
+    Other kernels run meanwhile: what reads without having waited reads what was there before.
+    """
+    gather, late = Group.all_gather_into, torch.cuda.Stream()
+    delayed: list[int] = []
+
+    def later(group: Group, out: Tensor, part: Tensor, async_op: bool = False) -> Any:
+        if not async_op:
+            return gather(group, out, part)
+        late.wait_stream(torch.cuda.current_stream())
+        delayed.append(out.nbytes)
+        with torch.cuda.stream(late):  # whose kernels NCCL waits for
+            torch.cuda._sleep(cycles)
+            return gather(group, out, part, async_op=True)
+
+    Group.all_gather_into = later  # type: ignore[method-assign, assignment]
+    try:
+        yield delayed
     finally:
         Group.all_gather_into = gather  # type: ignore[method-assign]

@@ -85,8 +85,9 @@ class Probe(nn.Module):
             gradient, parameter = gradients[spec.name], self.get_parameter(spec.name)
             if gradient is None:
                 continue
+            gradient = gradient.to(parameter.device)
             if spec.fmt != PLAIN:
-                identity = torch.eye(spec.shape[1], dtype=spec.dtype)
+                identity = torch.eye(spec.shape[1], dtype=spec.dtype, device=parameter.device)
                 part = nn.functional.linear(identity, parameter) * gradient.t()
             else:
                 part = parameter * gradient

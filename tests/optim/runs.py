@@ -36,6 +36,7 @@ class Run:
     accumulate: int = 1
     no_sync: bool = True
     assign: bool = False  # gradients are put on the parameters, there is no backward pass
+    device: str = "cpu"
 
     def factor(self, step: int) -> float:
         """What the schedule multiplies learning rates by."""
@@ -66,7 +67,7 @@ class Trainer:
     """One rank's probe and optimizer of a run."""
 
     def __init__(self, run: Run, group: Any = None) -> None:
-        self.run, self.probe = run, Probe(run.specs)
+        self.run, self.probe = run, Probe(run.specs).to(run.device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         groups = self.probe.param_groups(run.options)
         self.optimizer = ZeroAdamW(groups, group=group, stage=run.stage, config=run.config)
@@ -90,7 +91,7 @@ class Trainer:
             parameter = self.probe.get_parameter(spec.name)
             if gradient is not None and parameter.grad_dtype is not None:
                 gradient = gradient.to(parameter.grad_dtype)
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def step(self, step: int) -> None:
         """One whole step."""

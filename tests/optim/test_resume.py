@@ -95,9 +95,9 @@ def injected(step: int) -> dict[str, F32]:
     return {s.name: s.gradient(step, 0).to(BF16).float().numpy() for s in RESHARDED}  # type: ignore[union-attr]
 
 
-def hop(config: ZeroConfig, steps: range, source: str | None, target: str) -> None:
+def hop(config: ZeroConfig, steps: range, source: str | None, target: str, device: str = "cpu") -> None:
     """Load, compare, take one step with an injected gradient for each of `steps`, compare, save."""
-    trainer, reference = Trainer(Run(RESHARDED, config=config)), Undistributed(RESHARDED)
+    trainer, reference = Trainer(Run(RESHARDED, config=config, device=device)), Undistributed(RESHARDED)
     for step in range(steps.start):
         reference.step({name: [g] for name, g in injected(step).items()}, trainer.run.options)
     if source is not None:
@@ -106,7 +106,8 @@ def hop(config: ZeroConfig, steps: range, source: str | None, target: str) -> No
     for step in steps:
         for name, gradient in injected(step).items():
             parameter = trainer.probe.get_parameter(name)
-            parameter.grad = torch.from_numpy(gradient).to(parameter.grad_dtype or parameter.dtype)
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = torch.from_numpy(gradient).to(device, dtype)
         trainer.optimizer.step()
         reference.step({name: [g] for name, g in injected(step).items()}, trainer.run.options)
         assert_equals(trainer, reference, f"rank {trainer.rank} of {dist.get_world_size()}, step {step}")

@@ -1,0 +1,45 @@
+"""Where zerocast comes in: a GPT whose matrices are quantized weights, and the optimizer that owns their masters."""
+
+import torch
+from torch import nn
+
+import zerocast
+from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.model import GPT
+
+
+def build_model(config: TrainConfig, device: torch.device) -> GPT:
+    """Make the same model on every rank: block matrices in the chosen format, embedding in BF16, norms in FP32.
+
+    Quantizing comes first, from FP32 values, which zerocast keeps until the optimizer has made masters of them.
+    """
+    torch.manual_seed(config.seed)
+    model = GPT(config.model).to(device)
+    if config.format != "bf16":
+        recipe = zerocast.Recipe({"blocks.*.weight": config.format}, default="identity")
+        zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2 and not isinstance(parameter, zerocast.QuantizedWeight):
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def build_optimizer(model: GPT, config: TrainConfig) -> zerocast.ZeroAdamW:
+    """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks decay."""
+    matrices: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = name.startswith("blocks.") and parameter.dim() >= 2
+        (matrices if is_matrix else others).append((name, parameter))
+    return zerocast.ZeroAdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        stage=config.stage,
+        config=zerocast.ZeroConfig(
+            bucket_size=config.bucket_size,
+            overlap_all_gather=config.overlap,
+            deterministic=config.deterministic,
+        ),
+    )

@@ -1,0 +1,52 @@
+"""The GPT example under torchrun with a GPU a rank: it trains, and says where the time of a step goes."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.devices import gpus
+
+pytestmark = gpus(2)
+ROOT = Path(__file__).resolve().parents[2]
+FORMATS = ("bf16", "fp8_block", "nvfp4")
+
+
+def torchrun(module: str, arguments: str, out: Path) -> None:
+    """Two ranks of a module that writes to `out`."""
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", module]
+    command += [*shlex.split(arguments), "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_phases(tmp_path):
+    tiny = "--layers 2 --width 256 --heads 4 --context 128 --batch-size 4 --steps 5 --device cuda"
+    torchrun("examples.gpt_pretrain.phases", f"{tiny} --formats {' '.join(FORMATS)}", tmp_path / "phases.json")
+    results = json.loads((tmp_path / "phases.json").read_text())
+    assert results["machine"]["ranks"] == 2
+    for name, run in results["formats"].items():
+        absent = {"all-reduce", "columnwise"} if name == "bf16" else set()
+        for phase, milliseconds in run["profile_ms"].items():
+            assert (milliseconds == 0) == (phase in absent), (name, phase)
+        assert run["skipped_steps"] == 0
+    gathered = [results["formats"][name]["traffic_bytes"]["weight_gather"] for name in FORMATS]
+    assert gathered == sorted(gathered, reverse=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_training(tmp_path, fmt):
+    for module in ("tyro", "tensorboard"):
+        pytest.importorskip(module)
+    torchrun("examples.gpt_pretrain.train", f"--format {fmt} --steps 40 --lr 3e-3 --device cuda", tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["event"] == "train"]
+    assert records[0]["ranks"] == 2
+    assert records[0]["device"] == "cuda:0"
+    assert losses[-1] < losses[0] - 1
