@@ -17,7 +17,7 @@ using TypedBase = std::pair<uintptr_t, std::string>;
 using TableArgument = std::pair<uintptr_t, int64_t>;
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
 using StateArgument = std::tuple<uintptr_t, TypedBase, TypedBase, TypedBase>;
-using StreamArgument = std::pair<uintptr_t, int>;  // handle, device
+using StreamArgument = std::pair<uintptr_t, int>;                  // handle, device
 using StepArgument = std::tuple<uintptr_t, uintptr_t, uintptr_t>;  // scalars, clip, skip
 
 Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
@@ -49,7 +49,8 @@ cuda::Stage stage_of(const std::string& name) {
 }
 
 // (first ordinal, count) of the thread blocks of each weight of a table in host memory.
-std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format, const TableArgument& table) {
+std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format,
+                                                  const TableArgument& table) {
   const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t i = 0; i < rows.size; ++i) {
@@ -65,7 +66,8 @@ std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, cons
 
 void partial_amax(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
                   const WorkArgument& work, const TypedBase& packed, const StreamArgument& stream) {
-  cuda::partial_amax(format, dtype_of(nominal), dtype_of(master), masters, work_of(work), array_of(packed), stream_of(stream));
+  cuda::partial_amax(format, dtype_of(nominal), dtype_of(master), masters, work_of(work), array_of(packed),
+                     stream_of(stream));
 }
 
 void compute_scales(const Format& format, const TypedBase& packed, const WorkArgument& work, cuda::DeviceBases row_scales,
@@ -90,7 +92,8 @@ void roll_history(const Format& format, const WorkArgument& work, cuda::DeviceBa
 void transpose(const Format& format, const WorkArgument& data, const WorkArgument& scales, cuda::DeviceBases row_data,
                cuda::DeviceBases row_scales, cuda::DeviceBases column_data, cuda::DeviceBases column_scales,
                const StreamArgument& stream) {
-  cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales, stream_of(stream));
+  cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales,
+                  stream_of(stream));
 }
 
 void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv, uintptr_t amax, int64_t rows,
