@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zerocast.model import quantize_
 from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.recipe import Recipe
+from zerocast.weight import QuantizedWeight
 
 WIDTH, LAYERS, TOKENS = 4096, 12, 8192
 WARM_UP, TRACED = 3, 2
@@ -44,6 +45,7 @@ def write_trace(
     with profile(activities=activities) as profiler:  # on every rank: profiling slows all of them alike
         for _ in range(TRACED):
             trainer.step()
+        trainer.land()
         _synchronize(device)
     if dist.is_initialized() and dist.get_rank():
         return None
@@ -73,6 +75,12 @@ class _Trainer:
         with record_function("optimizer"):
             self._optimizer.step()
             self._optimizer.zero_grad()
+
+    def land(self) -> None:
+        """Wait for the last gathers: one that outlives the profiler it was started under crashes the process (gloo, torch 2.13)."""
+        for weight in self._model.parameters():
+            if isinstance(weight, QuantizedWeight):
+                weight.wait()
 
 
 def _synchronize(device: torch.device) -> None:
