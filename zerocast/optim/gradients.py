@@ -8,6 +8,7 @@ A backward pass that dies takes its end with it. That is noticed, and refused un
 it away.
 """
 
+import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -94,7 +95,8 @@ class GradientReducer:
         self._unreduced = False  # no_sync has been entered since the last round; set so, it is the same on every rank
         self._changed = False
         self._hooks: list[RemovableHandle] = []
-        self._taken_over = self._has_company = False
+        self._taken_over = False
+        self._company: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
         for other in list(_alive):
             other.meet(self)
         _alive.add(self)
@@ -114,8 +116,9 @@ class GradientReducer:
             self._taken_over = True
             for hook in self._hooks:
                 hook.remove()
-        elif not self._taken_over:
-            self._has_company = other._has_company = self._group.size > 1
+        elif not self._taken_over and self._group.size > 1 and other._group.size > 1:
+            self._company.add(other)
+            other._company.add(self)
 
     def stands_beside(self, group: Group, parameters: Iterable[Tensor]) -> bool:
         """Whether this reduces other parameters over the same group."""
@@ -195,7 +198,7 @@ class GradientReducer:
         assert self._launched is not None
         index, self._launched = self._launched, self._launched + 1
         del self._filling[index]
-        self._land(wait=not self._has_company)
+        self._land(wait=not self._company)
         bucket = self._buckets[index]
         result = filling.buffer
         if self._group.size > 1:
@@ -214,7 +217,7 @@ class GradientReducer:
                 if slot.offset not in present:
                     self._fill(index, slot)
             self._launch(self._filling[index])
-        self._land(wait=not self._has_company)
+        self._land(wait=not self._company)
         self._launched, self._unreduced = None, False
         self._reduced = self._changed = True
 
@@ -244,7 +247,9 @@ _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group."""
+    """Whether another optimizer of other parameters reduces over this group; one that nobody holds any more is collected first."""
+    if _alive:
+        gc.collect()
     return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
 
 
