@@ -19,10 +19,11 @@ from zerocast.layout import Span, byte_range, matrix_shape
 Place = tuple[int, int]
 STAGES = ("partial_amax", "compute_scales", "partial_cast", "roll_history", "transpose")
 _BASES = 2
+ALIGNED = 16
 
 
 class Arena:
-    """Values of one role at odd places in a few storages, with guard elements before, between and behind them."""
+    """Values of one role at odd and even places in a few storages, with guard elements before, between and behind them."""
 
     def __init__(self, dtype: torch.dtype, rng: np.random.Generator, guard: float = POISON) -> None:
         self.dtype, self._rng, self._guard = dtype, rng, guard
@@ -33,8 +34,11 @@ class Arena:
         """(base, offset) of a copy of `values`."""
         base = int(self._rng.integers(_BASES))
         parts = self._parts[base]
-        parts.append(torch.full((int(self._rng.integers(1, 40)),), self._guard, dtype=self.dtype))
-        offset = sum(part.numel() for part in parts)
+        end = sum(part.numel() for part in parts)
+        offset = end + int(self._rng.integers(1, 40))
+        if self._rng.integers(2):  # every other one where vectors can be stored
+            offset += -offset % ALIGNED
+        parts.append(torch.full((offset - end,), self._guard, dtype=self.dtype))
         parts.append(values.reshape(-1).to(self.dtype))
         self.extents.append((base, offset, values.numel()))
         return base, offset

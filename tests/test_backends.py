@@ -1,5 +1,6 @@
 """Every backend gives the bytes of the reference in every stage, and every stage writes what is its own and nothing else."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests import casts, devices, strategies
 from tests.matrices import bit_patterns
-from tests.sharded import POISON, Weight
+from tests.sharded import POISON, Sharded, Weight, expected
 from tests.stages import row, table
 from tests.tables import STAGES, Bench
-from zerocast import get_format, layout
+from zerocast import CastPlan, get_format, layout
+from zerocast.group import ONE_PROCESS
 from zerocast.layout import Span, byte_range
 
 
@@ -63,6 +65,20 @@ def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
     assert_equal_stages(
         Bench((weight, replace(weight, spans=((numel // 3, numel - min(1001, numel // 3)),))), seed), variant
     )
+
+
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+def test_spans_that_begin_late(backend_anywhere: str, fmt: str) -> None:
+    """In narrow weights one lane of a warp goes element by element beside others that do not, on aligned data."""
+    shape = (128, 96)
+    for start in (1, 2, 3, 4, 8, 97):
+        weight = Weight(fmt, shape, ((start, math.prod(shape)),), content="wide", seed=start)
+        sharded = Sharded((weight,), 0, str(devices.of(backend_anywhere)))
+        plan = CastPlan(sharded.weights, sharded.masters, sharded.starts, ONE_PROCESS, backend=backend_anywhere)
+        plan.cast()
+        plan.post_all_gather()
+        found = casts.bytes_of(sharded.weights[0])
+        casts.assert_same_bytes(found, expected(weight), f"{fmt} from {start} on")
 
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4", "identity"])

@@ -39,13 +39,14 @@ class Updater {
 #pragma unroll 1
     for (int i = 0; i < kAmaxRows * kAmaxShape.lane_columns; ++i) {
       const int r = first + i / kAmaxShape.lane_columns, c = i % kAmaxShape.lane_columns;
-      if (lane_.owns(r, c)) arrays_.update_one(element(r) + c, scalars_, clip_);
+      if (lane_.owned(r).has(c)) arrays_.update_one(element(r) + c, scalars_, clip_);
     }
 #pragma unroll
     for (int i = 0; i < kAmaxRows; ++i) {
+      const AmaxLane::Owned owned = lane_.owned(first + i);
 #pragma unroll
       for (int c = 0; c < kAmaxShape.lane_columns; ++c) {
-        x[i][c] = lane_.owns(first + i, c) ? *arrays_.p(element(first + i) + c) : 0.0f;
+        x[i][c] = owned.has(c) ? *arrays_.p(element(first + i) + c) : 0.0f;
       }
     }
   }

@@ -13,9 +13,15 @@ struct Lane {
   int64_t pitch, rows, columns;
   int64_t start, stop;  // of the owned span
 
-  __device__ bool owns(int r, int c) const {
-    const int64_t e = element + r * pitch + c;
-    return row + r < rows && column + c < columns && e >= start && e < stop;
+  // The columns of row `r` that are owned: [first, last), none if last <= first.
+  struct Owned {
+    int first, last;
+    __device__ bool has(int c) const { return c >= first && c < last; }
+  };
+  __device__ Owned owned(int r) const {
+    if (row + r >= rows) return {0, 0};
+    const int64_t e = element + r * pitch;
+    return {clamp(start - e), min(clamp(stop - e), clamp(columns - column))};
   }
 
   // All elements of `height` rows are owned, and so are `before` elements before the first and `after` behind the last.
@@ -25,6 +31,9 @@ struct Lane {
   }
 
   __device__ bool empty() const { return column >= columns || row >= rows || element >= stop; }
+
+ private:
+  __device__ static int clamp(int64_t x) { return x <= 0 ? 0 : x >= kColumns ? kColumns : static_cast<int>(x); }
 };
 
 template <int kColumns>
@@ -107,18 +116,12 @@ class MasterReader {
     } else if (shift_ != kByElement) {
       read_shifted(at - shift_, x);
     } else {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < kColumns; c += 4) copy(owned_four(lane_, first_, first + r, c), x[r] + c);
-      }
+      read_owned(at, first, x);
     }
   }
 
  private:
   static constexpr int kByElement = 4;
-
-  __device__ static void copy(const float4& from, float* to) { memcpy(to, &from, sizeof from); }
 
   template <int kRows>
   __device__ void read_aligned(const Word* at, Row<kColumns> (&x)[kRows]) const {
@@ -158,13 +161,16 @@ class MasterReader {
     }
   }
 
-  // Out of line: the edges of a span are few, and kernels compile four times faster. By value: what has an address is kept
-  // in memory.
-  __device__ __noinline__ static float4 owned_four(Lane<kColumns> lane, const Word* at, int r, int c) {
-    float x[4];
+  // In line, as everything here: ptxas 13.0 keeps values that all lanes share in registers of the warp across a call that
+  // only some lanes make, and what they call overwrites those.
+  template <int kRows>
+  __device__ void read_owned(const Word* at, int first, Row<kColumns> (&x)[kRows]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = lane.owns(r, c + i) ? Storage::widen(at[r * lane.pitch + c + i]) : 0.0f;
-    return {x[0], x[1], x[2], x[3]};
+    for (int r = 0; r < kRows; ++r) {
+      const typename Lane<kColumns>::Owned owned = lane_.owned(first + r);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) x[r][c] = owned.has(c) ? Storage::widen(at[r * lane_.pitch + c]) : 0.0f;
+    }
   }
 
   const Lane<kColumns>& lane_;

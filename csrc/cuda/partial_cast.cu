@@ -36,28 +36,28 @@ class CodeWriter {
     if (whole_) {
       *reinterpret_cast<Word*>(address(r, 0)) = codes;
     } else {
-      write_owned(lane_, origin_, r, codes);
+      write_owned(r, codes);
     }
   }
 
  private:
-  __device__ uint64_t address(int r, int c) const { return address(lane_, origin_, r, c); }
-  __device__ static uint64_t address(const CastLane& lane, uint64_t origin, int r, int c) {
-    return origin + (lane.element + r * lane.pitch + c) * E::kBits / 8;
-  }
+  __device__ uint64_t address(int r, int c) const { return origin_ + (lane_.element + r * lane_.pitch + c) * E::kBits / 8; }
 
   // Of a byte with two codes of which one is owned, only that half changes; both belong to one lane.
-  __device__ __noinline__ static void write_owned(CastLane lane, uint64_t origin, int r, Word codes) {
-    uint64_t left = 0;
-    memcpy(&left, &codes, sizeof codes);
+  __device__ void write_owned(int r, Word codes) const {
+    constexpr int kInByte = 8 / E::kBits;
+    const CastLane::Owned owned = lane_.owned(r);
+    uint64_t all = 0;
+    memcpy(&all, &codes, sizeof codes);
 #pragma unroll 1
-    for (int c = 0; c < kColumns; c += 8 / E::kBits, left >>= 8) {
-      auto* byte = reinterpret_cast<uint8_t*>(address(lane, origin, r, c));
-      if constexpr (E::kBits == 8) {
-        if (lane.owns(r, c)) *byte = static_cast<uint8_t>(left);
+    for (int c = owned.first / kInByte * kInByte; c < owned.last; c += kInByte) {
+      auto* byte = reinterpret_cast<uint8_t*>(address(r, c));
+      const auto code = static_cast<uint8_t>(all >> c * E::kBits);
+      if (owned.has(c) && owned.has(c + kInByte - 1)) {
+        *byte = code;
       } else {
-        const uint8_t mask = (lane.owns(r, c) ? 0x0F : 0) | (lane.owns(r, c + 1) ? 0xF0 : 0);
-        if (mask) *byte = static_cast<uint8_t>(mask == 0xFF ? left : (*byte & ~mask) | (left & mask));
+        const uint8_t mask = owned.has(c) ? 0x0F : 0xF0;
+        *byte = static_cast<uint8_t>((*byte & ~mask) | (code & mask));
       }
     }
   }
@@ -241,6 +241,7 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
 #pragma unroll
     for (int r = 0; r < kStep; ++r) {
       const uint64_t at = out + (first + r) * lane.pitch * sizeof(Word);
+      const CastLane::Owned owned = lane.owned(first + r);
 #pragma unroll
       for (int c = 0; c < kColumns; c += 4) {
         Four<Nominal> four;
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // byte by byte: nothing says that data is aligned to its words
-          if (!lane.owns(first + r, c + i)) continue;
+          if (!owned.has(c + i)) continue;
 #pragma unroll
           for (int b = 0; b < static_cast<int>(sizeof(Word)); ++b) {
             reinterpret_cast<uint8_t*>(at)[(c + i) * sizeof(Word) + b] = static_cast<uint8_t>(four.words[i] >> (8 * b));

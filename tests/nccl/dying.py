@@ -26,6 +26,7 @@ def train(rank: int, backend: str, store: str, place: str, timeout: float) -> No
     device = "cuda" if backend == "nccl" else "cpu"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts: no time for a dump of the whole memory
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # the abort does not wait for a debugging report
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # nor, for a minute, for the other ranks' reports
     join(rank, 2, backend, store, timedelta(seconds=timeout))
     model = LM().to(device)
     optimizer = ZeroAdamW(model.named_parameters(), **ADAM, config=DETERMINISTIC)
