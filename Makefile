@@ -31,7 +31,7 @@ cuda: $(VENV)/.python
 	touch $(VENV)/.dev $(VENV)/.demo
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
-SANITIZED := tests/test_goldens.py tests/test_adam_amax.py tests/test_adam_step.py tests/test_dequantize.py tests/test_backends.py
+SANITIZED := tests/test_goldens.py tests/test_adam_amax.py tests/test_adam_step.py tests/test_dequantize.py tests/test_gemm_inputs.py tests/test_backends.py
 sanitize:
 	for tool in memcheck racecheck initcheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \

@@ -47,6 +47,13 @@ def stage(backend: str, name: str) -> Callable[..., None]:
     return function if backend in HERE else lambda *arguments: _on_a_gpu(function, arguments)
 
 
+def to_gpu(tensor: Tensor) -> Tensor:
+    """A contiguous copy whose address is as far from an aligned one as that of a contiguous original."""
+    offset = tensor.storage_offset() % 64
+    storage = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device="cuda")
+    return storage[offset:].view(tensor.shape).copy_(tensor)
+
+
 def _on_a_gpu(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     moved: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -55,7 +62,7 @@ def _on_a_gpu(function: Callable[..., None], arguments: tuple[Any, ...]) -> None
             return [there(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        return moved.setdefault(id(value), (value, value.to("cuda")))[1]
+        return moved.setdefault(id(value), (value, to_gpu(value)))[1]
 
     function(*map(there, arguments))
     for original, copy in moved.values():

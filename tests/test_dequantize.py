@@ -37,14 +37,15 @@ def run(
     shape: tuple[int, int],
     columnwise: bool,
     out: torch.dtype,
+    lead: int = GUARD,
 ) -> Tensor:
-    """The whole weight as `out`, with the guards around it checked."""
+    """The whole weight as `out`, `lead` elements into its storage, with the guards around it checked."""
     direction = "columnwise" if columnwise else "rowwise"
-    whole = torch.full((shape[0] * shape[1] + 2 * GUARD,), 3.5, dtype=out)
-    target = whole[GUARD:-GUARD].view(shape)
+    whole = torch.full((lead + shape[0] * shape[1] + GUARD,), 3.5, dtype=out)
+    target = whole[lead:-GUARD].view(shape)
     inputs: tuple[Any, ...] = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"], buffers["amax"]
     devices.stage(backend, "dequantize")(get_format(fmt), *inputs, *shape, columnwise, target)
-    assert (whole[:GUARD] == 3.5).all() and (whole[-GUARD:] == 3.5).all()
+    assert (whole[:lead] == 3.5).all() and (whole[-GUARD:] == 3.5).all()
     return target
 
 
@@ -62,7 +63,8 @@ def test_backends_agree(variant: str) -> None:
         nominal, out = data.draw(st.sampled_from(casts.NOMINAL)), data.draw(st.sampled_from(casts.NOMINAL))
         columnwise = get_format(fmt).columnwise is not Columnwise.NONE and data.draw(st.booleans())
         buffers = random_buffers(fmt, shape, nominal, data.draw(st.integers(0, 2**31)))
-        found, expected = (run(name, fmt, buffers, shape, columnwise, out) for name in (variant, "reference"))
+        lead = data.draw(st.sampled_from([GUARD, 3]))
+        found, expected = (run(name, fmt, buffers, shape, columnwise, out, lead) for name in (variant, "reference"))
         assert np.array_equal(words(found), words(expected))
 
     check()

@@ -241,13 +241,13 @@ def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
 @pytest.mark.parametrize("element", [E4M3, E5M2])
 def test_input_bytes_are_those_of_the_cpu(element: Element, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernels == "triton":
+    if kernels == "fused":
         assert inputs._fused(torch.empty(1, device="cuda")) is not None
     else:
-        monkeypatch.setattr(inputs, "_triton", lambda: None)
+        monkeypatch.setattr(inputs, "_kernels", lambda device: None)
     for dtype in (torch.bfloat16, torch.float16):
         x = (torch.randn(40, 256) * torch.logspace(-4, 4, 40)[:, None]).to(dtype)
         pairs = [(inputs.per_tensor(x, element), inputs.per_tensor(x.cuda(), element))]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import casts, model
+from tests import casts, devices, model
 from tests.matrices import CONTENTS, matrix
 from tests.scaled_mm import places
-from zerocast import CastPlan, QuantizedWeight, get_format
+from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends import reference
 from zerocast.formats.element import E4M3, FP8
 from zerocast.gemm import inputs
@@ -31,15 +32,38 @@ def drawn(content: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -
     return torch.where(x.isfinite(), x, 1.0)  # fp16 overflows
 
 
-@pytest.fixture(params=["torch", "triton"])
+class OnGpu:
+    """A module of kernels for tensors of the CPU."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def per_tensor(self, x: Tensor, element: Any) -> list[Tensor]:
+        return [found.cpu() for found in self._kernels.per_tensor(devices.to_gpu(x), element)]
+
+    def groups(self, x: Tensor, *options: Any) -> list[Tensor]:
+        return [found.cpu() for found in self._kernels.groups(devices.to_gpu(x), *options)]
+
+
+ON_A_GPU = [pytest.param(f"{name} on a GPU", marks=pytest.mark.gpu) for name in ("cuda", "triton")]
+
+
+@pytest.fixture(params=["torch", "triton", *ON_A_GPU])
 def quantizers(request: pytest.FixtureRequest) -> Any:
-    """The plain operations, and the kernels in Triton's interpreter."""
+    """The plain operations, the kernels in Triton's interpreter, and all kernels where there is a GPU."""
     if request.param == "torch":
         return inputs
+    if request.param.endswith("on a GPU"):
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        name = request.param.split()[0]
+        if reason := backends.why_not(name, torch.device("cuda")):
+            pytest.skip(reason)
+        return OnGpu(importlib.import_module(f"zerocast.gemm.{name}_inputs"))
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton is interpreted when TRITON_INTERPRET=1 is set before it is imported")
-    return importlib.import_module("zerocast.gemm.fused_inputs")
+    return importlib.import_module("zerocast.gemm.triton_inputs")
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -74,18 +98,40 @@ def test_group_bytes_are_those_of_a_cast(quantizers: Any, power_of_2: bool, cont
             assert_same(scale_inv[row : row + 1], expected.rowwise_scale_inv[:, :3])
 
 
+@pytest.mark.parametrize("shape", [(1, 128), (3, 640), (1500, 1152)])
+def test_inputs_of_any_size_and_alignment(quantizers: Any, shape: tuple[int, int], seed: int) -> None:
+    """Larger than what a thread block takes, odd numbers of rows, and storage that begins between two vectors."""
+    if isinstance(quantizers, ModuleType) and quantizers is not inputs:
+        shape = min(shape[0], 70), min(shape[1], 256)  # interpreted
+    x = drawn("wide", (shape[0] + 1, shape[1]), torch.bfloat16, seed).view(-1)[1 : 1 + shape[0] * shape[1]].view(shape)
+    for element in FP8.values():
+        both = zip(quantizers.per_tensor(x, element), inputs.per_tensor(x, element), strict=True)
+        both = [
+            *both,
+            *zip(quantizers.groups(x, 128, element, True), inputs.groups(x, 128, element, True), strict=True),
+        ]
+        for found, expected in both:
+            assert_same(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) -> None:
+    x = drawn("wide", (7, 13), torch.bfloat16, seed)
+    for found, expected in zip(quantizers.per_tensor(x, E4M3), inputs.per_tensor(x, E4M3), strict=True):
+        assert_same(found.view(torch.uint8), expected.view(torch.uint8))
+
+
 COMPILE = """
 import re, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zerocast.gemm import fused_inputs
+from zerocast.gemm import triton_inputs
 
 KERNELS = {
-    fused_inputs._groups: (
+    triton_inputs._groups: (
         dict(x="*bf16", codes="*u8", scale_inv="*fp32", rows="i32", columns="i32"),
         dict(WIDTH=128, ROWS=32, MANTISSA=3, LARGEST=448.0, POWER_OF_2=True),
     ),
-    fused_inputs._whole: (
+    triton_inputs._whole: (
         dict(x="*bf16", amax="*fp32", codes="*u8", scale_inv="*fp32", numel="i64"),
         dict(ELEMENTS=4096, MANTISSA=2, LARGEST=57344.0),
     ),

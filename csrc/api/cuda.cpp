@@ -114,6 +114,16 @@ void adam_amax(const Format& format, const std::string& nominal, const StateArgu
                   stream_of(stream));
 }
 
+void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
+                     uintptr_t codes, uintptr_t scale_inv, const StreamArgument& stream) {
+  cuda::quantize_groups(array_of(x), rows, columns, element_of(element), power_of_2, codes, scale_inv, stream_of(stream));
+}
+
+void quantize_tensor(const TypedBase& x, int64_t numel, const std::string& element, uintptr_t codes, uintptr_t scale_inv,
+                     uintptr_t amax_bits, const StreamArgument& stream) {
+  cuda::quantize_tensor(array_of(x), numel, element_of(element), codes, scale_inv, amax_bits, stream_of(stream));
+}
+
 }  // namespace
 
 void register_cuda(py::module_& m) {
@@ -131,6 +141,9 @@ void register_cuda(py::module_& m) {
   cuda.def("dequantize", &dequantize, free);
   cuda.def("adam_step", &adam_step, free);
   cuda.def("adam_amax", &adam_amax, free);
+  cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
+  cuda.def("quantize_groups", &quantize_groups, free);
+  cuda.def("quantize_tensor", &quantize_tensor, free);
 }
 
 }  // namespace zerocast::api

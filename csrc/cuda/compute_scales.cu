@@ -82,7 +82,7 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
   const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
   const uint32_t there = buffer.grid.across > column ? buffer.grid.across - column : 0u;
-#pragma unroll 4
+#pragma unroll 8
   for (uint32_t i = 0; i < rows; ++i) {
     const uint32_t down = tall * rows + i;
     if (down >= grid_rows) return;

@@ -29,8 +29,8 @@ constexpr int kPanelRows = 16;
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
 
-// Scales: a thread takes 4 neighbouring entries of 4 rows of a scale buffer, or of the rows that repeat one.
-constexpr int kScaleEntries = 4, kScaleRows = 4, kScaleThreads = 256;
+// Scales: a thread takes 4 neighbouring entries of 8 rows of a scale buffer, or of the rows that repeat one.
+constexpr int kScaleEntries = 4, kScaleRows = 8, kScaleThreads = 256;
 
 // Transposes: a thread block turns 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4 rows each, or of 8 rows
 // of 4-bit codes.

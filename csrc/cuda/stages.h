@@ -70,6 +70,14 @@ void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int6
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);
 
+// Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are `[rows, columns]`; scales of groups,
+// which are this many elements of a row, `[columns / kInputGroup, rows]`; `amax_bits` is scratch memory for one word.
+constexpr int kInputGroup = 128;
+void quantize_groups(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, uintptr_t codes,
+                     uintptr_t scale_inv, Stream stream);
+void quantize_tensor(Array x, int64_t numel, Element element, uintptr_t codes, uintptr_t scale_inv, uintptr_t amax_bits,
+                     Stream stream);
+
 // Targets that this extension holds machine code for, such as "90a".
 const char* targets();
 

@@ -57,8 +57,9 @@ def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
 
 def operands(rows: Tensor, fmt: FormatSpec, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(A, its scales, B, its scales) in the layout above; `rows` are padded with zeros."""
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % ROWS))
-    a, a_scale = inputs.groups(padded, BLOCK, E4M3, fmt.power_of_2_scale)
+    if missing := -rows.shape[0] % ROWS:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    a, a_scale = inputs.groups(rows, BLOCK, E4M3, fmt.power_of_2_scale)
     return a, a_scale.t().contiguous().t(), data.view(torch.float8_e4m3fn).t(), scale_inv.t()
 
 

@@ -3,13 +3,15 @@
 FP8 takes one pass for the amaxes, a few operations on the amaxes, and one pass that multiplies in f32 and stores codes. That pass
 ends in torch's own float8 conversion, which rounds to nearest even in every version; versions differ in what overflow and Inf
 become, and neither reaches it: `|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above `largest`.
-On CUDA tensors `fused_inputs.py` does the same in fewer launches, where Triton can be imported and nothing is being compiled.
+On CUDA tensors `cuda_inputs.py` does the same in a launch or two, and `triton_inputs.py` where the extension has no kernels for the
+GPU, unless a compiler is at work, which fuses plain operations itself.
 
 Scales follow formats.md 1.2, with one difference: where the amax is not finite the scale is no number, so that the whole tensor
 (the whole group) comes out as NaN. For a weight 1.2 says scale 1 and saturation; an activation that overflowed must not look
 like an ordinary one afterwards. Epsilons are options of weights and are not applied.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -43,16 +45,19 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 @functools.cache
-def _triton() -> ModuleType | None:
-    try:
-        return importlib.import_module("zerocast.gemm.fused_inputs")
-    except ImportError:
-        return None
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The module that quantizes on this GPU; None leaves it to plain operations."""
+    with contextlib.suppress(ImportError):
+        cuda = importlib.import_module("zerocast.gemm.cuda_inputs")
+        if cuda.serves(device):
+            return cuda
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("zerocast.gemm.triton_inputs")
+    return None
 
 
 def _fused(x: Tensor) -> ModuleType | None:
-    """The kernels for `x`; None where plain operations serve it. A compiler fuses those itself."""
-    return _triton() if x.device.type == "cuda" and not torch.compiler.is_compiling() else None
+    return _kernels(x.device) if x.device.type == "cuda" and not torch.compiler.is_compiling() else None
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,51 @@
+"""The quantizers of `inputs.py` for FP8 as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same bytes, with little host work.
+
+Groups take one launch, a whole tensor two and a word to clear.
+"""
+
+import torch
+from torch import Tensor
+
+from zerocast import extension
+from zerocast.backends.cuda.launch import stream_of
+from zerocast.backends.cuda.targets import why_no_kernels
+from zerocast.extension import typed
+from zerocast.formats import Element
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ALIGNMENT = 16
+
+_C = extension.load()
+GROUP = _C.cuda.INPUT_GROUP
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the kernels were built for this GPU."""
+    return why_no_kernels(_C.cuda.targets(), device) is None
+
+
+def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """`inputs.per_tensor`."""
+    x = _aligned(x)
+    codes = torch.empty(x.shape, dtype=FLOAT8[element.name], device=x.device)
+    scale_inv, scratch = torch.empty(2, dtype=torch.float32, device=x.device).split(1)
+    results = codes.data_ptr(), scale_inv.data_ptr(), scratch.data_ptr()
+    _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, stream_of(x))
+    return codes, scale_inv
+
+
+def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """`inputs.groups`, `width` being `GROUP`; the scales lie column by column."""
+    assert width == GROUP, width
+    x = _aligned(x)
+    rows, columns = x.shape
+    codes = torch.empty(x.shape, dtype=FLOAT8[element.name], device=x.device)
+    scale_inv = torch.empty(columns // width, rows, dtype=torch.float32, device=x.device)
+    results = codes.data_ptr(), scale_inv.data_ptr()
+    _C.cuda.quantize_groups(typed(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
+    return codes, scale_inv.t()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
