@@ -10,15 +10,20 @@ from zerocast.model import quantize_
 from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.plan import CastPlan
 from zerocast.recipe import Recipe
+from zerocast.verification import verify
+from zerocast.verify_report import Difference, VerificationError, VerifyReport
 from zerocast.weight import QuantizedWeight
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CastPlan",
+    "Difference",
     "FormatSpec",
     "QuantizedWeight",
     "Recipe",
+    "VerificationError",
+    "VerifyReport",
     "ZeroAdamW",
     "ZeroConfig",
     "backends",
@@ -27,4 +32,5 @@ __all__ = [
     "post_all_gather_processing",
     "quantize_",
     "quantize_master_weights",
+    "verify",
 ]

@@ -17,3 +17,6 @@ class Freshness:
     columnwise: int = -1  # the cast that the columnwise copies of all of them were made from
     finish: Callable[[Any], None] | None = None
     rebuild: Callable[[Any], None] | None = None
+    owner: Callable[[], Any] | None = (
+        None  # a weak reference to what owns the masters and shows them to `zerocast.verify`
+    )
