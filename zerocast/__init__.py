@@ -5,6 +5,7 @@ The names below are the public surface; each is documented where it is defined.
 
 from zerocast import backends, gemm
 from zerocast.formats import FormatSpec, get_format
+from zerocast.freshness import set_debug
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
 from zerocast.model import quantize_
 from zerocast.optim import ZeroAdamW, ZeroConfig
@@ -32,5 +33,6 @@ __all__ = [
     "post_all_gather_processing",
     "quantize_",
     "quantize_master_weights",
+    "set_debug",
     "verify",
 ]

@@ -16,6 +16,8 @@ from zerocast.optim.gather import BucketBytes, WeightGather
 from zerocast.optim.masters import Masters
 from zerocast.plan import CastPlan
 
+ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
+
 
 class ShardedWeights:
     """Flat byte buffers, one cast plan over all parameters, and the all-gather."""
@@ -37,6 +39,8 @@ class ShardedWeights:
         self.plan = CastPlan(
             list(weights.values()), shards, starts, group, backend=config.backend, param_groups=param_groups
         )
+        self.plan.freshness.watch([masters.master], sharded=group.size > 1)
+        self.plan.freshness.advice = ADVICE
         self.overlap = config.overlap_all_gather
         self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
 
@@ -70,7 +74,7 @@ class ShardedWeights:
 
     def done(self) -> None:
         """The host's part after a step: what the weights hold is of a new cast."""
-        self.plan.freshness.cast += 1
+        self.plan.freshness.count_cast()
         self._gather.done()
 
     def recast(self) -> None:
