@@ -6,12 +6,14 @@ from tyro.extras import SubcommandApp
 
 from zerocast.cli.bench import bench
 from zerocast.cli.doctor import doctor
+from zerocast.cli.plan import plan
 
 DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
 
 commands = SubcommandApp()
 commands.command(bench)
 commands.command(doctor)
+commands.command(plan)
 
 
 def app(arguments: Sequence[str] | None = None) -> int:
