@@ -3,7 +3,8 @@
 Every block is a unit that is resharded after its forward pass and gathered again for its backward pass; what lies outside of
 blocks is the root, gathered once. The FP32 shard is the parameter; beside it lie the quantized bytes of the shard with the scales
 of its blocks, which are what is gathered. At the most the root and two blocks are whole, the one at work and the next, with
-columnwise copies, and the gradients of two units. The bytes that travel are those of the design of `zerocast.fsdp2`, not yet of a run.
+columnwise copies, and the gradients of two units. What travels follows the design of `zerocast.fsdp2` and has not been held against
+a run.
 """
 
 from collections.abc import Sequence
