@@ -12,14 +12,13 @@ from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.plan import CastPlan
 from zerocast.recipe import Recipe
 from zerocast.verification import verify
-from zerocast.verify_report import Difference, VerificationError, VerifyReport
+from zerocast.verify_report import VerificationError, VerifyReport
 from zerocast.weight import QuantizedWeight
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CastPlan",
-    "Difference",
     "FormatSpec",
     "QuantizedWeight",
     "Recipe",

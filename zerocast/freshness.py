@@ -36,8 +36,8 @@ class Freshness:
     masters: Sequence[Tensor] = ()
     sharded: bool = False
     advice: str = CAST
-    _versions: list[int] | None = None  # of the masters at their last cast; None when that was not in debug mode
-    _stepped: bool = False
+    _versions: list[int] | None = field(default=None, init=False)  # of the masters at a cast in debug mode
+    _stepped: bool = field(default=False, init=False)
     _before_step: int = field(default=0, init=False)
 
     def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:

@@ -46,6 +46,7 @@ def run_of(fmt: str, stage: int, config: ZeroConfig) -> Run:
 
 def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int]]:
     """Bytes that a model and its optimizer live on, and bytes of the tensors in the collectives of a step."""
+    gc.collect()
     before = live_bytes()
     trainer = Trainer(run_of(fmt, 2, config))
     for step in range(2):

@@ -12,18 +12,17 @@ from tests.optim.test_resume import snapshot
 from tests.workers import join
 from zerocast.optim import Checkpoints
 
-STEPS = 30
 COLLECTIVE_SECONDS = 10
 
 
-def train(rank: int, world: int, folder: str, store: str, asynchronous: bool) -> None:
+def train(rank: int, world: int, folder: str, store: str, steps: int, asynchronous: bool) -> None:
     """To the end, a checkpoint a step; the hash of all that a rank holds goes to `end_<rank>`."""
     if world > 1:
         join(rank, world, "gloo", store, timedelta(seconds=COLLECTIVE_SECONDS))
     checkpoints = Checkpoints(Path(folder, "checkpoints"), keep=2, asynchronous=asynchronous)
-    trainer = Trainer(Run(MIXED, steps=STEPS))
+    trainer = Trainer(Run(MIXED, steps=steps))
     first = checkpoints.load(trainer.optimizer) if checkpoints.steps() else 0
-    for step in range(first, STEPS):
+    for step in range(first, steps):
         trainer.step(step)
         checkpoints.save(trainer.optimizer, step + 1)
     checkpoints.wait()

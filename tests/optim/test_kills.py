@@ -11,11 +11,11 @@ from tests.workers import START_SECONDS, context
 from zerocast.optim import Checkpoints
 
 
-def start(folder: Path, world: int, number: int, asynchronous: bool) -> list[BaseProcess]:
+def start(folder: Path, world: int, number: int, steps: int, asynchronous: bool) -> list[BaseProcess]:
     store = (folder / f"store_{number}").as_uri()
     processes = []
     for rank in range(world):
-        arguments = (rank, world, str(folder), store, asynchronous)
+        arguments = (rank, world, str(folder), store, steps, asynchronous)
         processes.append(context.Process(target=train, args=arguments, daemon=True))
         processes[-1].start()
     return processes
@@ -27,15 +27,15 @@ def ends(folder: Path, world: int) -> list[str]:
 
 
 def interrupted(
-    folder: Path, world: int, asynchronous: bool, draw: random.Random, number: int = 0
+    folder: Path, world: int, steps: int, asynchronous: bool, draw: random.Random, number: int
 ) -> tuple[list[str], int]:
     """Kill and go on until the end is reached; the hashes, and how often it was killed."""
     folder.mkdir()
     kills = 0
     while len(ends(folder, world)) < world:
         before = Checkpoints(folder / "checkpoints").steps()
-        processes = start(folder, world, number + kills, asynchronous)
-        processes[draw.randrange(world)].join(draw.uniform(0.2, 2.5))
+        processes = start(folder, world, number + kills, steps, asynchronous)
+        processes[draw.randrange(world)].join(draw.uniform(0.2, 2.5 + kills / 4))
         killed = [process for process in draw.sample(processes, world) if process.is_alive()]
         for process in killed:
             process.kill()
@@ -47,26 +47,26 @@ def interrupted(
     return ends(folder, world), kills
 
 
-def uninterrupted(folder: Path, world: int) -> list[str]:
+def uninterrupted(folder: Path, world: int, steps: int) -> list[str]:
     folder.mkdir()
-    for process in start(folder, world, 0, asynchronous=False):
+    for process in start(folder, world, 0, steps, asynchronous=False):
         process.join(START_SECONDS)
     return ends(folder, world)
 
 
-def check(tmp_path: Path, world: int, asynchronous: bool, wanted_kills: int, seed: int) -> None:
-    whole = uninterrupted(tmp_path / "whole", world)
+def check(tmp_path: Path, world: int, steps: int, asynchronous: bool, wanted_kills: int, seed: int) -> None:
+    whole = uninterrupted(tmp_path / "whole", world, steps)
     assert len(whole) == world
     draw, kills, number = random.Random(seed), 0, 0
     while kills < wanted_kills:
-        found, killed = interrupted(tmp_path / str(number), world, asynchronous, draw, number)
+        found, killed = interrupted(tmp_path / str(number), world, steps, asynchronous, draw, number)
         assert found == whole
         kills, number = kills + killed, number + 1
     print(f"{kills} kills in {number} runs on {world} ranks")
 
 
 def test_a_few_kills(tmp_path, seed):
-    check(tmp_path, 1, False, 1, seed)
+    check(tmp_path, 1, 8, False, 1, seed)
 
 
 @pytest.mark.slow
@@ -75,4 +75,4 @@ def test_a_few_kills(tmp_path, seed):
 @pytest.mark.parametrize("world", [1, 2])
 def test_many_kills(tmp_path, seed, world, asynchronous):
     """Fifty and more in all."""
-    check(tmp_path, world, asynchronous, 13, seed)
+    check(tmp_path, world, 30, asynchronous, 13, seed)

@@ -229,6 +229,21 @@ def test_a_discarded_optimizer_is_not_asked():
         verify(probe)
 
 
+def alone_and_together() -> tuple[int, list[int]]:
+    """Each rank trains alone; the report over both says what is wrong with the other, too."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    trainer = Trainer(Run(), group=groups[dist.get_rank()])
+    trainer.step(0)
+    if trainer.rank == 1:
+        flip(live(trainer.probe.get_parameter("mx"))["columnwise_data"], 0)
+    own, both = verify(trainer.optimizer), verify(trainer.optimizer, dist.group.WORLD)
+    return len(own.differences), [d.rank for d in both.differences]
+
+
+def test_a_report_over_other_ranks(ranks):
+    assert ranks(2)(alone_and_together) == [(0, [1]), (1, [1])]
+
+
 def other_weights() -> str:
     """Ranks that do not hold the same weights."""
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]

@@ -30,10 +30,10 @@ PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
 def save(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
-    """Write the optimizer's state into the new folder `path`, every rank its part; `extra` holds a few plain tensors of the caller.
+    """Write the optimizer's state into `path`, a new or empty folder, every rank its part; `extra` holds a few plain tensors.
 
     All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
-    nothing behind, when `path` is there already or any rank cannot write.
+    nothing behind, when `path` holds anything already or any rank cannot write.
     """
     write(state_of(optimizer, extra), Path(path), group_of(optimizer))
 
@@ -46,9 +46,13 @@ def load(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None
     other programs leave it, a file that breaks off is found on the way: RuntimeError, and then the optimizer must load again before
     it goes on. State of delayed scaling that is missing is seeded anew.
     """
-    path, group = Path(path), group_of(optimizer)
-    check_files(path, group)
-    reader = SafeReader(path)
+    check_files(Path(path), group_of(optimizer))
+    read(optimizer, Path(path), extra)
+
+
+def read(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None) -> None:
+    """What `load` does once the files are known to be what was written."""
+    reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
     state = state_of(optimizer, extra)
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
@@ -107,7 +111,7 @@ def group_of(optimizer: ZeroAdamW) -> Group:
 
 
 def _begin(path: Path, partial: Path, replace: bool) -> None:
-    if path.exists() and not replace:
+    if not replace and _holds_anything(path):
         raise FileExistsError(
             f"{path} is there already: a checkpoint is not overwritten, delete it or choose another place"
         )
@@ -130,14 +134,18 @@ def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
 def _commit(path: Path, partial: Path, files: dict[str, FileSum]) -> None:
     Manifest(files).write(partial)
     _to_disk(partial)
-    if path.exists():
+    if _holds_anything(path):
         before = path.with_name(f"{path.name}.before{PARTIAL}")
         path.rename(before)
         partial.rename(path)
         shutil.rmtree(before, ignore_errors=True)
     else:
-        partial.rename(path)
+        partial.rename(path)  # also in place of an empty folder
     _to_disk(path.parent)
+
+
+def _holds_anything(path: Path) -> bool:
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
 
 def _to_disk(folder: Path) -> None:
@@ -150,7 +158,7 @@ def _to_disk(folder: Path) -> None:
 
 
 def check_files(path: Path, group: Group) -> None:
-    """ValueError on every rank if any file is not what the manifest says."""
+    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them."""
     manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path))
     problem = None
     if manifest:

@@ -91,9 +91,12 @@ class Checkpoints:
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {steps or 'none'}")
-        chosen = self._newest_intact(steps, group) if step is None else step
-        checkpoint.load(optimizer, self.path(chosen), extra)
-        return chosen
+        if step is None:
+            step = self._newest_intact(steps, group)
+        else:
+            checkpoint.check_files(self.path(step), group)
+        checkpoint.read(optimizer, self.path(step), extra)
+        return step
 
     def _newest_intact(self, steps: list[int], group: Group) -> int:
         *older, newest = steps
