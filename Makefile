@@ -45,7 +45,8 @@ sanitize-cpu: $(VENV)/.dev
 	rm -rf $(COPY)
 	mkdir -p $(COPY)
 	git ls-files | tar -c -T - | tar -x -C $(COPY)
-	cd $(COPY) && CFLAGS="$(CHECKS)" ZEROCAST_CUDA=0 $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	cd $(COPY) && CXXFLAGS="$(CHECKS)" LDFLAGS="-fsanitize=address,undefined" ZEROCAST_CUDA=0 $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	ldd $(COPY)/zerocast/_C*.so | grep libasan # or nothing would be checked
 	cd $(COPY) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(abspath $(COPY)) \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(abspath $(BIN))/python -m pytest -q -k cpu -m "not slow" $(SANITIZED)
