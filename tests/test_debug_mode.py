@@ -1,5 +1,7 @@
 """Debug mode: a weight that is older than its masters is not read, and the error says which call is missing."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -207,3 +209,14 @@ def test_zero_adamw(ranks, overlap):
     for said in [trains(overlap), *ranks(2)(trains, overlap)]:
         assert STALE in said
         assert "optimizer.load_state_dict(...)" in said
+
+
+def test_weights_do_not_keep_masters_alive():
+    model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
+    optimizer = ZeroAdamW(model.named_parameters())
+    master = weakref.ref(optimizer._masters.master)
+    del optimizer
+    gc.collect()
+    assert master() is None
+    read(model.weight)

@@ -23,7 +23,8 @@ CAST = "call plan.cast() after the masters change, then all-gather the bytes and
 class Freshness:
     """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes columnwise copies on demand.
 
-    `masters` are what is cast here, `sharded` whether others hold more of them, and `advice` the call that makes weights fresh.
+    `sharded` says whether other ranks hold masters too, `advice` which call makes weights fresh. A weight outlives its optimizer:
+    nothing here keeps masters alive.
     """
 
     cast: int = 0
@@ -33,16 +34,16 @@ class Freshness:
     owner: Callable[[], Any] | None = (
         None  # a weak reference to what owns the masters and shows them to `zerocast.verify`
     )
-    masters: Sequence[Tensor] = ()
     sharded: bool = False
     advice: str = CAST
+    _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
     _versions: list[int] | None = field(default=None, init=False)  # of the masters at a cast in debug mode
     _stepped: bool = field(default=False, init=False)
     _before_step: int = field(default=0, init=False)
 
     def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
         """These masters are what the weights are cast from, at present and from now on."""
-        self.masters, self.sharded = masters, sharded
+        self._masters, self.sharded = [weakref.ref(master) for master in masters], sharded
         _watched.add(self)
         self._note()
 
@@ -55,9 +56,16 @@ class Freshness:
         """What has happened to the masters since their last cast, as far as debug mode has seen."""
         if self._stepped:
             return "an optimizer has stepped over its masters since its last cast"
-        if self._versions is not None and self._versions != _versions(self.masters):
-            return "its masters have been written since its last cast"
+        for master, version in zip(self._masters, self._versions or (), strict=False):
+            alive = master()
+            if alive is not None and alive._version != version:
+                return "its masters have been written since its last cast"
         return None
+
+    def is_cast_from(self, places: set[int]) -> bool:
+        """Whether a master lies in one of these storages."""
+        held = [reference() for reference in self._masters]
+        return any(master is not None and _place(master) in places for master in held)
 
     def before_step(self) -> None:
         """An optimizer over these masters begins a step."""
@@ -69,11 +77,8 @@ class Freshness:
 
     def _note(self) -> None:
         self._stepped = False
-        self._versions = _versions(self.masters) if _hooks else None
-
-
-def _versions(masters: Sequence[Tensor]) -> list[int]:
-    return [master._version for master in masters]
+        held = [reference() for reference in self._masters]
+        self._versions = [-1 if master is None else master._version for master in held] if _hooks else None
 
 
 _watched: "weakref.WeakSet[Freshness]" = weakref.WeakSet()
@@ -103,7 +108,7 @@ def _each(optimizer: torch.optim.Optimizer, call: Callable[[Freshness], None]) -
     """Of what is cast from the optimizer's parameters."""
     stepped = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]} - {0}
     for freshness in list(_watched):
-        if any(_place(master) in stepped for master in freshness.masters):
+        if freshness.is_cast_from(stepped):
             call(freshness)
 
 
