@@ -31,9 +31,7 @@ class Freshness:
     columnwise: int = -1  # the cast that the columnwise copies of all of them were made from
     finish: Callable[[Any], None] | None = None
     rebuild: Callable[[Any], None] | None = None
-    owner: Callable[[], Any] | None = (
-        None  # a weak reference to what owns the masters and shows them to `zerocast.verify`
-    )
+    owner: Callable[[], Any] | None = None  # a weak reference to what shows the masters to `zerocast.verify`
     sharded: bool = False
     advice: str = CAST
     _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
