@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-slow bench cuda sanitize lint format clean
+.PHONY: demo test test-slow bench cuda sanitize sanitize-cpu lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -37,6 +37,19 @@ sanitize:
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
 	    $(BIN)/python -m pytest -q -k cuda -m "not slow" $(SANITIZED) || exit 1; \
 	done
+
+# The C++ backend under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the working tree; needs g++, and takes minutes.
+COPY := build/sanitized
+CHECKS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+sanitize-cpu: $(VENV)/.dev
+	rm -rf $(COPY)
+	mkdir -p $(COPY)
+	git ls-files | tar -c -T - | tar -x -C $(COPY)
+	cd $(COPY) && CXXFLAGS="$(CHECKS)" LDFLAGS="-fsanitize=address,undefined" ZEROCAST_CUDA=0 $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	ldd $(COPY)/zerocast/_C*.so | grep libasan # or nothing would be checked
+	cd $(COPY) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(abspath $(COPY)) \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(abspath $(BIN))/python -m pytest -q -k cpu -m "not slow" $(SANITIZED)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -5,11 +5,14 @@ The names below are the public surface; each is documented where it is defined.
 
 from zerocast import backends, gemm
 from zerocast.formats import FormatSpec, get_format
+from zerocast.freshness import set_debug
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
 from zerocast.model import quantize_
 from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.plan import CastPlan
 from zerocast.recipe import Recipe
+from zerocast.verification import verify
+from zerocast.verify_report import VerificationError, VerifyReport
 from zerocast.weight import QuantizedWeight
 
 __version__ = "0.1.0"
@@ -19,6 +22,8 @@ __all__ = [
     "FormatSpec",
     "QuantizedWeight",
     "Recipe",
+    "VerificationError",
+    "VerifyReport",
     "ZeroAdamW",
     "ZeroConfig",
     "backends",
@@ -27,4 +32,6 @@ __all__ = [
     "post_all_gather_processing",
     "quantize_",
     "quantize_master_weights",
+    "set_debug",
+    "verify",
 ]

@@ -62,6 +62,8 @@ class CastPlan:
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.freshness = Freshness()
+        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        self.freshness.watch(masters, sharded=self.group.size > 1)
         self._bind()
 
     def cast(self, skip: Tensor | None = None) -> None:
@@ -72,7 +74,7 @@ class CastPlan:
         """
         self.ready()
         self.launch(skip)
-        self.freshness.cast += 1
+        self.freshness.count_cast()
 
     @property
     def batches(self) -> list[Batch]:

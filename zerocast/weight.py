@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerocast import backends, compute, gemm, layout, ops
 from zerocast.formats import Columnwise, FormatSpec, get_format
+from zerocast.freshness import debugging
 from zerocast.layout import BUFFERS
 from zerocast.weight_state import WeightState
 
@@ -133,7 +134,12 @@ class QuantizedWeight(Tensor):
         return value
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy."""
+        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy.
+
+        In debug mode also for bytes that are older than their masters.
+        """
+        if debugging():
+            self._check_masters()
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
@@ -155,6 +161,18 @@ class QuantizedWeight(Tensor):
         data = self.columnwise_data
         assert data is not None
         return data
+
+    def _check_masters(self) -> None:
+        freshness, missing = self.state.freshness, None
+        self.wait()
+        if not self.state.ever_cast:
+            missing = "has never been cast"
+        elif stale := freshness.stale_masters():
+            missing = f"is stale, {stale}"
+        elif freshness.sharded and freshness.cast and not freshness.rebuild and not self.state.is_gathered():
+            missing = "holds this rank's part of the last cast only"
+        if missing:
+            raise RuntimeError(f"this {self.format} weight of shape {tuple(self.shape)} {missing}: {freshness.advice}")
 
     def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
         """Move the bytes into new storage, such as a slice of a flat buffer: same bytes, new place.

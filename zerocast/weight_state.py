@@ -72,9 +72,12 @@ class WeightState:
 
     def columnwise_is_fresh(self) -> bool:
         """Whether there is a columnwise copy, made from the last cast."""
-        done = max(self.freshness.columnwise, self.columnwise_cast)
         present = self.buffers["columnwise_data"] is not None
-        return present and (self.format.columnwise is Columnwise.OWN_GRID or done == self.freshness.cast)
+        return present and (self.format.columnwise is Columnwise.OWN_GRID or self.is_gathered())
+
+    def is_gathered(self) -> bool:
+        """Whether post-all-gather processing has followed the last cast."""
+        return max(self.freshness.columnwise, self.columnwise_cast) == self.freshness.cast
 
     def mark_columnwise(self) -> None:
         """The columnwise copy was made from the last cast."""

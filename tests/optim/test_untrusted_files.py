@@ -13,6 +13,7 @@ from tests import casts
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot, train
 from zerocast import optim
+from zerocast.optim import manifest
 
 
 class Runs:
@@ -85,8 +86,28 @@ def corrupted(path: Path, trap: Path) -> None:
         file.write_bytes(file.read_bytes()[:-3000])
 
 
-PLANTS.append(corrupted)
+def plant_a_path(path: Path, trap: Path) -> None:
+    """Good metadata that takes a tensor from a file elsewhere."""
+    elsewhere = next(path.glob("*.distcp")).rename(path.parent / "elsewhere")
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{elsewhere.name}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+PLANTS += [corrupted, plant_a_path]
 PARTLY_READ = ("plant_in_tensors", "corrupted")
+
+
+def forge(path: Path) -> None:
+    """A manifest that agrees with what was planted."""
+    names = [file.name for file in path.iterdir() if file.name != manifest.NAME]
+    manifest.Manifest({name: manifest.FileSum.of(path / name) for name in names}).write(path)
+
+
+def drop(path: Path) -> None:
+    """No manifest, as other programs leave it."""
+    (path / manifest.NAME).unlink()
 
 
 def refused(path: str) -> str:
@@ -105,11 +126,13 @@ def refused(path: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("cover", [forge, drop])
 @pytest.mark.parametrize("plant", PLANTS)
-def test_nothing_runs(ranks, tmp_path, plant):
+def test_nothing_runs(ranks, tmp_path, plant, cover):
     path, trap = tmp_path / plant.__name__, tmp_path / "trap"
     saved(path)
     plant(path, trap)
+    cover(path)
     errors = [refused(str(path)), *ranks(2)(refused, str(path))]
     assert not trap.exists()
     assert all(error.startswith(("UnpicklingError", "ValueError", "RuntimeError")) for error in errors), errors
@@ -137,6 +160,7 @@ def test_metadata_of_another_python(tmp_path):
     metadata = dcp.FileSystemReader(path).read_metadata()
     with (path / ".metadata").open("wb") as stream:
         AsPython311(stream).dump(metadata)
+    forge(path)
     assert b"getattr" in (path / ".metadata").read_bytes()
     before = snapshot(Trainer(Run()))
     trainer = Trainer(Run())

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from zerocast.cli.bench import bench
+from zerocast.cli.doctor import doctor
+from zerocast.cli.plan import plan
 
 DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
 
 commands = SubcommandApp()
 commands.command(bench)
+commands.command(doctor)
+commands.command(plan)
 
 
 def app(arguments: Sequence[str] | None = None) -> int:

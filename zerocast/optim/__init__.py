@@ -1,7 +1,8 @@
 """Optimizers that own the masters: who owns which shard, and when to communicate."""
 
 from zerocast.optim.checkpoint import load, save
+from zerocast.optim.checkpoints import Checkpoints
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.zero_adamw import ZeroAdamW
 
-__all__ = ["ZeroAdamW", "ZeroConfig", "load", "save"]
+__all__ = ["Checkpoints", "ZeroAdamW", "ZeroConfig", "load", "save"]

@@ -53,6 +53,13 @@ class Slot:
         """Identity for a plain parameter."""
         return self.parameter.format if isinstance(self.parameter, QuantizedWeight) else IDENTITY
 
+    def live_weight(self) -> QuantizedWeight:
+        """The parameter where it lies now; a plain one as an identity weight over its storage."""
+        if isinstance(self.parameter, QuantizedWeight):
+            return self.parameter
+        matrix = self.parameter.detach().reshape(-1, self.shape[-1])
+        return QuantizedWeight.of_buffers(self.shape, IDENTITY, matrix.dtype, {"rowwise_data": matrix})
+
 
 @dataclass(frozen=True)
 class Bucket:

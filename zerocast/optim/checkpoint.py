@@ -1,108 +1,188 @@
-"""Checkpoints of a ZeroAdamW on disk: torch.distributed.checkpoint, read without running what a file might carry.
+"""Checkpoints of a ZeroAdamW on disk: torch.distributed.checkpoint, whole or not there, read without running what they carry.
 
-The default reader unpickles `.metadata` freely and takes pickled objects in place of tensors; `load` takes neither. Any number of
-ranks can load what any other number saved, and other tools read the files as plain tensors.
+A checkpoint is written beside its place, hashed (`manifest.py`), brought to the disk, and only then renamed: whoever is killed at
+any moment leaves the whole of it or none. It is checked against its hashes before anything is loaded. Any number of ranks can load
+what any other number saved, and other tools read the files as plain tensors.
 """
 
 import contextlib
-import pickle
+import os
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from os import PathLike
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from zerocast.agreement import agree
+from zerocast.group import ONE_PROCESS, Group
+from zerocast.optim.clear_writer import ClearWriter, reasons
+from zerocast.optim.manifest import FileSum, Manifest
+from zerocast.optim.safe_reader import SafeReader
 from zerocast.optim.zero_adamw import ZeroAdamW
 
-Path = str | PathLike[str]
-
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "bfloat16", "float16", "float32", "float64", "int64", "uint8", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-}
+AnyPath = str | os.PathLike[str]
+PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
-def _memory_format(encoding: Any, name: str) -> Any:
-    """What stands in for getattr, by which some releases of Python 3.11 pickle members of an enumeration."""
-    if encoding is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"checkpoint metadata may not read {name!r} of {encoding!r}")
-    return _MEM_FORMAT_ENCODING[name]
+def save(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
+    """Write the optimizer's state into `path`, a new or empty folder, every rank its part; `extra` holds a few plain tensors.
 
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of checkpoint metadata and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        if name not in _METADATA_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"checkpoint metadata may not contain {module}.{name}")
-        return super().find_class(module, name)
-
-
-class SafeReader(FileSystemReader):
-    """A FileSystemReader whose metadata cannot run code. Raises pickle.UnpicklingError for metadata that tries."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata."""
-        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"checkpoint metadata is a {type(metadata).__name__}")
-        return metadata
-
-
-def save(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None = None) -> None:
-    """Write the optimizer's state into the folder `path`, every rank its part; `extra` holds a few plain tensors of the caller.
-
-    All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`.
+    All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
+    nothing behind, when `path` holds anything already or any rank cannot write.
     """
-    state = {**optimizer.state_dict(), "extra": dict(extra or {})}
-    with _without_process_group_warning():
-        state_dict_saver.save(state, checkpoint_id=path, process_group=optimizer.process_group)
+    write(state_of(optimizer, extra), Path(path), group_of(optimizer))
 
 
-def load(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None = None) -> None:
+def load(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
     """Read what `save` wrote, on any number of ranks, and make the weights from it; `extra` is filled in place.
 
-    All ranks call it. Raises ValueError, with nothing changed, for a tensor that is missing or has another shape, and
-    pickle.UnpicklingError for metadata that would run code; RuntimeError for files that break off or hold something else than
-    tensors, and then the optimizer must load again before it goes on. State of delayed scaling that is missing is seeded anew.
+    All ranks call it. Raises ValueError, with nothing changed, for files that are not what was written and for a tensor that is
+    missing here or there or has another shape, pickle.UnpicklingError for metadata that would run code. Without a manifest, as
+    other programs leave it, a file that breaks off is found on the way: RuntimeError, and then the optimizer must load again before
+    it goes on. State of delayed scaling that is missing is seeded anew.
     """
-    reader = SafeReader(path)
+    check_files(Path(path), group_of(optimizer))
+    read(optimizer, Path(path), extra)
+
+
+def read(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None) -> None:
+    """What `load` does once the files are known to be what was written."""
+    reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
-    state = {**optimizer.state_dict(), "extra": dict(extra or {})}
+    state = state_of(optimizer, extra)
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
-    problems = _unfit(saved, "", state)
+    problems = _unfit(saved, "", state) + _unknown(saved, state)
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
     try:
         with _without_process_group_warning():
-            state_dict_loader.load(state, storage_reader=reader, process_group=optimizer.process_group)
+            state_dict_loader.load(
+                state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
+            )
     except CheckpointException as error:  # no Exception, and the same on every rank
         raise RuntimeError(
-            f"{path} cannot be read to its end; masters are now partly what it holds: {error}"
+            f"{path} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
         ) from error
     optimizer.load_state_dict(state)
+
+
+def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = False) -> None:
+    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind."""
+    partial = path.with_name(path.name + PARTIAL)
+    on_rank_0(group, lambda: _begin(path, partial, replace))
+    try:
+        with _without_process_group_warning():
+            state_dict_saver.save(
+                dict(state),
+                storage_writer=ClearWriter(partial),
+                process_group=group.handle,
+                no_dist=group.handle is None,
+            )
+        files = _hash_files(partial, group)
+        on_rank_0(group, lambda: _commit(path, partial, files))
+    except CheckpointException as error:  # no Exception, and the same on every rank
+        remove(partial, group)
+        raise RuntimeError(f"{path} was not written: {reasons(error)}") from error
+    except Exception as error:
+        remove(partial, group)
+        raise RuntimeError(f"{path} was not written: {error}") from error
+
+
+def remove(folder: Path, group: Group) -> None:
+    """Delete a folder that is not needed or not complete; whatever cannot be deleted stays."""
+    if group.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def state_of(optimizer: ZeroAdamW, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    return {**optimizer.state_dict(), "extra": dict(extra or {})}
+
+
+def group_of(optimizer: ZeroAdamW) -> Group:
+    """The ranks that write and read together."""
+    return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
+
+
+def _begin(path: Path, partial: Path, replace: bool) -> None:
+    if not replace and _holds_anything(path):
+        raise FileExistsError(
+            f"{path} is there already: a checkpoint is not overwritten, delete it or choose another place"
+        )
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
+    """Of all files, each rank some of them."""
+    names = _from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()))
+    own, problem = {}, None
+    try:
+        own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
+    except OSError as error:
+        problem = error
+    parts: list[dict[str, FileSum]] = agree(group, [], problem, own)
+    return {name: sums for part in parts for name, sums in part.items()}
+
+
+def _commit(path: Path, partial: Path, files: dict[str, FileSum]) -> None:
+    Manifest(files).write(partial)
+    _to_disk(partial)
+    if _holds_anything(path):
+        before = path.with_name(f"{path.name}.before{PARTIAL}")
+        path.rename(before)
+        partial.rename(path)
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        partial.rename(path)  # also in place of an empty folder
+    _to_disk(path.parent)
+
+
+def _holds_anything(path: Path) -> bool:
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
+
+
+def _to_disk(folder: Path) -> None:
+    """The names in a folder, as fsync of a file does not bring them there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_files(path: Path, group: Group) -> None:
+    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them."""
+    manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path))
+    problem = None
+    if manifest:
+        try:
+            manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
+        except (OSError, ValueError) as error:
+            problem = error
+    agree(group, [], problem)
+
+
+def on_rank_0(group: Group, work: Callable[[], object]) -> None:
+    """Run on rank 0 while the others wait; what it raises is raised everywhere."""
+    _from_rank_0(group, lambda: work() and None)
+
+
+def _from_rank_0(group: Group, work: Callable[[], Any]) -> Any:
+    """What rank 0 gets from `work`, on every rank; what it raises, everywhere."""
+    result, problem = None, None
+    if group.rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+    return agree(group, [], problem, result)[0]
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:
@@ -115,6 +195,13 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
         elif found.size != tensor.shape:
             problems.append(f"{name} has shape {tuple(found.size)} there and {tuple(tensor.shape)} here")
     return problems
+
+
+def _unknown(saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Masters of the checkpoint that nothing here takes."""
+    known = {f"model.{name}" for name in state["model"]}
+    unknown = [name for name in saved if name.startswith("model.") and name not in known]
+    return [f"{name} is there and is no parameter of the optimizer here" for name in unknown]
 
 
 def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,9 @@ class ZeroConfig:
         backend: a name from `zerocast.backends`; None chooses.
         moment_dtype: dtype that both moments are stored in; with bf16 an update computes with FP32 values, and what it keeps of
             them is rounded to nearest even. 4 bytes an element less.
+        verify_every: after every so many steps compare all live bytes with an unsharded cast of the masters (`zerocast.verify`)
+            and raise VerificationError on every rank if any differ. None never does. The masters are gathered for it, and cast by
+            the slow reference.
     """
 
     bucket_size: int = 32 * 1024 * 1024
@@ -27,11 +30,14 @@ class ZeroConfig:
     grad_dtype: torch.dtype | None = None
     backend: str | None = None
     moment_dtype: torch.dtype = torch.float32
+    verify_every: int | None = None
 
     def __post_init__(self) -> None:
         """Reject what cannot work, before any rank communicates."""
         if self.bucket_size < 1:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
+        if self.verify_every is not None and self.verify_every < 1:
+            raise ValueError(f"verify_every is None or at least 1, got {self.verify_every}")
         if self.grad_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"grad_dtype is None, torch.float32 or torch.bfloat16, got {self.grad_dtype}")
         if self.moment_dtype not in (torch.float32, torch.bfloat16):

@@ -8,12 +8,15 @@ from zerocast.adam_update import AdamUpdate
 from zerocast.arena import into_arena
 from zerocast.batch import Batch
 from zerocast.group import Group
-from zerocast.optim.bucket import Bucket
+from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.delayed import DelayedScaling
 from zerocast.optim.gather import BucketBytes, WeightGather
 from zerocast.optim.masters import Masters
 from zerocast.plan import CastPlan
+
+ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
 
 
 class ShardedWeights:
@@ -31,12 +34,25 @@ class ShardedWeights:
                 param_groups.append(slot.param_group)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
             into_arena([w for w in weights.values() if w.state.buffers[name] is not None], name)
+        self._masters, self._group = masters, group
         self.delayed = DelayedScaling(weights, group)
         self.plan = CastPlan(
             list(weights.values()), shards, starts, group, backend=config.backend, param_groups=param_groups
         )
+        self.plan.freshness.watch([masters.master], sharded=group.size > 1)
+        self.plan.freshness.advice = ADVICE
         self.overlap = config.overlap_all_gather
         self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
+
+    def master_source(self) -> MasterSource:
+        """The masters with the parameters as the model reads them now, wherever those lie."""
+        owned = [self._owned(buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots]
+        return MasterSource(self._group, tuple(owned))
+
+    def _owned(self, bucket: Bucket, slot: Slot) -> OwnedMaster:
+        span, views = self._masters.owned(bucket, slot)
+        scale = self.delayed.views.get(slot.name, {}).get("cast_scale")
+        return OwnedMaster(slot.name, slot.live_weight(), views["master"], span, scale)
 
     def ready(self) -> None:
         """The host's part before a step: nothing in flight, everything in its place."""
@@ -58,7 +74,7 @@ class ShardedWeights:
 
     def done(self) -> None:
         """The host's part after a step: what the weights hold is of a new cast."""
-        self.plan.freshness.cast += 1
+        self.plan.freshness.count_cast()
         self._gather.done()
 
     def recast(self) -> None:

@@ -8,6 +8,7 @@ only, so nothing here waits for it on the host.
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.agreement import agree
 from zerocast.group import Group, GroupLike
+from zerocast.master_source import MasterSource
 from zerocast.optim.adam import Hyperparameters
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
@@ -28,6 +30,7 @@ from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
+from zerocast.verification import verify
 from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -100,6 +103,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._reported = 0
         self._square_sum: Tensor | None = None
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
+        self._weights.plan.freshness.owner = weakref.ref(self)
+        self._steps = 0
         self._weights.recast()
 
     @torch.no_grad()
@@ -137,11 +142,14 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._weights.ready()
 
     def _after(self) -> None:
-        """The host's part after the device's: a new cast, gradients used up."""
+        """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
         self._weights.done()
         self._square_sum = None
         self._reducer.reset()
         self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
+        self._steps += 1
+        if self._config.verify_every and self._steps % self._config.verify_every == 0:
+            verify(self).raise_for_differences()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -183,6 +191,10 @@ class ZeroAdamW(torch.optim.Optimizer):
     def process_group(self) -> dist.ProcessGroup | None:
         """The group that the masters are sharded over; None for one process without any."""
         return self._group.handle
+
+    def master_source(self) -> MasterSource:
+        """The masters of all parameters, for `zerocast.verify`."""
+        return self._weights.master_source()
 
     @property
     def skipped_steps(self) -> int:

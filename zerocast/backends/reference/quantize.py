@@ -23,11 +23,18 @@ class Quantized:
     amax: Tensor | None
 
 
-def quantize(fmt: FormatSpec, master: Tensor, nominal: torch.dtype, scale: Tensor | None = None) -> Quantized:
+def quantize(
+    fmt: FormatSpec,
+    master: Tensor,
+    nominal: torch.dtype,
+    scale: Tensor | None = None,
+    tensor_amax: Tensor | None = None,
+) -> Quantized:
     """Cast a whole master of logical shape to `fmt` (formats.md section 1).
 
     `scale` is the f32[1] scale of delayed formats. Columnwise data is given where the format has any, as post-all-gather
-    processing leaves it. Raises ValueError for a shape that the format cannot take.
+    processing leaves it. Rows of a larger weight give that weight's part of every buffer when they start and end at multiples of
+    512 and `tensor_amax`, f32[1], is the amax of all of it. Raises ValueError for a shape that the format cannot take.
     """
     check_shape(fmt, master.shape)
     rows, columns = matrix_shape(master.shape)
@@ -37,7 +44,12 @@ def quantize(fmt: FormatSpec, master: Tensor, nominal: torch.dtype, scale: Tenso
     x = round_nominal(matrix, nominal)
 
     grid = block_amax(x, fmt.block)
-    tensor_amax = grid.amax().view(1) if fmt.has_tensor_amax else None
+    if not fmt.has_tensor_amax:
+        tensor_amax = None
+    elif tensor_amax is None:
+        tensor_amax = grid.amax().view(1)
+    elif fmt.block is None:
+        grid = tensor_amax.view(1, 1)
     codes = encode(fmt.element, x * expand(encode_scales(fmt, grid, tensor_amax, scale), fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)
     row_buffer = rowwise_scale_inv(fmt, rows, columns)

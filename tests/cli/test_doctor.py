@@ -1,0 +1,107 @@
+"""zerocast doctor: a sound installation passes, a backend that writes one wrong byte or raises does not."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from zerocast import backends, formats
+from zerocast.cli import main, self_test
+
+CPU = torch.device("cpu")
+COMPILED = backends.choose(CPU)
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, and no Triton kernels that Python interprets: those have tests of their own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(self_test, "usable", lambda device: [COMPILED] if COMPILED != "reference" else [])
+
+
+def test_a_sound_installation(capsys):
+    assert main(["doctor", "--seconds", "0", "--seed", "3"]) == 0
+    said = capsys.readouterr().out
+    for text in ("torch", "communication: gloo", "chosen", "seed 3", "the same bytes in 1 rounds"):
+        assert text in said
+    for name in formats.format_names():
+        assert name == "identity" or f"  {name}" in said
+
+
+def test_json(capsys):
+    assert main(["doctor", "--seconds", "0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"devices", "communication", "backends", "products", "seed", "self_test"}
+    (chosen,) = (row["backend"] for row in report["backends"] if row["device"] == "cpu" and row["chosen"])
+    assert chosen == COMPILED
+    assert [o["backend"] for o in report["self_test"]] == [name for name in [COMPILED] if name != "reference"]
+    assert all(o["ok"] and o["rounds"] == 1 and o["nbytes"] > 100_000 for o in report["self_test"])
+    assert report["devices"]["cpu"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_draw_is_what_the_seed_says(seed):
+    first, again, other = (self_test._results("reference", CPU, s) for s in (seed, seed, seed + 100))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(first[name].shape != other[name].shape for name in first)
+
+
+WRITES = {"adam_amax": 2, "compute_scales": 3, "partial_cast": 7, "transpose": 4, "dequantize": 7}
+
+
+@pytest.mark.skipif(COMPILED == "reference", reason="needs a backend beside the reference")
+@pytest.mark.parametrize("stage", WRITES)
+def test_a_wrong_backend_is_found(monkeypatch, capsys, stage):
+    """One bit of what each stage writes; the format is one that nothing else uses, since ops remember which function a stage is."""
+    module, fmt = backends.load(COMPILED), f"fp8_block:amax_epsilon={1 + list(WRITES).index(stage)}e-12,element=e5m2"
+    right = getattr(module, stage)
+
+    def wrong(*args: Any) -> None:
+        right(*args)
+        written = args[WRITES[stage]]
+        written = written[0] if isinstance(written, list) else written
+        written.view(-1).view(torch.uint8)[2] ^= 4
+
+    monkeypatch.setattr(module, stage, wrong)
+    monkeypatch.setattr(self_test, "FORMATS", (fmt,))
+    assert main(["doctor", "--seconds", "0", "--json"]) == 1
+    (outcome,) = json.loads(capsys.readouterr().out)["self_test"]
+    assert not outcome["ok"]
+    assert outcome["problem"].startswith(fmt)
+    assert "(seed " in outcome["problem"]
+
+
+@pytest.mark.skipif(COMPILED == "reference", reason="needs a backend beside the reference")
+def test_a_backend_that_raises(monkeypatch, capsys):
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(backends.load(COMPILED), "partial_cast", broken)
+    monkeypatch.setattr(self_test, "FORMATS", ("fp8_block:amax_epsilon=9e-13",))
+    assert main(["doctor", "--seconds", "0"]) == 1
+    assert "WRONG: RuntimeError: no kernel image (seed " in capsys.readouterr().out
+
+
+def test_a_wish_that_cannot_be_met(monkeypatch, capsys):
+    monkeypatch.setenv("ZEROCAST_BACKEND", "abacus")
+    assert main(["doctor", "--seconds", "0"]) == 2
+    assert "zerocast doctor: unknown backend 'abacus'" in capsys.readouterr().err
+
+
+def test_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--help"])
+    assert caught.value.code == 0
+    assert "Example: zerocast doctor" in capsys.readouterr().out
+
+
+def test_as_a_module():
+    command = [sys.executable, "-m", "zerocast", "doctor", "--seconds", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    assert "the same bytes" in answer.stdout or COMPILED == "reference"

@@ -1,0 +1,189 @@
+"""zerocast plan: published models have the parameters that they are known for; a run takes and sends what was planned."""
+
+import gc
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.optim.memory import live_bytes
+from tests.optim.probe import Spec
+from tests.optim.runs import ADAM, Run, Trainer
+from tests.optim.traffic import recorded
+from zerocast import ZeroConfig
+from zerocast.cli import main
+from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
+
+KNOWN = {"llama3-8b": 8_030_261_248, "gpt3-175b": 174_604_259_328, "deepseek-v3": 671_026_419_200}
+FORMATS = ("nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "bf16")
+LAYERS = 4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_models(name):
+    parameters = read_model(name)
+    assert sum(torch.Size(parameter.shape).numel() for parameter in parameters) == KNOWN[name]
+    assert len({parameter.name for parameter in parameters}) == len(parameters)
+
+
+def layers() -> list[Parameter]:
+    """A small model with norms between its weights, as in a transformer."""
+    found = [Parameter("embedding", (512, 128), linear=False)]
+    for i in range(LAYERS):
+        found += [Parameter(f"norm{i}", (128,), False, i)]
+        found += [Parameter(f"up{i}", (512, 128), True, i), Parameter(f"down{i}", (128, 512), True, i)]
+    return found
+
+
+def run_of(fmt: str, stage: int, config: ZeroConfig) -> Run:
+    """The same, to be trained."""
+    specs = tuple(Spec(p.name, p.shape, fmt if p.linear and fmt != "bf16" else "plain") for p in layers())
+    return Run(specs, stage=stage, config=config, options=(ADAM,))
+
+
+def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int]]:
+    """Bytes that a model and its optimizer live on, and bytes of the tensors in the collectives of a step."""
+    gc.collect()
+    before = live_bytes()
+    trainer = Trainer(run_of(fmt, 2, config))
+    for step in range(2):
+        trainer.step(step)
+    with recorded() as log:
+        trainer.step(2)
+    trainer.probe.zero_grad()
+    gc.collect()
+    sent = {kind: sum(n for k, n in log if k == kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")}
+    return live_bytes() - before, sent
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world):
+    config = ZeroConfig(bucket_size=2**17)
+    planned = footprint(layers(), fmt, Setup("zero2", world, config=config))
+    for held, sent in ranks(world)(held_and_sent, fmt, config):
+        assert held == pytest.approx(planned.total_memory, rel=0.03), planned.memory
+        norm = 8 if world > 1 else 0  # the sum of squares
+        assert planned.wire == {
+            "reduce-scatter": sent["reduce-scatter"] * (world - 1),
+            "all-reduce": max(0, sent["all-reduce"] - norm) * 2 * (world - 1) // world,
+            "all-gather": sent["all-gather"] * (world - 1) // world,
+        }
+
+
+def test_stage_1_keeps_gradients():
+    one, two = (footprint(layers(), "nvfp4", Setup(parallel, 2)) for parallel in ("zero1", "zero2"))
+    assert one.total_memory - two.total_memory == 2 * one.numel
+    assert one.wire == two.wire
+
+
+def owned_by_fsdp() -> int:
+    """Elements of the shards of a model that torch's fully_shard has cut."""
+    model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 9, bias=False), nn.Linear(9, 1))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fsdp_owns_what_torch_cuts(ranks, world):
+    shapes = [(10, 7), (10,), (9, 10), (1, 9), (1,)]
+    parameters = [Parameter(str(i), shape, linear=True, unit=i) for i, shape in enumerate(shapes)]
+    planned = footprint(parameters, "fp8_current", Setup("fsdp2", world))
+    assert planned.memory["masters"] == 4 * ranks(world)(owned_by_fsdp)[0]
+
+
+def test_fsdp_gathers_codes_and_scales():
+    """By hand: nvfp4 is half a byte an element and a byte a 16x16 block, in the forward and in the backward pass."""
+    parameters = [Parameter(f"w{i}", (512, 256), True, i) for i in range(3)]
+    shard = 512 * 256 // 8
+    planned = footprint(parameters, "nvfp4", Setup("fsdp2", 8))
+    sent = shard // 2 + shard // 256
+    assert planned.wire["all-gather"] == 2 * 7 * 3 * sent
+    assert planned.wire["reduce-scatter"] == 7 * 3 * shard * 2
+    assert planned.wire["all-reduce"] == 2 * 3 * 2 * 7 // 8  # three tensor amaxes in bf16; no block is cut
+    assert planned.memory["weights"] == 3 * sent + 2 * 8 * sent
+    assert planned.memory["moments"] == 8 * 3 * shard
+    replicated = footprint(parameters, "nvfp4", Setup("hsdp", 16, 8))
+    assert replicated.memory == planned.memory
+    assert replicated.wire["all-reduce"] - planned.wire["all-reduce"] == 3 * shard * 2
+    cut = footprint([Parameter("w", (72, 256), True, 0), *parameters], "fp8_block", Setup("fsdp2", 8))
+    assert cut.wire["all-reduce"] == 2 * 2 * (7 * 2 + 3 * 4 * 2) * 7 // 8  # cuts at 9 k; at 64 of 128
+
+
+def test_weights_that_a_format_cannot_take(capsys, tmp_path):
+    (tmp_path / "odd.json").write_text(
+        json.dumps({"parameters": [{"name": "w", "shape": [30, 64], "quantized": True, "count": 2}]})
+    )
+    assert main(["plan", "--model", str(tmp_path / "odd.json"), "--ranks", "2"]) == 0
+    assert "2 linear weights stay in bf16: nvfp4 cannot take their shape" in capsys.readouterr().out
+
+
+def test_a_config_file(tmp_path):
+    tied = {**PRESETS["llama3-8b"], "tie_word_embeddings": True, "attention_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    numel = sum(torch.Size(parameter.shape).numel() for parameter in read_model(str(tmp_path / "config.json")))
+    assert numel == KNOWN["llama3-8b"] - 128256 * 4096 + 32 * (2 * 4096 + 2 * 1024)
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "fsdp2", "hsdp"])
+def test_the_command(capsys, tmp_path, parallel):
+    arguments = ["plan", "--model", "llama3-8b", "--ranks", "16", "--parallel", parallel, "--format", "mxfp8"]
+    picture = tmp_path / "plan.png"
+    assert main([*arguments, "--png", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f["format"] for f in found["footprints"]] == ["mxfp8", "fp8_block", "bf16"]
+    for f in found["footprints"]:
+        assert f["total_memory"] == sum(f["memory"].values())
+        assert f"{f['total_memory'] / 2**30:.3f}" in text
+        assert f"{f['total_wire'] / 1e9:.3f}" in text
+        assert f["memory"]["masters"] == pytest.approx(4 * KNOWN["llama3-8b"] / (8 if parallel == "hsdp" else 16), 1e-3)
+
+
+BAD = {
+    "no model": (["--model", "llama9"], "'llama9' is no model (llama3-8b, gpt3-175b, deepseek-v3) and no file"),
+    "no format": (["--model", "llama3-8b", "--format", "fp3"], "unknown format 'fp3'"),
+    "no ranks": (["--model", "llama3-8b", "--ranks", "0"], "ranks must be at least 1, got 0"),
+    "groups": (
+        ["--model", "llama3-8b", "--parallel", "hsdp", "--ranks", "12"],
+        "12 ranks in groups of equal size, not of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_planned(capsys, arguments, message):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "is no config"),
+        ('{"hidden_size": 8}', "it lacks 'vocab_size'"),
+        ('{"model_type": "mixtral", "num_local_experts": 8}', "experts of model_type 'mixtral' are not known"),
+        ('{"parameters": [{"name": "w", "shape": [0, 2]}]}', "those have elements"),
+        ('{"parameters": 3}', "is no config"),
+    ],
+)
+def test_configs_that_are_none(capsys, tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert main(["plan", "--model", os.fspath(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--help"])
+    assert caught.value.code == 0
+    assert "Example: zerocast plan --model llama3-8b" in capsys.readouterr().out

@@ -1,0 +1,272 @@
+"""zerocast.verify: one wrong byte in any buffer of any weight on any rank is found and named, and nothing else is."""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocast
+from tests import casts
+from tests.matrices import lcg_matrix
+from tests.optim.memory import allocations
+from tests.optim.probe import MIXED, Spec
+from tests.optim.runs import Run, Trainer
+from tests.optim.test_skipped_steps import poison
+from zerocast import QuantizedWeight, VerificationError, ZeroConfig, get_format, verification, verify
+from zerocast.backends import reference
+
+LOCAL = ("scale", "amax_history")  # of these no rank alone can know what they should be
+
+
+def trained(config: ZeroConfig | None = None, steps: int = 3, specs: tuple[Spec, ...] = MIXED) -> Trainer:
+    """Some steps, the last but one of which is skipped."""
+    run = Run(specs) if config is None else Run(specs, config=config)
+    trainer = Trainer(run)
+    for step in range(steps):
+        if step == steps - 2 and specs is MIXED:
+            poison(trainer, step, "nv", float("nan"), 0)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+        else:
+            trainer.step(step)
+    return trainer
+
+
+def live(parameter: Tensor) -> dict[str, Tensor]:
+    """The buffers that a parameter is read from."""
+    if not isinstance(parameter, QuantizedWeight):
+        return {"rowwise_data": parameter.data}
+    parameter.wait()
+    return {name: tensor for name, tensor in parameter.state.buffers.items() if tensor is not None}
+
+
+def flip(tensor: Tensor, at: int) -> None:
+    """The lowest bit of one byte."""
+    flat = tensor.view(-1).view(torch.uint8)
+    flat[at] ^= 1
+
+
+def every_byte_counts(culprit: int) -> int:
+    """Corrupt one byte of each buffer of each weight on one rank, one after another; returns how many were tried."""
+    trainer = trained()
+    rank, world = trainer.rank, dist.get_world_size() if dist.is_initialized() else 1
+    assert verify(trainer.optimizer).ok
+    tried = 0
+    for number, (name, parameter) in enumerate(trainer.probe.named_parameters()):
+        for buffer, tensor in live(parameter).items():
+            if world == 1 and buffer in LOCAL:
+                continue
+            size = tensor.numel() * tensor.element_size()
+            at = (7919 * (number + 1)) % size if number % 3 else size - 1
+            if rank == culprit:
+                flip(tensor, at)
+            report = verify(trainer.optimizer)
+            suspects = set(range(1, world)) if culprit == 0 and buffer in LOCAL else {culprit}
+            where = f"{name} {buffer} byte {at} on rank {culprit} of {world}: {report}"
+            shared = buffer.endswith("scale_inv") and tensor.shape == (1,)  # one scale serves both directions
+            assert {d.rank for d in report.differences} == suspects, where
+            assert {d.name for d in report.differences} == {name}, where
+            found = {d.buffer: d for d in report.differences}
+            assert set(found) == ({"rowwise_scale_inv", "columnwise_scale_inv"} if shared else {buffer}), where
+            assert (found[buffer].wrong, found[buffer].offset, found[buffer].total) == (1, at, size), where
+            assert found[buffer].found ^ found[buffer].expected == 1, where
+            if rank == culprit:
+                flip(tensor, at)
+            tried += 1
+    assert verify(trainer.optimizer).ok
+    return tried
+
+
+@pytest.mark.parametrize(("world", "culprit"), [(1, 0), (2, 0), (3, 2)])
+def test_every_byte_counts(ranks, world, culprit):
+    tried = ranks(world)(every_byte_counts, culprit)
+    assert min(tried) >= len(MIXED) + 30
+
+
+def quiet_steps(config: ZeroConfig) -> None:
+    """No complaint after steps, skipped steps, or a state that was loaded; each compares every byte that there is."""
+    trainer = Trainer(Run(config=config))
+    assert verify(trainer.optimizer).ok
+    for step in range(4):
+        if step == 2:
+            poison(trainer, step, "delayed", float("inf"), 0)
+            trainer.optimizer.step()
+        else:
+            trainer.step(step)
+        report = verify(trainer.probe)
+        assert report.ok, report
+        assert report.weights == len(MIXED)
+        held = [tensor for p in trainer.probe.parameters() for tensor in live(p).values()]
+        assert report.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    assert verify(trainer.optimizer).ok
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_right_is_not_complained_of(ranks, overlap):
+    config = ZeroConfig(bucket_size=4096, overlap_all_gather=overlap)
+    quiet_steps(config)
+    for world in (2, 3):
+        ranks(world)(quiet_steps, config)
+
+
+@pytest.mark.parametrize("content", ["zeros", "specials"])
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+def test_rows_of_a_weight_are_its_part_of_every_buffer(fmt, content):
+    """The reference on pieces, with the amax of all of them, gives what it gives on the whole."""
+    master = torch.from_numpy(lcg_matrix(1184, 96, 3)).float()
+    master[600:700] = 0
+    if content == "specials":
+        master[3, 5], master[700, 90], master[1100, 1] = float("nan"), -0.0, 3e38
+    spec = get_format(fmt)
+    scale, bf16 = torch.tensor([3.5]), torch.bfloat16
+    whole = reference.quantize(spec, master, bf16, scale)
+    live = {name: getattr(whole, name) for name in casts.CAST_BUFFERS if getattr(whole, name) is not None}
+    comparisons = {name: verification._Comparison(tensor) for name, tensor in live.items()}
+    for start, stop in ((0, 512), (512, 1024), (1024, 1184)):
+        part = reference.quantize(spec, master[start:stop], bf16, scale, whole.amax)
+        for name, expected, origin in verification._expected(spec, part, start, 96):
+            comparisons[name].take(expected, origin)
+    for name, comparison in comparisons.items():
+        assert comparison.wrong == 0, name
+        assert comparison.compared == live[name].numel() * live[name].element_size(), name
+
+
+LARGE = tuple(Spec(fmt, (1184, 96), fmt) for fmt in ("nvfp4", "fp8_delayed", "fp8_current", "mxfp8", "fp8_block"))
+
+
+def test_pieces_of_a_large_weight(monkeypatch):
+    """Wrong bytes in several pieces are counted together, and the first is named."""
+    monkeypatch.setattr(verification, "PIECE", 512 * 96)
+    trainer = Trainer(Run(LARGE))
+    for spec in LARGE:
+        weight = trainer.probe.get_parameter(spec.name)
+        for buffer, tensor in live(weight).items():
+            size = tensor.numel() * tensor.element_size()
+            if size < 4 or buffer in LOCAL:
+                continue
+            places = (size - 1, size // 2, size // 3)
+            for at in places:
+                flip(tensor, at)
+            report = verify(trainer.optimizer)
+            (found,) = (d for d in report.differences if d.buffer == buffer)
+            assert (found.wrong, found.offset) == (len(set(places)), min(places)), report
+            for at in places:
+                flip(tensor, at)
+    assert verify(trainer.optimizer).ok
+
+
+def test_memory_does_not_grow_with_the_weight(monkeypatch):
+    monkeypatch.setattr(verification, "PIECE", 512 * 64)
+    peaks = []
+    for rows in (1024, 8192):
+        trainer = Trainer(Run((Spec("w", (rows, 64), "nvfp4"),)))
+        peaks.append(allocations(lambda optimizer=trainer.optimizer: verify(optimizer)).peak)
+    assert peaks[1] < 1.2 * peaks[0], peaks
+
+
+def a_wrong_rank_raises(every: int) -> list[str]:
+    """What each step says when a byte of one rank was changed after the first."""
+    trainer = Trainer(Run(config=ZeroConfig(bucket_size=4096, verify_every=every)))
+    said = []
+    for step in range(4):
+        trainer.backward(step)
+        if step == 1 and trainer.rank == 1:
+            _break_the_cast(trainer, step)
+        try:
+            trainer.optimizer.step()
+        except VerificationError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+        trainer.optimizer.zero_grad()
+    return said
+
+
+def _break_the_cast(trainer: Trainer, step: int) -> None:
+    """From now on this rank flips a byte after every cast, as a faulty kernel would."""
+    weights = trainer.optimizer._weights
+    gather: Callable[[], None] = weights.gather
+
+    def broken() -> None:
+        gather()
+        flip(live(trainer.probe.get_parameter("nv"))["rowwise_data"], 5)
+
+    weights.gather = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_verify_every(ranks, every):
+    by_rank = ranks(2)(a_wrong_rank_raises, every)
+    assert by_rank[0] == by_rank[1]
+    assert [bool(text) for text in by_rank[0]] == [False, True, every == 1, True]
+    assert "nv (nvfp4) on rank 1: rowwise_data differs in 1 of 2,688 bytes, first at 5:" in by_rank[0][1]
+
+
+def test_a_model_with_masters_here_and_elsewhere():
+    trainer = Trainer(Run())
+    lonely = torch.nn.Linear(32, 32, bias=False)
+    zerocast.quantize_(lonely, zerocast.Recipe({"*": "nvfp4"}))
+    report = verify(torch.nn.ModuleDict({"ours": trainer.probe, "other": lonely}))
+    assert report.ok
+    assert report.without_masters == ("other.weight",)
+    with pytest.raises(ValueError, match="nobody is known to own masters"):
+        verify(lonely)
+    with pytest.raises(TypeError, match="a model or an optimizer that owns masters, got SGD"):
+        verify(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+
+
+def test_a_discarded_optimizer_is_not_asked():
+    trainer = Trainer(Run())
+    probe = trainer.probe
+    del trainer
+    gc.collect()
+    with pytest.raises(ValueError, match="nobody is known"):
+        verify(probe)
+
+
+def alone_and_together() -> tuple[int, list[int]]:
+    """Each rank trains alone; the report over both says what is wrong with the other, too."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    trainer = Trainer(Run(), group=groups[dist.get_rank()])
+    trainer.step(0)
+    if trainer.rank == 1:
+        flip(live(trainer.probe.get_parameter("mx"))["columnwise_data"], 0)
+    own, both = verify(trainer.optimizer), verify(trainer.optimizer, dist.group.WORLD)
+    return len(own.differences), [d.rank for d in both.differences]
+
+
+def test_a_report_over_other_ranks(ranks):
+    assert ranks(2)(alone_and_together) == [(0, [1]), (1, [1])]
+
+
+def other_weights() -> str:
+    """Ranks that do not hold the same weights."""
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    specs = MIXED if dist.get_rank() else MIXED[:-1]
+    trainer = Trainer(Run(specs), group=group)
+
+    class Owner:
+        def master_source(self) -> object:
+            source = trainer.optimizer.master_source()
+            return dataclasses.replace(source, group=zerocast.group.Group.of(None))
+
+    with pytest.raises(ValueError, match="all pass the same list") as caught:
+        verify(Owner())
+    return str(caught.value)
+
+
+def test_ranks_that_hold_other_weights_raise_together(ranks):
+    first, second = ranks(2)(other_weights)
+    assert first == second
+
+
+def test_the_report_reads_well():
+    trainer = Trainer(Run())
+    report = verify(trainer.optimizer)
+    assert str(report) == f"14 weights, {report.nbytes:,} bytes on each of 1 ranks: all are what the masters cast to"
+    report.raise_for_differences()

@@ -1,0 +1,107 @@
+"""`zerocast plan`: what a model will take in memory and on the wire, beside FP8 and BF16, before there is a machine for it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from zerocast.footprint import Footprint, Setup, footprint, read_model
+from zerocast.footprint.plot import GB, GIB, plot
+from zerocast.optim import ZeroConfig
+
+COMPARED = ("fp8_block", "bf16")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What to plan for."""
+
+    model: str
+    """llama3-8b, deepseek-v3, gpt3-175b, or a JSON file: a model's config.json, or a list of parameters."""
+    ranks: int = 8
+    """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
+    format: str = "nvfp4"
+    """Of the linear weights inside the blocks; the rest is bf16. Options inline, as in fp8_block:power_of_2_scale=False."""
+    parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
+    """zero1 and zero2 are ZeroAdamW; fsdp2 and hsdp cut every parameter by rows as torch's fully_shard does."""
+    shard_ranks: int = 8
+    """For hsdp: how many ranks share one copy of the model."""
+    bucket_size: int = ZeroConfig.bucket_size
+    """For zero1 and zero2: elements a bucket."""
+    moment_dtype: Dtype = "float32"
+    """Of both moments."""
+    grad_dtype: Dtype = "bfloat16"
+    """Of gradients as they are reduced."""
+    json: bool = False
+    """Print JSON."""
+    png: Path | None = None
+    """Also draw it."""
+
+
+def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
+    """Show the bytes of a rank in memory and in each step's communication, beside FP8 and BF16 weights.
+
+    Laid out on the meta device by the code that training uses, so padding is counted. Activations are left out.
+
+    Example: zerocast plan --model llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png plan.png
+
+    Exit status: 0, or 2 for a model or setup that cannot be planned for.
+    """
+    try:
+        parameters = read_model(config.model)
+        setup = _setup(config)
+        formats = dict.fromkeys([config.format, *COMPARED])
+        found = [footprint(parameters, fmt, setup) for fmt in formats]
+        if config.png:
+            plot(found, _title(config, found[0]), config.png)
+    except (OSError, TypeError, ValueError) as error:
+        print(f"zerocast plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found))
+    return 0
+
+
+def _setup(config: PlanConfig) -> Setup:
+    zero = ZeroConfig(
+        bucket_size=config.bucket_size,
+        grad_dtype=DTYPES[config.grad_dtype],
+        moment_dtype=DTYPES[config.moment_dtype],
+    )
+    return Setup(config.parallel, config.ranks, config.shard_ranks, zero)
+
+
+def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
+    wish = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    totals = [{"total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
+    return {"plan": wish, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
+
+
+def _title(config: PlanConfig, found: Footprint) -> str:
+    groups = f", shards of {config.shard_ranks}" if config.parallel == "hsdp" else ""
+    return f"{Path(config.model).stem}: {found.numel:,} parameters, {config.parallel} on {config.ranks} ranks{groups}"
+
+
+def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
+    first = found[0]
+    lines = [_title(config, first), f"{first.quantized:,} of them in {first.format}, the rest in bf16"]
+    if first.kept:
+        lines.append(f"{first.kept} linear weights stay in bf16: {first.format} cannot take their shape")
+    lines += ["", *_table("GiB a rank, without activations", [(f.format, f.memory) for f in found], GIB)]
+    lines += ["", *_table("GB that a rank sends in a step", [(f.format, f.wire) for f in found], GB)]
+    return "\n".join(lines)
+
+
+def _table(title: str, columns: Sequence[tuple[str, dict[str, int]]], unit: int) -> list[str]:
+    width = max(12, *(len(name) + 2 for name, _ in columns))
+    lines = [f"{title:<34}" + "".join(f"{name:>{width}}" for name, _ in columns)]
+    rows = {term: [terms[term] for _, terms in columns] for term in columns[0][1]}
+    rows["total"] = [sum(terms.values()) for _, terms in columns]
+    lines += [f"  {term:<32}" + "".join(f"{n / unit:>{width}.3f}" for n in row) for term, row in rows.items()]
+    return lines

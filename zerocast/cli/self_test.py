@@ -1,0 +1,153 @@
+"""SelfTest: every usable backend against the reference, on fresh random weights, masters and gradients.
+
+A round trains the same small model for some steps by each backend and compares all that a step leaves: masters, moments, and every
+buffer of every weight; so every stage takes part. Shapes are drawn too.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zerocast import backends, ops
+from zerocast.formats import get_format
+from zerocast.group import ONE_PROCESS
+from zerocast.layout import BUFFERS
+from zerocast.optim import ZeroAdamW, ZeroConfig
+from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
+
+REFERENCE = "reference"
+FORMATS = (
+    "fp8_delayed:amax_history_len=4",
+    "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3,element=e5m2,margin=1",
+    "fp8_current",
+    "fp8_current:element=e5m2,power_of_2_scale=True",
+    "fp8_block",
+    "fp8_block:power_of_2_scale=False",
+    "mxfp8",
+    "nvfp4",
+    "identity",
+)
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one backend on one device: rounds that were equal, bytes compared, and the first difference or error."""
+
+    device: str
+    backend: str
+    rounds: int
+    nbytes: int
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one round was compared and nothing differed."""
+        return self.rounds > 0 and not self.problem
+
+
+def self_test(device: torch.device, seconds: float, seed: int) -> list[Outcome]:
+    """Rounds until `seconds` have passed, at least one, of every backend that is usable on `device` beside the reference."""
+    names = usable(device)
+    found = {name: Outcome(str(device), name, 0, 0) for name in names}
+    end, number = time.monotonic() + seconds, 0
+    while names and (number == 0 or time.monotonic() < end):
+        expected = _results(REFERENCE, device, seed + number)
+        for name in names:
+            if not found[name].problem:
+                found[name] = _compare(found[name], device, seed + number, expected)
+        number += 1
+    return list(found.values())
+
+
+def usable(device: torch.device) -> list[str]:
+    """The backends that the reference is compared with."""
+    return [name for name in backends.backend_names() if name != REFERENCE and backends.why_not(name, device) is None]
+
+
+def _compare(so_far: Outcome, device: torch.device, seed: int, expected: dict[str, Tensor]) -> Outcome:
+    try:
+        results = _results(so_far.backend, device, seed)
+        problem = next(_differences(results, expected), "")
+    except Exception as error:  # whatever it is, it is what the user came to see
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        return Outcome(so_far.device, so_far.backend, so_far.rounds, so_far.nbytes, f"{problem} (seed {seed})")
+    nbytes = sum(tensor.numel() for tensor in expected.values())
+    return Outcome(so_far.device, so_far.backend, so_far.rounds + 1, so_far.nbytes + nbytes)
+
+
+def _differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[str]:
+    for name, wanted in expected.items():
+        differs = results[name] != wanted
+        if differs.any():
+            at = int(differs.byte().argmax())
+            yield (
+                f"{name} differs in {int(differs.sum()):,} of {wanted.numel():,} bytes, first at {at:,}: "
+                f"{int(results[name][at]):#04x} where {int(wanted[at]):#04x} is expected"
+            )
+
+
+def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """The bytes of all that a few steps leave, by name."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)  # noqa: S311  (no secret)
+    model = nn.ParameterDict()
+    for number, fmt in enumerate(FORMATS):
+        model[str(number)] = _parameter(fmt, device, draw, generator)
+    optimizer = ZeroAdamW(
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, group=ONE_PROCESS, config=ZeroConfig(backend=backend)
+    )
+    for _ in range(STEPS):
+        for parameter in model.values():
+            gradient = torch.randn(parameter.shape, generator=generator) * 10.0 ** draw.randint(-6, 2)
+            parameter.grad = gradient.to(device, parameter.dtype)
+        optimizer.step()
+    left = _left(backend, model, optimizer)
+    return {name: tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for name, tensor in left}
+
+
+def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: torch.Generator) -> nn.Parameter:
+    """Not yet cast: no other backend than the optimizer's takes part."""
+    matrix, dtype = _matrix(fmt, draw, generator).to(device), draw.choice(NOMINAL_DTYPES)
+    if get_format(fmt).element is None:
+        return nn.Parameter(matrix.to(dtype))
+    weight = QuantizedWeight.empty(matrix.shape, fmt, dtype, device)
+    weight.high_precision_init_val = matrix
+    if weight.scale is not None:
+        weight.scale.fill_(2.0 ** draw.randint(-6, 6))
+    return nn.Parameter(weight)
+
+
+def _matrix(fmt: str, draw: random.Random, generator: torch.Generator) -> Tensor:
+    """A matrix of a drawn shape, with zeros, blocks of zeros, and numbers of very different size."""
+    rows, columns = (
+        multiple * draw.randint(1, 320 // multiple) if multiple > 1 else draw.randint(1, 320)
+        for multiple in get_format(fmt).multiple
+    )
+    matrix = torch.randn(rows, columns, generator=generator) * 10.0 ** draw.randint(-8, 3)
+    matrix[draw.randrange(rows) :, : draw.randint(0, columns)] *= draw.choice((0.0, -0.0, 1e-30, 1e6))
+    return matrix
+
+
+def _left(backend: str, model: nn.ParameterDict, optimizer: ZeroAdamW) -> Iterator[tuple[str, Tensor]]:
+    state = optimizer.state_dict()
+    for number, parameter in model.items():
+        fmt = FORMATS[int(number)]
+        yield f"{fmt}: master", state["model"][number]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            yield f"{fmt}: {moment}", state["optim"]["state"][number][moment]
+        weight = getattr(parameter, "state", None)
+        buffers = {"rowwise_data": parameter} if weight is None else {name: weight.buffers[name] for name in BUFFERS}
+        for name, tensor in buffers.items():
+            if tensor is not None:
+                yield f"{fmt}: {name}", tensor
+        if weight is not None:
+            for columnwise in (False, True):
+                data, scale_inv = parameter.direction(columnwise)
+                read = str(parameter.format), data, scale_inv, parameter.amax, *parameter.matrix_shape, columnwise
+                what = "columnwise" if columnwise else "rowwise"
+                yield f"{fmt}: dequantized {what}", ops.dequantize(backend, *read, parameter.dtype)

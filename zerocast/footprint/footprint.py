@@ -1,0 +1,102 @@
+"""Footprint: the bytes of one rank in memory and on the wire, for one model, format and way to shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerocast.footprint import fsdp, zero
+from zerocast.footprint.shapes import Parameter
+from zerocast.formats import FormatSpec, get_format
+from zerocast.layout import check_shape
+from zerocast.optim import ZeroConfig
+from zerocast.weight import QuantizedWeight
+
+ZERO = {"zero1": 1, "zero2": 2}
+FSDP = ("fsdp2", "hsdp")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained on `ranks` data-parallel ranks.
+
+    `parallel` is zero1, zero2, fsdp2 or hsdp, which shards over groups of `shard_ranks` and replicates over the rest.
+    """
+
+    parallel: str = "zero2"
+    ranks: int = 8
+    shard_ranks: int = 8
+    config: ZeroConfig = field(default_factory=ZeroConfig)
+
+    def __post_init__(self) -> None:
+        """ValueError for what cannot be."""
+        if self.parallel not in (*ZERO, *FSDP):
+            raise ValueError(f"parallel is one of {', '.join((*ZERO, *FSDP))}, got {self.parallel!r}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+        if self.parallel == "hsdp" and (self.shard_ranks < 1 or self.ranks % self.shard_ranks):
+            raise ValueError(f"hsdp shards {self.ranks} ranks in groups of equal size, not of {self.shard_ranks}")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """`memory` in bytes by what they are for, `wire` in bytes that one rank sends in a step by collective.
+
+    `quantized` of `numel` elements are stored in `format`; `kept` linear weights are bf16 because of their shape.
+    """
+
+    format: str
+    numel: int
+    quantized: int
+    kept: int
+    memory: dict[str, int]
+    wire: dict[str, int]
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes a rank, between its forward and its backward pass at the most."""
+        return sum(self.memory.values())
+
+    @property
+    def total_wire(self) -> int:
+        """Bytes that a rank sends in a step."""
+        return sum(self.wire.values())
+
+
+def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footprint:
+    """What `parameters` take when their linear weights are stored in `fmt`; "bf16" quantizes nothing.
+
+    Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
+    """
+    spec = get_format("identity" if fmt == "bf16" else fmt)
+    made = [(parameter.name, _on_meta(parameter, spec), parameter.unit) for parameter in parameters]
+    if setup.parallel in ZERO:
+        tensors = [(name, tensor, 0) for name, tensor, _ in made]
+        memory, wire = zero.footprint(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+    else:
+        shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
+        memory, wire = fsdp.footprint(made, shards, setup.ranks // shards, setup.config)
+    quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
+    linear = sum(parameter.linear for parameter in parameters)
+    return Footprint(
+        fmt,
+        sum(tensor.numel() for _, tensor, _ in made),
+        sum(tensor.numel() for tensor in quantized),
+        0 if spec.element is None else linear - len(quantized),
+        memory,
+        wire,
+    )
+
+
+def _on_meta(parameter: Parameter, spec: FormatSpec) -> torch.Tensor:
+    if parameter.linear and spec.element is not None and len(parameter.shape) > 1 and _fits(spec, parameter.shape):
+        return QuantizedWeight.empty(parameter.shape, spec, torch.bfloat16, "meta")
+    return torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
+
+
+def _fits(spec: FormatSpec, shape: tuple[int, ...]) -> bool:
+    try:
+        check_shape(spec, shape)
+    except ValueError:
+        return False
+    return True

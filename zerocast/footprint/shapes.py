@@ -1,0 +1,186 @@
+"""The parameters of a model as names and shapes, from the fields of its `config.json` as Hugging Face models have them.
+
+Three published models by name; any dense Llama-like, GPT-2-like or DeepSeek-V3-like config from a file; anything else as a list:
+`{"parameters": [{"name": "up", "shape": [4096, 1024], "quantized": true, "count": 12}, ...]}`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Shape = tuple[int, ...]
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter; `linear` says that it is the weight of a product inside a block, which a recipe would quantize.
+
+    `unit` numbers the block that it belongs to, ROOT outside of all blocks.
+    """
+
+    name: str
+    shape: Shape
+    linear: bool
+    unit: int = ROOT
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "gpt3-175b": {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_positions": 2048, "vocab_size": 50257},
+    "deepseek-v3": {  # without the extra layer for multi-token prediction
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+}
+
+
+def read_model(name: str) -> list[Parameter]:
+    """The parameters of a preset, or of the config in the JSON file `name`.
+
+    Raises ValueError for a name that is neither, for a file that is no such config, and for one that lacks a field.
+    """
+    if name in PRESETS:
+        return model_parameters(PRESETS[name])
+    try:
+        config = json.loads(Path(name).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{name!r} is no model ({', '.join(PRESETS)}) and no file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read as JSON: {error}") from None
+    try:
+        return model_parameters(config)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name} is no config that can be planned for: {what}") from None
+
+
+def model_parameters(config: Mapping[str, Any]) -> list[Parameter]:
+    """All parameters in the order of registration. KeyError for a field that is missing, ValueError for an unknown kind."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"it holds a {type(config).__name__}")
+    if "parameters" in config:
+        found = list(_listed(config["parameters"]))
+    elif config.get("model_type") == "gpt2" or "n_embd" in config:
+        found = list(_gpt2(config))
+    elif config.get("model_type") == "deepseek_v3":
+        found = list(_deepseek(config))
+    elif "n_routed_experts" in config or "num_local_experts" in config or "num_experts" in config:
+        raise ValueError(f"experts of model_type {config.get('model_type')!r} are not known: list its parameters")
+    else:
+        found = list(_llama(config))
+    if not found or any(extent < 1 for parameter in found for extent in parameter.shape):
+        raise ValueError("a model has parameters, and those have elements")
+    return found
+
+
+def _listed(entries: list[Mapping[str, Any]]) -> Iterator[Parameter]:
+    for unit, entry in enumerate(entries):
+        shape = tuple(int(extent) for extent in entry["shape"])
+        for number in range(int(entry.get("count", 1))):
+            yield Parameter(f"{entry['name']}.{number}", shape, bool(entry.get("quantized", False)), unit)
+
+
+def _llama(c: Mapping[str, Any]) -> Iterator[Parameter]:
+    h, vocabulary, layers = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
+    yield Parameter("embed_tokens", (vocabulary, h), linear=False)
+    for layer in range(layers):
+        yield from _grouped_query_attention(c, layer)
+        yield from _gated_mlp(f"layers.{layer}.mlp", h, c["intermediate_size"], layer)
+        yield from _norms(layer, h, "input_layernorm", "post_attention_layernorm")
+    yield Parameter("norm", (h,), linear=False)
+    if not c.get("tie_word_embeddings", False):
+        yield Parameter("lm_head", (vocabulary, h), linear=False)
+
+
+def _grouped_query_attention(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
+    h, heads = c["hidden_size"], c["num_attention_heads"]
+    width = c.get("head_dim") or h // heads
+    q, kv = heads * width, (c.get("num_key_value_heads") or heads) * width
+    for name, shape in {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}.items():
+        yield Parameter(f"layers.{layer}.self_attn.{name}", shape, True, layer)
+        if c.get("attention_bias", False):
+            yield Parameter(f"layers.{layer}.self_attn.{name}.bias", shape[:1], False, layer)
+
+
+def _gated_mlp(prefix: str, hidden: int, inner: int, layer: int) -> Iterator[Parameter]:
+    for name, shape in {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}.items():
+        yield Parameter(f"{prefix}.{name}", shape, True, layer)
+
+
+def _norms(layer: int, width: int, *names: str) -> Iterator[Parameter]:
+    for name in names:
+        yield Parameter(f"layers.{layer}.{name}", (width,), False, layer)
+
+
+def _gpt2(c: Mapping[str, Any]) -> Iterator[Parameter]:
+    h = c["n_embd"]
+    inner = c.get("n_inner") or 4 * h
+    yield Parameter("wte", (c["vocab_size"], h), linear=False)  # the head is the same parameter
+    yield Parameter("wpe", (c["n_positions"], h), linear=False)
+    for layer in range(c["n_layer"]):
+        shapes = {"attn.c_attn": (3 * h, h), "attn.c_proj": (h, h), "mlp.c_fc": (inner, h), "mlp.c_proj": (h, inner)}
+        for name, shape in shapes.items():
+            yield Parameter(f"h.{layer}.{name}.weight", shape, True, layer)
+            yield Parameter(f"h.{layer}.{name}.bias", shape[:1], False, layer)
+        for name in ("ln_1", "ln_2"):
+            yield from (Parameter(f"h.{layer}.{name}.{kind}", (h,), False, layer) for kind in ("weight", "bias"))
+    yield from (Parameter(f"ln_f.{kind}", (h,), linear=False) for kind in ("weight", "bias"))
+
+
+def _deepseek(c: Mapping[str, Any]) -> Iterator[Parameter]:
+    h, vocabulary, experts = c["hidden_size"], c["vocab_size"], c["n_routed_experts"]
+    yield Parameter("embed_tokens", (vocabulary, h), linear=False)
+    for layer in range(c["num_hidden_layers"]):
+        yield from _latent_attention(c, layer)
+        if layer < c["first_k_dense_replace"]:
+            yield from _gated_mlp(f"layers.{layer}.mlp", h, c["intermediate_size"], layer)
+        else:
+            inner, mlp = c["moe_intermediate_size"], f"layers.{layer}.mlp"
+            for expert in range(experts):
+                yield from _gated_mlp(f"{mlp}.experts.{expert}", h, inner, layer)
+            yield Parameter(f"{mlp}.gate", (experts, h), False, layer)
+            yield Parameter(f"{mlp}.gate.e_score_correction_bias", (experts,), False, layer)
+            yield from _gated_mlp(f"{mlp}.shared_experts", h, inner * c["n_shared_experts"], layer)
+        yield from _norms(layer, h, "input_layernorm", "post_attention_layernorm")
+    yield Parameter("norm", (h,), linear=False)
+    yield Parameter("lm_head", (vocabulary, h), linear=False)
+
+
+def _latent_attention(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
+    h, heads, q_rank, kv_rank = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"], c["kv_lora_rank"]
+    rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
+    shapes = {
+        "q_a_proj": (q_rank, h),
+        "q_b_proj": (heads * (nope + rope), q_rank),
+        "kv_a_proj_with_mqa": (kv_rank + rope, h),
+        "kv_b_proj": (heads * (nope + value), kv_rank),
+        "o_proj": (h, heads * value),
+    }
+    for name, shape in shapes.items():
+        yield Parameter(f"layers.{layer}.self_attn.{name}", shape, True, layer)
+    yield Parameter(f"layers.{layer}.self_attn.q_a_layernorm", (q_rank,), False, layer)
+    yield Parameter(f"layers.{layer}.self_attn.kv_a_layernorm", (kv_rank,), False, layer)
