@@ -127,6 +127,8 @@ class QuantizedWeight(Tensor):
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
         """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
+        if self._makes_columnwise:
+            columnwise = False  # the transposed codes are the same codes
         data, scale_inv = self.direction(columnwise)
         backend, key = backends.choose(data.device), str(self.format)
         value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
@@ -134,9 +136,19 @@ class QuantizedWeight(Tensor):
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy."""
+        if columnwise and self._makes_columnwise:
+            self.wait()
+            backend, row_scale = backends.choose(self.device), self.rowwise_scale_inv
+            made = ops.transposed(backend, str(self.format), self.rowwise_data, row_scale, *self.matrix_shape)
+            return made[0], made[1] if self.format.block else row_scale
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
+
+    @property
+    def _makes_columnwise(self) -> bool:
+        """Whether a columnwise copy is made at each use and not kept."""
+        return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
 
     def gemm_choice(self) -> gemm.Choice:
         """How `linear` runs with this weight and an input of the nominal dtype, and why not on tensor cores."""
@@ -289,11 +301,20 @@ def _same_shape(weight: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeigh
     return weight.share()
 
 
+def _same_strides(
+    weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
+) -> QuantizedWeight:
+    if tuple(stride) != weight.stride() or storage_offset:
+        raise RuntimeError(f"cannot view {weight!r} with strides {tuple(stride)}: its codes have one layout")
+    return _same_shape(weight, size)
+
+
 _aten = torch.ops.aten
 _WHOLE: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: QuantizedWeight.share,
     _aten.alias.default: QuantizedWeight.share,
     _aten.view.default: _same_shape,
+    _aten.as_strided.default: _same_strides,
     _aten.clone.default: lambda weight, **kwargs: _to_copy(weight),
     _aten.copy_.default: _copy,
     _aten._to_copy.default: _to_copy,

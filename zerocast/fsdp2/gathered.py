@@ -1,0 +1,61 @@
+"""Gathered: the weight that FSDP2 computes with, over the bytes of all ranks.
+
+Codes and scalars stay where FSDP2 gathered them. Scales are put into the layout that products read. FSDP2 frees both with the
+unsharded parameter and fills them again at the next gather, in the same storage: what autograd or a compiled graph saved still
+points at it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast import layout
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.shard_weight import ShardWeight
+from zerocast.weight import QuantizedWeight
+
+
+class Gathered:
+    """`weight` over the `outputs` of FSDP2's first gather; `inner` are the buffers that are ours."""
+
+    def __init__(self, shard: ShardWeight, outputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._wire, shards = shard.wire, shard.shards
+        codes, self._side = self._wire.gathered(outputs)
+        buffers = dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
+        if self._wire.amax_offset is not None:
+            buffers["amax"] = self._scalar(self._wire.amax_offset)
+        if self._wire.scale_offset is not None:
+            buffers["rowwise_scale_inv"] = self._scalar(self._wire.scale_offset)
+        device = self._side.device
+        specs = layout.buffers(shard.format, (shard.rows, shard.columns), dtype)
+        self._owners = {}
+        self.inner: list[Tensor] = []
+        for scales in self._wire.scales:
+            spec = specs[scales.name]
+            assert spec is not None
+            buffers[scales.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            self.inner.append(buffers[scales.name])
+            ranks, places = shards.owners(scales.height, scales.repeat)
+            self._owners[scales.name] = torch.tensor(ranks, device=device), torch.tensor(places, device=device)
+        self._padding = [specs[scales.name].padding for scales in self._wire.scales]  # type: ignore[union-attr]
+        self.weight = QuantizedWeight.of_buffers(shard.shape, shard.format, dtype, buffers)
+        self.weight.state.was_cast = True
+        self.weight.state.columnwise_on_demand = True
+
+    def _scalar(self, offset: int) -> Tensor:
+        return self._side[0, offset : offset + 4].view(torch.float32)  # rank 0 always has rows
+
+    def headers(self) -> Tensor:
+        """int32 `[world, 2]`: what each rank said of the bytes it sent."""
+        return self._side[:, :8].view(torch.int32)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Put the gathered scales where products read them."""
+        for scales, buffer, padding in zip(self._wire.scales, self.inner, self._padding, strict=True):
+            ranks, places = self._owners[scales.name]
+            entries = scales.of(self._side)[ranks, places]
+            with torch_fsdp.unversioned(buffer):
+                buffer.fill_(padding)
+                buffer[: entries.shape[0], : scales.across] = entries
