@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zerocast
 from tests import casts
 from zerocast import QuantizedWeight
+from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
 
@@ -75,15 +76,15 @@ def train(model: Any, optimizer: Any, steps: range, width: int) -> None:
         optimizer.zero_grad()
 
 
+def held(model: nn.Module) -> list[DTensor]:
+    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones in their place."""
+    return [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
+
+
 def masters(model: nn.Module) -> dict[str, tuple[DTensor, Master]]:
-    """The prepared parameters by name, with what zerocast knows of them; while they are sharded."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if isinstance(local, MasterParameter):
-            assert isinstance(parameter, DTensor)
-            found[name] = (parameter, local.owner)
-    return found
+    """The prepared parameters by name, with what zerocast knows of them."""
+    locals_ = ((parameter, parameter._local_tensor) for parameter in held(model))
+    return {local.owner.name: (p, local.owner) for p, local in locals_ if isinstance(local, MasterParameter)}
 
 
 def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:

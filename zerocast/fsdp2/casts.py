@@ -7,12 +7,12 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
-import enum
 import weakref
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.agreement import agree
@@ -23,22 +23,15 @@ from zerocast.fsdp2.master import Master
 from zerocast.group import Group
 
 
-class Due(enum.Enum):
-    """What the next gather does first."""
-
-    NOTHING = 0
-    REPEAT = 1  # masters changed, no step: amax histories stay as they are
-    STEP = 2
-
-
 class Casts:
     """The casts of `model`. `generation` counts them; it is the same on all ranks, or gathers raise."""
 
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         self.masters: list[Master] = []
-        self.due = Due.STEP
+        self.due = True
         self.generation = 0
+        self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self._groups: list[AmaxGroup] = []
         self._written = False
@@ -51,16 +44,20 @@ class Casts:
             raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
         return model
 
-    def make_due(self, due: Due) -> None:
+    def make_due(self) -> None:
         """Cast before the next gather, and let there be one: weights left gathered are freed."""
-        self.due = due
+        self.due = True
         if self._groups:
             torch_fsdp.reshard(self.model)
 
     def before_gather(self) -> None:
-        """Cast if that is due."""
-        if self.due is not Due.NOTHING:
-            self.refresh(self.due)
+        """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        unread, self.unread = self.unread, []
+        for master, headers, arrived in unread:
+            arrived.synchronize()
+            master.check(headers)
+        if self.due:
+            self.refresh(repeat=False)
 
     def first_write(self) -> None:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
@@ -70,19 +67,22 @@ class Casts:
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
-        self.refresh(Due.REPEAT)
+        self.refresh(repeat=True)
 
-    def refresh(self, due: Due) -> None:
-        """Cast all weights from their masters as they are now. Every rank calls this."""
+    def refresh(self, repeat: bool) -> None:
+        """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
+
+        A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
+        """
         if not self._reductions:
             self._reductions = list(self._agree())
         if not self._groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
             self._groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
         self._seed()
         for group in self._groups:
-            group.cast(repeat=due is Due.REPEAT)
+            group.cast(repeat)
         self.generation += 1
-        self.due, self._written = Due.NOTHING, False
+        self.due = self._written = False
         for master in self.masters:
             master.written_to = False
 

@@ -20,6 +20,7 @@ class Casting(Protocol):
     """What a weight needs of the casts of its model."""
 
     generation: int
+    unread: list[tuple["Master", Tensor, torch.cuda.Event]]
 
     def before_gather(self) -> None:
         """Cast if that is due."""
@@ -65,6 +66,8 @@ class Master:
 
     def written(self, data: Tensor) -> None:
         """Note a write, if it went to the memory that is cast: FSDP2 and optimizers make other tensors of the same class."""
+        if torch._guards.TracingContext.try_get() is not None:
+            return  # compiled: what runs later is not seen here, the optimizer's hook is
         ours = self._shard is not None and data.untyped_storage().data_ptr() == self._address
         if ours and not self.written_to:
             self.written_to = True
@@ -77,13 +80,15 @@ class Master:
         if master.device == shard.master.device:  # else it is FSDP2's copy of an offloaded shard
             moved = master.untyped_storage().data_ptr() != self._address
             self.written_to = self.written_to or moved
+        outputs = tuple(part.to(master.device, non_blocking=True) for part in self._outputs())
         self._mesh, self._sent = mesh, self.casts.generation
-        return tuple(part.to(master.device, non_blocking=True) for part in self._outputs())
+        return outputs
 
     def _outputs(self) -> tuple[Tensor, ...]:
         shard = self.shard
         empty = shard.shards.span(shard.rank).numel == 0
-        header = EMPTY if empty else WRITTEN if self.written_to else CLEAN, self.casts.generation
+        self._said = EMPTY if empty else WRITTEN if self.written_to else CLEAN
+        header = self._said, self.casts.generation
         if header != self._header:
             _, side = shard.wire.parts(shard.buffer)
             side[:8].view(torch.int32).copy_(torch.tensor(header, dtype=torch.int32))
@@ -102,25 +107,42 @@ class Master:
         return self._gathered.weight, self._gathered.inner
 
     def _is_stale(self, gathered: Gathered) -> bool:
-        """Whether all ranks must send again; RuntimeError on all of them where only some were written to."""
-        said = gathered.headers().tolist()
-        generations = {generation for _, generation in said}
-        if len(generations) > 1:
+        """Whether all ranks must send again; RuntimeError on all of them where only some were written to.
+
+        Reading the headers makes the host wait for a GPU. A rank that was not written to can only learn that it must raise, and
+        does so one gather later, when the bytes have long arrived.
+        """
+        headers = gathered.headers()
+        if headers.is_cuda and self._said == CLEAN:
+            here = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
+            here.copy_(headers, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self.casts.unread.append((self, here, arrived))
+        elif self._all_written(headers) and self._sent == self.casts.generation:
+            self.casts.cast_again()
+        return self._sent != self.casts.generation
+
+    def check(self, headers: Tensor) -> None:
+        """RuntimeError if headers that were read late say that ranks disagree."""
+        self._all_written(headers)
+
+    def _all_written(self, headers: Tensor) -> bool:
+        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were."""
+        said = headers.tolist()
+        if len({generation for _, generation in said}) > 1:
             raise RuntimeError(
                 f"{self.name}: the ranks of a shard group sent bytes of different casts, numbers {[n for _, n in said]} by "
                 "rank: optimizer steps and zerocast.fsdp2.refresh must happen on all of them"
             )
-        flags = [flag for flag, _ in said]
-        written = [rank for rank, flag in enumerate(flags) if flag == WRITTEN]
-        clean = [rank for rank, flag in enumerate(flags) if flag == CLEAN]
+        written = [rank for rank, (flag, _) in enumerate(said) if flag == WRITTEN]
+        clean = [rank for rank, (flag, _) in enumerate(said) if flag == CLEAN]
         if written and clean:
             raise RuntimeError(
                 f"{self.name}: the master was changed on ranks {written} of its shard group and not on ranks {clean} since "
                 "the last cast: change it on all, or call zerocast.fsdp2.refresh(model) on all after changing some"
             )
-        if written and self._sent == self.casts.generation:
-            self.casts.cast_again()
-        return self._sent != self.casts.generation
+        return bool(written)
 
     def _gather(self, outputs: Sequence[Tensor]) -> None:
         """Once more, in place of what FSDP2 gathered."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2.casts import Casts, Due
+from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.model import check_weight
@@ -24,9 +24,9 @@ def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None 
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes. Call it before `fully_shard`; returns `model`.
 
     Every matched FP32 parameter of two or more dimensions stays what an optimizer and a checkpoint see, as the FP32 master.
-    After a step of any torch optimizer, and after loading a state dict, the next forward pass casts all masters first; a loop
-    that changes them otherwise calls `refresh`. Weights compute in the `param_dtype` of their MixedPrecisionPolicy, FP32
-    without one. The module that FSDP2 shards is `model` or lies in it.
+    After a step of any torch optimizer the next forward pass casts all masters first. It notices other changes too, such as a
+    load, when they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in the
+    `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it.
 
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that hold slices of a weight,
     over which its amax is reduced. Without it that is FSDP2's shard mesh.
@@ -55,7 +55,7 @@ def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None 
         for name in mine:
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
-            module.register_load_state_dict_post_hook(_Loaded(casts, mine))
+            module.register_load_state_dict_post_hook(_Loaded(mine))
     _prepared[model] = casts
     return model
 
@@ -69,7 +69,7 @@ def refresh(model: nn.Module) -> None:
     if not found:
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
     for casts in found:
-        casts.make_due(Due.STEP)
+        casts.make_due()
         casts.before_gather()
 
 
@@ -100,10 +100,13 @@ def _wrap(parameter: Tensor, master: Master) -> nn.Parameter:
 
 
 class _Loaded:
-    """What happens after a state dict was loaded into a module: its masters are wrapped again where needed, and cast again."""
+    """After a state dict was loaded into a module: wraps what took the place of its masters.
 
-    def __init__(self, casts: Casts, masters: dict[str, Master]) -> None:
-        self._casts, self._masters = casts, masters
+    Nothing is cast here, since one rank alone may load: the next gather notices what changed.
+    """
+
+    def __init__(self, masters: dict[str, Master]) -> None:
+        self._masters = masters
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
         for name, master in self._masters.items():
@@ -116,15 +119,14 @@ class _Loaded:
                 parameter._local_tensor = MasterParameter(plain, master)
             else:
                 module._parameters[name] = nn.Parameter(MasterParameter(plain, master), parameter.requires_grad)
-        self._casts.make_due(Due.REPEAT)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = getattr(parameter, "_local_tensor", parameter)
-            if isinstance(local, MasterParameter) and local.owner.casts.due is not Due.STEP:
-                local.owner.casts.make_due(Due.STEP)
+            if isinstance(local, MasterParameter) and not local.owner.casts.due:
+                local.owner.casts.make_due()
 
 
 register_optimizer_step_post_hook(_after_step)
