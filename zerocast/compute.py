@@ -78,6 +78,21 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
         return y
 
 
+def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
+    """`x @ operand + bias` where autograd has been before, as within a DTensor; its backward is such a product too.
+
+    The operand of a forward product is the weight transposed, that of an input gradient the weight as stored.
+    """
+    weight = operand if operand.transposed_of is None else operand.transposed_of
+    if hasattr(x, "format") or x.dtype != weight.dtype:
+        raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
+    path = gemm.PATHS[gemm.path_of(weight, x.dtype, transposed=False)]
+    if operand is not weight:
+        return path.forward(x, weight, bias, False)
+    y = path.input_gradient(x, weight, False)
+    return y if bias is None else y + bias
+
+
 def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear."""
     return _product(input, weight, bias, transposed=False)

@@ -68,10 +68,10 @@ def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tens
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def train(model: Any, optimizer: Any, steps: range, width: int) -> None:
-    """Steps on the inputs of their numbers."""
+def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None = None) -> None:
+    """Steps on the inputs of their numbers, and of this rank unless another is given."""
     for step in steps:
-        model(batch(step, width)).float().square().mean().backward()
+        model(batch(step, width, rank)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -7,8 +7,9 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class Casts:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         self.masters: list[Master] = []
         self.due = True
+        self._stepped = True  # whether a step made it due
         self.generation = 0
         self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
         self._reductions: list[tuple[Reduction, list[Held]]] = []
@@ -46,7 +48,7 @@ class Casts:
 
     def make_due(self) -> None:
         """Cast before the next gather, and let there be one: weights left gathered are freed."""
-        self.due = True
+        self.due = self._stepped = True
         if self._groups:
             torch_fsdp.reshard(self.model)
 
@@ -57,7 +59,7 @@ class Casts:
             arrived.synchronize()
             master.check(headers)
         if self.due:
-            self.refresh(repeat=False)
+            self.refresh(repeat=not self._stepped)
 
     def first_write(self) -> None:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
@@ -68,6 +70,28 @@ class Casts:
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
         self.refresh(repeat=True)
+
+    def delayed(self) -> dict[str, dict[str, Tensor]]:
+        """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
+        self.before_gather()
+        return {master.name: master.delayed for master in self.masters if master.delayed}
+
+    def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning."""
+        delayed = self.delayed()
+        for master in self.masters:
+            saved = state.get(master.name, {})
+            if master.name in delayed and "scale" in saved and "amax_history" in saved:
+                for name, tensor in master.delayed.items():
+                    tensor.copy_(saved.get(name, saved["scale"]))
+                master.seeded = True
+            elif master.name in delayed:
+                warnings.warn(
+                    f"no state of delayed scaling for {master.name}: it starts anew from its amax", stacklevel=3
+                )
+                master.seeded = False
+        self.due, self._stepped = True, False
+        torch_fsdp.reshard(self.model)
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
@@ -82,7 +106,7 @@ class Casts:
         for group in self._groups:
             group.cast(repeat)
         self.generation += 1
-        self.due = self._written = False
+        self.due = self._stepped = self._written = False
         for master in self.masters:
             master.written_to = False
 
@@ -92,6 +116,9 @@ class Casts:
         if all(master.seeded for master in delayed):
             return
         kept = [(tensor, tensor.clone()) for master in delayed if master.seeded for tensor in master.delayed.values()]
+        for master in delayed:
+            if not master.seeded:
+                master.delayed["amax_history"].zero_()
         for group in self._groups:
             group.cast(repeat=False)
         for tensor, value in kept:

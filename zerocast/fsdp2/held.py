@@ -78,6 +78,13 @@ class Held:
         spec = self._param._unsharded_dtensor_spec if hasattr(self._param, "_unsharded_dtensor_spec") else None
         sliced = spec is not None and any(isinstance(placement, Shard) for placement in spec.placements)
         whole = self.master.format.has_tensor_amax or self.master.format.amax_policy is AmaxPolicy.DELAYED
+        rows, columns = matrix_shape(self._param._orig_size)
+        for block in (self.master.format.block, self.master.format.columnwise_block):
+            if sliced and block and (rows % block[0] or columns % block[1]):
+                raise ValueError(
+                    f"a block of {self.master.format} would span two tensor-parallel slices: a slice is [{rows}, {columns}] and "
+                    f"a block {list(block)}"
+                )
         if sliced and whole and weight_mesh is None:
             raise ValueError(
                 f"a tensor-parallel {self.master.format} weight has one amax over all its slices: give "

@@ -1,6 +1,7 @@
 """prepare and refresh: where a training script meets zerocast under FSDP2."""
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,12 +66,35 @@ def refresh(model: nn.Module) -> None:
 
     For loops that change parameters by hand. ValueError for a model that was not prepared.
     """
+    for casts in _casts_of(model):
+        casts.make_due()
+        casts.before_gather()
+
+
+def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """The state of delayed scaling by weight; empty without such weights.
+
+    `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the same on every rank, to be saved
+    under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is due is
+    done first. ValueError for a model that was not prepared.
+    """
+    return {name: state for casts in _casts_of(model) for name, state in casts.delayed().items()}
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Take over what `state_dict` gave, after the masters were loaded; every rank calls this.
+
+    A weight without an entry finds its scale anew, with a warning. ValueError for a model that was not prepared.
+    """
+    for casts in _casts_of(model):
+        casts.load_delayed(state)
+
+
+def _casts_of(model: nn.Module) -> list[Casts]:
     found = [casts for module in model.modules() if (casts := _prepared.get(module)) is not None]
     if not found:
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
-    for casts in found:
-        casts.make_due()
-        casts.before_gather()
+    return found
 
 
 def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
@@ -107,6 +131,9 @@ class _Loaded:
 
     def __init__(self, masters: dict[str, Master]) -> None:
         self._masters = masters
+
+    def __reduce__(self) -> Any:
+        return _Loaded, ({},)  # parameters pickle as plain ones
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
         for name, master in self._masters.items():
