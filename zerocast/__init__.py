@@ -3,7 +3,7 @@
 The names below are the public surface; each is documented where it is defined.
 """
 
-from zerocast import backends, fsdp2, gemm
+from zerocast import backends, fsdp2, gemm, products
 from zerocast.formats import FormatSpec, get_format
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
 from zerocast.model import quantize_
@@ -26,6 +26,7 @@ __all__ = [
     "gemm",
     "get_format",
     "post_all_gather_processing",
+    "products",
     "quantize_",
     "quantize_master_weights",
 ]

@@ -15,7 +15,7 @@ from zerocast import backends, layout
 from zerocast.descriptor import WIDTH, Column
 from zerocast.formats import get_format
 
-_LIBRARY = torch.library.Library("zerocast", "DEF")
+LIBRARY = torch.library.Library("zerocast", "DEF")
 
 _SCHEMAS = {
     "partial_amax": (
@@ -133,13 +133,28 @@ def _writes_only(*args: object) -> None:
     return None
 
 
-_IMPLEMENTATIONS = {"transposed": _transposed, "dequantize": _dequantize, "adam_step": _adam_step}
+_IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
+    "transposed": _transposed,
+    "dequantize": _dequantize,
+    "adam_step": _adam_step,
+}
 _FAKES: dict[str, Callable[..., object]] = {"transposed": _transposed_fake, "dequantize": _dequantize_fake}
 
+
+def define(
+    name: str, schema: str, run: Callable[..., object] | None = None, fake: Callable[..., object] | None = None
+) -> torch._ops.OpOverload:
+    """The op `zerocast::name`; without `run` its arguments say what it does, by `__torch_dispatch__`."""
+    LIBRARY.define(name + schema)
+    if run is not None:
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"zerocast::{name}", fake or _writes_only, lib=LIBRARY)
+    op: torch._ops.OpOverload = getattr(torch.ops.zerocast, name).default
+    return op
+
+
 for _name, _schema in _SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, _IMPLEMENTATIONS.get(_name) or _stage(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerocast::{_name}", _FAKES.get(_name, _writes_only), lib=_LIBRARY)
+    define(_name, _schema, _IMPLEMENTATIONS.get(_name, _stage(_name)), _FAKES.get(_name))
 
 partial_amax = torch.ops.zerocast.partial_amax.default
 compute_scales = torch.ops.zerocast.compute_scales.default

@@ -224,13 +224,16 @@ class QuantizedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
         names = [name for name in BUFFERS if self.state.buffers[name] is not None]
-        return names, (tuple(self.shape), self.format, self.dtype, self.requires_grad)
+        context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
+        return names, context
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""
-        shape, fmt, dtype, requires_grad = context
-        return QuantizedWeight.of_buffers(shape, fmt, dtype, inner, requires_grad)
+        shape, fmt, dtype, requires_grad, on_demand = context
+        weight = QuantizedWeight.of_buffers(shape, fmt, dtype, inner, requires_grad)
+        weight.state.columnwise_on_demand = on_demand
+        return weight
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -307,6 +310,11 @@ def _same_strides(
     if tuple(stride) != weight.stride() or storage_offset:
         raise RuntimeError(f"cannot view {weight!r} with strides {tuple(stride)}: its codes have one layout")
     return _same_shape(weight, size)
+
+
+def define(op: Any, handler: Callable[..., Any]) -> None:
+    """What an op of ours does when a QuantizedWeight is among its arguments."""
+    _WHOLE[op] = handler
 
 
 _aten = torch.ops.aten

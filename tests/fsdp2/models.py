@@ -24,6 +24,16 @@ SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1,
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+class Block(nn.Sequential):
+    """Layers in a row; with a forward of its own, since torch.compile skips that of nn.Sequential."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after another."""
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 class Net(nn.Module):
     """Blocks of two linear layers and a norm, in and out of `width`; `hidden` rows in between, one format each."""
 
@@ -32,9 +42,7 @@ class Net(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.blocks = nn.ModuleList(
-                nn.Sequential(
-                    nn.LayerNorm(width), nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width, bias=False)
-                )
+                Block(nn.LayerNorm(width), nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width, bias=False))
                 for _ in formats
             )
         self.recipe = {f"blocks.{i}.*.weight": fmt for i, fmt in enumerate(formats)}

@@ -82,8 +82,8 @@ class Held:
         for block in (self.master.format.block, self.master.format.columnwise_block):
             if sliced and block and (rows % block[0] or columns % block[1]):
                 raise ValueError(
-                    f"a block of {self.master.format} would span two tensor-parallel slices: a slice is [{rows}, {columns}] and "
-                    f"a block {list(block)}"
+                    f"a block of {self.master.format} would span two tensor-parallel slices: a slice is "
+                    f"[{rows}, {columns}] and a block {list(block)}"
                 )
         if sliced and whole and weight_mesh is None:
             raise ValueError(

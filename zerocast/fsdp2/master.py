@@ -46,6 +46,11 @@ class Master:
         self._header: tuple[int, int] | None = None
 
     @property
+    def is_cast(self) -> bool:
+        """Whether there is a shard."""
+        return self._shard is not None
+
+    @property
     def shard(self) -> ShardWeight:
         """What this rank holds and sends, once FSDP2 has sharded the model."""
         assert self._shard is not None, self.name

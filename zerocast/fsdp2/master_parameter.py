@@ -18,6 +18,10 @@ class Owner(Protocol):
 
     casts: Any
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether FSDP2 has sharded the weight and its shard was cast."""
+
     def written(self, data: Tensor) -> None:
         """An operator wrote to the FP32 tensor of a shard, or of something that FSDP2 made from it."""
 
@@ -98,6 +102,8 @@ class MasterParameter(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run on the plain tensors; note what is written, keep the wrapper where `_KEEP` says so."""
         kwargs = kwargs or {}
+        if func is _aten.split.Tensor:
+            _check_split(*args, **kwargs)
         wrappers: dict[int, MasterParameter] = {}
 
         def unwrap(master: MasterParameter) -> Tensor:
@@ -113,6 +119,15 @@ class MasterParameter(Tensor):
             return result  # FSDP2's flat view is plain: it is memory, not a parameter
         owner = args[0].owner
         return tree_map_only(Tensor, lambda tensor: MasterParameter(tensor, owner), result)
+
+
+def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
+    """Refuse the cut by which fully_shard would shard columns."""
+    if dim % master.dim() and not master.owner.is_cast:
+        raise ValueError(
+            "FSDP2 shards quantized weights by rows only: let shard_placement_fn give Shard(0) or None for prepared weights, "
+            f"not Shard({dim})"
+        )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:

@@ -74,9 +74,9 @@ def refresh(model: nn.Module) -> None:
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The state of delayed scaling by weight; empty without such weights.
 
-    `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the same on every rank, to be saved
-    under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is due is
-    done first. ValueError for a model that was not prepared.
+    `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the same on every rank, to be
+    saved under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is
+    due is done first. ValueError for a model that was not prepared.
     """
     return {name: state for casts in _casts_of(model) for name, state in casts.delayed().items()}
 
