@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from zerocast.formats import AmaxPolicy
 from zerocast.fsdp2.master import Master
@@ -75,17 +74,17 @@ class Held:
         self._check_tensor_parallel(weight_mesh)
 
     def _check_tensor_parallel(self, weight_mesh: DeviceMesh | None) -> None:
-        spec = self._param._unsharded_dtensor_spec if hasattr(self._param, "_unsharded_dtensor_spec") else None
-        sliced = spec is not None and any(isinstance(placement, Shard) for placement in spec.placements)
+        if not self.master.sliced:
+            return
         whole = self.master.format.has_tensor_amax or self.master.format.amax_policy is AmaxPolicy.DELAYED
         rows, columns = matrix_shape(self._param._orig_size)
         for block in (self.master.format.block, self.master.format.columnwise_block):
-            if sliced and block and (rows % block[0] or columns % block[1]):
+            if block and (rows % block[0] or columns % block[1]):
                 raise ValueError(
                     f"a block of {self.master.format} would span two tensor-parallel slices: a slice is "
                     f"[{rows}, {columns}] and a block {list(block)}"
                 )
-        if sliced and whole and weight_mesh is None:
+        if whole and weight_mesh is None:
             raise ValueError(
                 f"a tensor-parallel {self.master.format} weight has one amax over all its slices: give "
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"

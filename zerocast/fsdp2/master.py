@@ -33,10 +33,13 @@ class Casting(Protocol):
 
 
 class Master:
-    """A weight of a prepared model by its parameter `name`; every MasterParameter made of it points here."""
+    """A weight of a prepared model by its parameter `name`; every MasterParameter made of it points here.
 
-    def __init__(self, name: str, fmt: FormatSpec, casts: Casting) -> None:
-        self.name, self.format, self.casts = name, fmt, casts
+    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards.
+    """
+
+    def __init__(self, name: str, fmt: FormatSpec, casts: Casting, sliced: bool) -> None:
+        self.name, self.format, self.casts, self.sliced = name, fmt, casts, sliced
         self.delayed: dict[str, Tensor] = {}
         self.seeded = False  # whether the delayed scale comes from an amax
         self.written_to = False

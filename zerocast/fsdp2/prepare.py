@@ -45,7 +45,8 @@ def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None 
         if fmt.element is None:
             continue
         _check(model, name, parameter, fmt)
-        master = chosen.setdefault(parameter, Master(name, fmt, casts))
+        sliced = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+        master = chosen.setdefault(parameter, Master(name, fmt, casts, sliced))
         if master.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {master.format} and {fmt}")
     casts.masters = list(chosen.values())
