@@ -13,6 +13,7 @@ from torch import Tensor
 from zerocast import layout
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.shard_weight import ShardWeight
+from zerocast.fsdp2.wire import Scales
 from zerocast.weight import QuantizedWeight
 
 
@@ -29,15 +30,16 @@ class Gathered:
             buffers["rowwise_scale_inv"] = self._scalar(self._wire.scale_offset)
         device = self._side.device
         specs = layout.buffers(shard.format, (shard.rows, shard.columns), dtype)
-        self._owners = {}
+        self._owners: dict[str, tuple[Tensor, ...]] = {}  # rank and place of each block row, where boundaries cut some
         self.inner: list[Tensor] = []
         for scales in self._wire.scales:
             spec = specs[scales.name]
             assert spec is not None
             buffers[scales.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             self.inner.append(buffers[scales.name])
-            ranks, places = shards.owners(scales.height, scales.repeat)
-            self._owners[scales.name] = torch.tensor(ranks, device=device), torch.tensor(places, device=device)
+            if shards.cut(scales.height):
+                owners = shards.owners(scales.height)
+                self._owners[scales.name] = tuple(torch.tensor(index, device=device) for index in owners)
         self._padding = [specs[scales.name].padding for scales in self._wire.scales]  # type: ignore[union-attr]
         self.weight = QuantizedWeight.of_buffers(shard.shape, shard.format, dtype, buffers)
         self.weight.state.was_cast = True
@@ -50,12 +52,20 @@ class Gathered:
         """int32 `[world, 2]`: what each rank said of the bytes it sent."""
         return self._side[:, :8].view(torch.int32)
 
+    def _in_order(self, scales: Scales) -> Tensor:
+        """The scales of all block rows; without cuts they lie in order."""
+        sent = scales.of(self._side)
+        if scales.name in self._owners:
+            return sent[self._owners[scales.name]]
+        return sent.reshape(-1, scales.across)[: -(-self._wire.shards.rows // scales.height)]
+
     @torch.no_grad()
     def fill(self) -> None:
         """Put the gathered scales where products read them."""
         for scales, buffer, padding in zip(self._wire.scales, self.inner, self._padding, strict=True):
-            ranks, places = self._owners[scales.name]
-            entries = scales.of(self._side)[ranks, places]
+            entries = self._in_order(scales)
+            if scales.repeat:
+                entries = entries.repeat_interleave(scales.height, 0)
             with torch_fsdp.unversioned(buffer):
                 buffer.fill_(padding)
                 buffer[: entries.shape[0], : scales.across] = entries

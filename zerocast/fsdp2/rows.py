@@ -6,7 +6,7 @@ short or empty, and a boundary may cut a row of blocks. Rows here are those of t
 
 from dataclasses import dataclass
 
-from zerocast.layout import Span, round_up
+from zerocast.layout import Span
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,8 @@ class RowShards:
         boundaries = (self.span(rank).start for rank in range(1, self.world))
         return sorted({row // height for row in boundaries if row < self.rows and row % height})
 
-    def owners(self, height: int, repeat: bool) -> tuple[list[int], list[int]]:
-        """(rank, place among the rank's own) of every block row, or with `repeat` of the block row of every row."""
-        ranks, places = [], []
-        for block in range(round_up(self.rows, height) // height):
-            rank = block * height // self.chunk
-            times = min(height, self.rows - block * height) if repeat else 1
-            ranks += [rank] * times
-            places += [block - self.owned(rank, height).start] * times
-        return ranks, places
+    def owners(self, height: int) -> tuple[list[int], list[int]]:
+        """(rank, place among the rank's own) of every block row."""
+        blocks = range(-(-self.rows // height))
+        ranks = [block * height // self.chunk for block in blocks]
+        return ranks, [block - self.owned(rank, height).start for block, rank in zip(blocks, ranks, strict=True)]
