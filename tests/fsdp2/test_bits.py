@@ -41,14 +41,14 @@ def test_every_format(ranks: Ranks, world: int, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("hidden", [1, 3, 129, 257])
+@pytest.mark.parametrize("hidden", [1, 129])
 def test_fewer_rows_than_ranks_and_odd_rows(ranks: Ranks, world: int, hidden: int) -> None:
     check(ranks, world, SMALL, 130, hidden, {})
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @given(data=st.data())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_any_shape(ranks: Ranks, world: int, data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(FORMATS))
     unit = 32 if fmt not in SMALL else 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.fsdp2 import models
@@ -25,12 +26,10 @@ EXTRA = {  # bytes sent, scales as the stages lay them out (for nvfp4 a ghost ro
 
 def settled_bytes() -> int:
     """Live bytes once gloo's threads have let go of what they sent."""
-    sizes = []
-    for _ in range(10):
-        gc.collect()
-        sizes.append(live_bytes())
-        time.sleep(0.02)
-    return min(sizes)
+    dist.barrier()
+    time.sleep(0.2)
+    gc.collect()
+    return live_bytes()
 
 
 def held(fmt: str) -> tuple[float, float]:

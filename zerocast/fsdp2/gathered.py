@@ -61,7 +61,8 @@ class Gathered:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Put the gathered scales where products read them."""
+        """Put the gathered scales where products read them; what was derived from earlier bytes is forgotten."""
+        self.weight.state.freshness.cast += 1
         for scales, buffer, padding in zip(self._wire.scales, self.inner, self._padding, strict=True):
             entries = self._in_order(scales)
             if scales.repeat:

@@ -1,7 +1,7 @@
 """prepare and refresh: where a training script meets zerocast under FSDP2."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from zerocast.formats import FormatSpec
+from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.model import check_weight
 from zerocast.recipe import Recipe
 
-_prepared: "weakref.WeakKeyDictionary[nn.Module, Casts]" = weakref.WeakKeyDictionary()
+_prepared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None = None) -> nn.Module:
@@ -58,7 +59,7 @@ def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None 
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
             module.register_load_state_dict_post_hook(_Loaded(mine))
-    _prepared[model] = casts
+    _prepared.add(model)
     return model
 
 
@@ -92,10 +93,16 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
 
 
 def _casts_of(model: nn.Module) -> list[Casts]:
-    found = [casts for module in model.modules() if (casts := _prepared.get(module)) is not None]
-    if not found:
+    if not any(module in _prepared for module in model.modules()):
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
-    return found
+    sharded = [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
+    return _casts_behind([*sharded, *model.parameters()])
+
+
+def _casts_behind(parameters: Iterable[Any]) -> list[Casts]:
+    """The casts of the prepared ones among parameters, each once."""
+    tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+    return list({id(t.owner.casts): t.owner.casts for t in tensors if isinstance(t, MasterParameter)}.values())
 
 
 def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
@@ -150,11 +157,8 @@ class _Loaded:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            local = getattr(parameter, "_local_tensor", parameter)
-            if isinstance(local, MasterParameter) and not local.owner.casts.due:
-                local.owner.casts.make_due()
+    for casts in _casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        casts.make_due()
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -5,7 +5,6 @@ come from the tensor amax, which the stage takes as the largest amax of the weig
 the end, whose amaxes hold the reduced tensor amax, makes it find that.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -120,8 +119,3 @@ class ShardWeight:
             if owned.numel:
                 pairs.append((scales.of(side)[: owned.numel], source[first : first + owned.numel, : scales.across]))
         return pairs
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole weight."""
-        return math.prod(self.shape)
