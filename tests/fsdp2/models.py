@@ -35,7 +35,10 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """Blocks of two linear layers and a norm, in and out of `width`; `hidden` rows in between, one format each."""
+    """Blocks of two linear layers and a norm, in and out of `width`; `hidden` rows in between, one format each.
+
+    Rows differ in size, so that ranks do not find the amax of the whole weight in their own rows.
+    """
 
     def __init__(self, formats: tuple[str, ...], width: int, hidden: int) -> None:
         super().__init__()
@@ -45,6 +48,9 @@ class Net(nn.Module):
                 Block(nn.LayerNorm(width), nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width, bias=False))
                 for _ in formats
             )
+            for parameter in self.parameters():
+                if parameter.dim() == 2 and not parameter.is_meta:
+                    parameter.data.mul_(torch.randn(parameter.shape[0], 1).exp())
         self.recipe = {f"blocks.{i}.*.weight": fmt for i, fmt in enumerate(formats)}
 
     def forward(self, x: Tensor) -> Tensor:
