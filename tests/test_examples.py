@@ -239,10 +239,16 @@ def test_a_slow_machine_gets_fewer_steps():
     assert caught.value.steps == 100
 
 
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
-def test_minimal_zero(launcher: list[str]):
-    command = [sys.executable, *launcher, "examples/minimal_zero.py"]
+@pytest.mark.parametrize(
+    ("launcher", "example"),
+    [([], "minimal_zero"), (TWO_RANKS, "minimal_zero"), (TWO_RANKS, "minimal_fsdp2")],
+)
+def test_minimal(launcher: list[str], example: str):
+    command = [sys.executable, *launcher, f"examples/{example}.py"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts, stages
 from tests.matrices import lcg_matrix
-from zerocast import CastPlan, QuantizedWeight, ops
+from zerocast import CastPlan, QuantizedWeight, ops, products
 from zerocast.group import ONE_PROCESS
 
 Recorded = dict[Any, list[tuple[Any, ...]]]
@@ -84,6 +84,36 @@ def test_every_op_passes_opcheck(backend: str) -> None:
     for op, arguments in calls.items():
         for args in arguments[:: max(1, len(arguments) // 4)]:
             torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+@pytest.mark.parametrize("on_demand", [True, False])
+def test_products_of_buffers_pass_opcheck(fmt: str, on_demand: bool) -> None:
+    """And give the bits of the product of the weight."""
+    weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(32, 64, 0)))
+    weight.state.columnwise_on_demand = on_demand
+    x, grad = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 32, dtype=torch.bfloat16)
+    y = torch.nn.functional.linear(x, weight)
+    forward = x.detach(), None, *products.described(weight, x, False)
+    backward = grad, *products.described(weight, grad, False)
+    expected = y.detach(), *torch.autograd.grad(y, x, grad)
+    ours = torch.ops.zerocast.product_of_buffers.default, torch.ops.zerocast.product_gradient_of_buffers.default
+    for op, arguments, value in zip(ours, (forward, backward), expected, strict=True):
+        torch.library.opcheck(op, arguments)
+        assert torch.equal(op(*arguments), value)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in casts.FORMATS if fmt not in ("mxfp8", "identity")])
+def test_columnwise_copies_on_demand(fmt: str, backend: str) -> None:
+    weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(48, 160, 0)), backend=backend)
+    arguments = backend, fmt, weight.rowwise_data, weight.rowwise_scale_inv, 48, 160
+    torch.library.opcheck(ops.transposed, arguments)
+    data, scale = ops.transposed(*arguments)
+    assert torch.equal(data, weight.columnwise_data)
+    assert torch.equal(scale, weight.columnwise_scale_inv) or weight.format.block is None
+    weight.state.columnwise_on_demand = True
+    made, _ = weight.direction(columnwise=True)
+    assert torch.equal(made, weight.columnwise_data)
 
 
 def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:

@@ -3,7 +3,7 @@
 The names below are the public surface; each is documented where it is defined.
 """
 
-from zerocast import backends, gemm
+from zerocast import backends, fsdp2, gemm, products
 from zerocast.formats import FormatSpec, get_format
 from zerocast.freshness import set_debug
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
@@ -27,9 +27,11 @@ __all__ = [
     "ZeroAdamW",
     "ZeroConfig",
     "backends",
+    "fsdp2",
     "gemm",
     "get_format",
     "post_all_gather_processing",
+    "products",
     "quantize_",
     "quantize_master_weights",
     "set_debug",

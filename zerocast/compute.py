@@ -28,21 +28,32 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
+        grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed)
-        rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        if ctx.needs_input_grad[1]:
-            left, right = (x_rows, rows) if ctx.transposed else (rows, x_rows)
-            grad_weight = _weight_gradient(weight, left, right)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
+        needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
+        others = parameter_gradients(x, weight, grad, ctx.transposed, ctx.needs_input_grad[1], needs_bias)
+        return grad_x, *others, None, None
+
+
+def parameter_gradients(
+    x: Tensor, weight: Any, grad: Tensor, transposed: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, None where they are not needed."""
+    grad_weight = None
+    rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if needs_weight:
+        left, right = (x_rows, rows) if transposed else (rows, x_rows)
+        grad_weight = _weight_gradient(weight, left, right)
+    return grad_weight, rows.sum(0) if needs_bias else None
 
 
 def _weight_gradient(weight: Any, left: Tensor, right: Tensor) -> Tensor:
     """`left.T @ right` in the gradient dtype of the weight, of its logical shape; added to `main_grad` where a host fuses that."""
-    dtype: torch.dtype = weight.grad_dtype or weight.dtype
+    wished = (
+        weight.grad_dtype if weight.is_leaf else None
+    )  # a compiler's stand-in for the weight is no leaf and has none
+    dtype: torch.dtype = wished or weight.dtype
     fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
     if fused is None:
         return _outer(left, right, dtype).view(weight.shape)
@@ -73,9 +84,27 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
         raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
     with torch.autocast(x.device.type, enabled=False):
         bias = None if bias is None else bias.to(dtype)
+        if torch.compiler.is_compiling():  # one op in the graph: zerocast/products.py
+            traced: Tensor = torch.ops.zerocast.product(x.to(dtype), weight, bias, transposed)
+            return traced
         path = gemm.path_of(weight, dtype, transposed)
         y: Tensor = _Product.apply(x.to(dtype), weight, bias, transposed, path)  # type: ignore[no-untyped-call]
         return y
+
+
+def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
+    """`x @ operand + bias` where autograd has been before, as within a DTensor; its backward is such a product too.
+
+    The operand of a forward product is the weight transposed, that of an input gradient the weight as stored.
+    """
+    weight = operand if operand.transposed_of is None else operand.transposed_of
+    if hasattr(x, "format") or x.dtype != weight.dtype:
+        raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
+    path = gemm.PATHS[gemm.path_of(weight, x.dtype, transposed=False)]
+    if operand is not weight:
+        return path.forward(x, weight, bias, False)
+    y = path.input_gradient(x, weight, False)
+    return y if bias is None else y + bias
 
 
 def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:

@@ -1,5 +1,7 @@
 """quantize_: swap the matched weights of an ordinary module for QuantizedWeight parameters."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
         fmt = recipe.format_of(name)
         if fmt.element is None or isinstance(parameter, QuantizedWeight):
             continue
-        _check(model, name, parameter, fmt)
+        check_weight(model, name, parameter, fmt, parameter.shape)
         if chosen.setdefault(parameter, fmt) != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {chosen[parameter]} and {fmt}")
     new = {parameter: _quantized(parameter, fmt, dtype or parameter.dtype) for parameter, fmt in chosen.items()}
@@ -40,9 +42,10 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
     return model
 
 
-def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
+def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]) -> None:
+    """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this format."""
     try:
-        check_shape(fmt, parameter.shape)
+        check_shape(fmt, shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     owners = [m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False))]

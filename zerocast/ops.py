@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zerocast import backends
+from zerocast import backends, layout
+from zerocast.descriptor import WIDTH, Column
 from zerocast.formats import get_format
 
-_LIBRARY = torch.library.Library("zerocast", "DEF")
+LIBRARY = torch.library.Library("zerocast", "DEF")
 
 _SCHEMAS = {
     "partial_amax": (
@@ -35,6 +36,9 @@ _SCHEMAS = {
     "transpose": (
         "(str backend, str format, Tensor table, Tensor[] row_data, Tensor[] row_scales, Tensor(a!)[] column_data, "
         "Tensor(b!)[] column_scales) -> ()"
+    ),
+    "transposed": (
+        "(str backend, str format, Tensor row_data, Tensor? row_scale, int rows, int columns) -> (Tensor, Tensor)"
     ),
     "dequantize": (
         "(str backend, str format, Tensor data, Tensor? scale_inv, Tensor? amax, int rows, int columns, bool columnwise, "
@@ -61,6 +65,34 @@ def _stage(name: str):  # type: ignore[no-untyped-def]
         stage(backend, format)(*args)
 
     return run
+
+
+def _transposed(
+    backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    """New columnwise data and scales of one weight; where a tensor has one scale, that is the rowwise one and none are made."""
+    data, scale = _transposed_fake(backend, format, row_data, row_scale, rows, columns)
+    flat = [row_data.view(-1)], [] if row_scale is None else [row_scale.view(-1)], [data.view(-1)], [scale.view(-1)]
+    backends.load(backend).transpose(get_format(format), _whole_weight(rows, columns, row_data.device), *flat)
+    return data, scale
+
+
+def _transposed_fake(
+    backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    fmt = get_format(format)
+    data, scale = layout.columnwise_data(fmt, rows, columns), layout.columnwise_scale_inv(fmt, rows, columns)
+    assert data and scale
+    scale_shape = scale.shape if fmt.block else (0,)
+    return row_data.new_empty(data.shape), row_data.new_empty(scale_shape, dtype=scale.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole_weight(rows: int, columns: int, device: torch.device) -> Tensor:
+    """The table of one weight that begins where each of its bases begins."""
+    row = [0] * WIDTH
+    row[Column.ROWS], row[Column.COLUMNS] = rows, columns
+    return torch.tensor([row], dtype=torch.int64, device=device)
 
 
 def _dequantize(
@@ -101,19 +133,35 @@ def _writes_only(*args: object) -> None:
     return None
 
 
-_IMPLEMENTATIONS = {"dequantize": _dequantize, "adam_step": _adam_step}
-_FAKES = {"dequantize": _dequantize_fake}
+_IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
+    "transposed": _transposed,
+    "dequantize": _dequantize,
+    "adam_step": _adam_step,
+}
+_FAKES: dict[str, Callable[..., object]] = {"transposed": _transposed_fake, "dequantize": _dequantize_fake}
+
+
+def define(
+    name: str, schema: str, run: Callable[..., object] | None = None, fake: Callable[..., object] | None = None
+) -> torch._ops.OpOverload:
+    """The op `zerocast::name`; without `run` its arguments say what it does, by `__torch_dispatch__`."""
+    LIBRARY.define(name + schema)
+    if run is not None:
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"zerocast::{name}", fake or _writes_only, lib=LIBRARY)
+    op: torch._ops.OpOverload = getattr(torch.ops.zerocast, name).default
+    return op
+
 
 for _name, _schema in _SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, _IMPLEMENTATIONS.get(_name) or _stage(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerocast::{_name}", _FAKES.get(_name, _writes_only), lib=_LIBRARY)
+    define(_name, _schema, _IMPLEMENTATIONS.get(_name, _stage(_name)), _FAKES.get(_name))
 
 partial_amax = torch.ops.zerocast.partial_amax.default
 compute_scales = torch.ops.zerocast.compute_scales.default
 partial_cast = torch.ops.zerocast.partial_cast.default
 roll_history = torch.ops.zerocast.roll_history.default
 transpose = torch.ops.zerocast.transpose.default
+transposed = torch.ops.zerocast.transposed.default
 dequantize = torch.ops.zerocast.dequantize.default
 adam_step = torch.ops.zerocast.adam_step.default
 adam_amax = torch.ops.zerocast.adam_amax.default

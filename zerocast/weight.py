@@ -128,6 +128,8 @@ class QuantizedWeight(Tensor):
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
         """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
+        if self._makes_columnwise:
+            columnwise = False  # the transposed codes are the same codes
         data, scale_inv = self.direction(columnwise)
         backend, key = backends.choose(data.device), str(self.format)
         value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
@@ -140,9 +142,19 @@ class QuantizedWeight(Tensor):
         """
         if debugging():
             self._check_masters()
+        if columnwise and self._makes_columnwise:
+            self.wait()
+            backend, row_scale = backends.choose(self.device), self.rowwise_scale_inv
+            made = ops.transposed(backend, str(self.format), self.rowwise_data, row_scale, *self.matrix_shape)
+            return made[0], made[1] if self.format.block else row_scale
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
+
+    @property
+    def _makes_columnwise(self) -> bool:
+        """Whether a columnwise copy is made at each use and not kept."""
+        return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
 
     def gemm_choice(self) -> gemm.Choice:
         """How `linear` runs with this weight and an input of the nominal dtype, and why not on tensor cores."""
@@ -230,13 +242,16 @@ class QuantizedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
         names = [name for name in BUFFERS if self.state.buffers[name] is not None]
-        return names, (tuple(self.shape), self.format, self.dtype, self.requires_grad)
+        context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
+        return names, context
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""
-        shape, fmt, dtype, requires_grad = context
-        return QuantizedWeight.of_buffers(shape, fmt, dtype, inner, requires_grad)
+        shape, fmt, dtype, requires_grad, on_demand = context
+        weight = QuantizedWeight.of_buffers(shape, fmt, dtype, inner, requires_grad)
+        weight.state.columnwise_on_demand = on_demand
+        return weight
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -307,11 +322,28 @@ def _same_shape(weight: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeigh
     return weight.share()
 
 
+def _same_strides(
+    weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
+) -> QuantizedWeight:
+    if tuple(stride) != weight.stride() or storage_offset:
+        raise RuntimeError(f"cannot view {weight!r} with strides {tuple(stride)}: its codes have one layout")
+    return _same_shape(weight, size)
+
+
+def define(op: Any, handler: Callable[..., Any]) -> None:
+    """What an op of ours does when a QuantizedWeight is among its arguments."""
+    _WHOLE[op] = handler
+
+
 _aten = torch.ops.aten
 _WHOLE: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: QuantizedWeight.share,
     _aten.alias.default: QuantizedWeight.share,
     _aten.view.default: _same_shape,
+    _aten.as_strided.default: _same_strides,
+    _aten.t.default: QuantizedWeight.transposed,
+    _aten.mm.default: compute.product_below_autograd,
+    _aten.addmm.default: lambda bias, x, weight: compute.product_below_autograd(x, weight, bias),
     _aten.clone.default: lambda weight, **kwargs: _to_copy(weight),
     _aten.copy_.default: _copy,
     _aten._to_copy.default: _to_copy,

@@ -30,7 +30,8 @@ class WeightState:
     """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
 
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
-    `was_cast` remembers casts that its present freshness does not count. `choices` keeps what `zerocast.gemm` decided for the
+    `was_cast` remembers casts that its present freshness does not count. With `columnwise_on_demand` a copy that derives from the
+    rowwise bytes is made by each product that reads it, and not kept. `choices` keeps what `zerocast.gemm` decided for the
     storage as it lies now.
     """
 
@@ -41,6 +42,7 @@ class WeightState:
     freshness: Freshness = field(default_factory=Freshness)
     columnwise_cast: int = 0
     was_cast: bool = False
+    columnwise_on_demand: bool = False
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 

@@ -1,0 +1,141 @@
+"""Prepared and sharded models on the ranks of a case, and their gathered bytes against the unsharded cast."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zerocast
+from tests import casts
+from zerocast import QuantizedWeight
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.master_parameter import MasterParameter
+
+DELAYED = "fp8_delayed:amax_history_len=4"
+FORMATS = tuple(fmt for fmt in casts.FORMATS if fmt != "identity")
+SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1, 1))  # formats for any shape
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Sequential):
+    """Layers in a row; with a forward of its own, since torch.compile skips that of nn.Sequential."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after another."""
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Net(nn.Module):
+    """Blocks of two linear layers and a norm, in and out of `width`; `hidden` rows in between, one format each.
+
+    Rows differ in size, so that ranks do not find the amax of the whole weight in their own rows.
+    """
+
+    def __init__(self, formats: tuple[str, ...], width: int, hidden: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(
+                Block(nn.LayerNorm(width), nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width, bias=False))
+                for _ in formats
+            )
+            for parameter in self.parameters():
+                if parameter.dim() == 2 and not parameter.is_meta:
+                    parameter.data.mul_(torch.randn(parameter.shape[0], 1).exp())
+        self.recipe = {f"blocks.{i}.*.weight": fmt for i, fmt in enumerate(formats)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residual."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@functools.cache
+def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None, device: str = "cpu") -> DeviceMesh:
+    """A mesh of all ranks, by default with one dimension, made once a process."""
+    return init_device_mesh(device, shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def sharded(model: Any, recipe: dict[str, str] | None = None, *, prepare: bool = True, **options: Any) -> Any:
+    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for."""
+    options = {"mesh": mesh(), "mp_policy": BF16, **options}
+    if prepare:
+        zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe if recipe is None else recipe))
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tensor:
+    """Inputs of a step, other ones on every rank."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None = None) -> None:
+    """Steps on the inputs of their numbers, and of this rank unless another is given."""
+    for step in steps:
+        model(batch(step, width, rank)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held(model: nn.Module) -> list[DTensor]:
+    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones in their place."""
+    return [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
+
+
+def masters(model: nn.Module) -> dict[str, tuple[DTensor, Master]]:
+    """The prepared parameters by name, with what zerocast knows of them."""
+    locals_ = ((parameter, parameter._local_tensor) for parameter in held(model))
+    return {local.owner.name: (p, local.owner) for p, local in locals_ if isinstance(local, MasterParameter)}
+
+
+def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Every quantized weight, gathered as for a forward pass, one FSDP module after another."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for name, parameter in module.named_parameters(prefix):
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if isinstance(local, QuantizedWeight):
+                    yield name, local
+            module.reshard()
+
+
+def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
+    """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked at."""
+    found = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
+    found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)
+    return {name: casts.raw(tensor.clone()) for name, tensor in found.items() if tensor is not None}
+
+
+def expected(master: Tensor, owner: Master) -> casts.Bytes:
+    """The unsharded cast of a whole master, by the scale that the last cast had."""
+    scale = float(owner.delayed["cast_scale"]) if owner.delayed else 1.0
+    return casts.unsharded(str(owner.format), master, owner.shard.nominal, scale)
+
+
+def complaints(model: nn.Module, what: str) -> list[str]:
+    """Where gathered bytes differ from the unsharded cast of the gathered masters."""
+    whole = {name: (parameter.full_tensor(), owner) for name, (parameter, owner) in masters(model).items()}
+    found, seen = [], set()
+    for name, weight in unsharded(model):
+        seen.add(name)
+        try:
+            casts.assert_same_bytes(bytes_of(weight), expected(*whole[name]), f"{what}, {name}")
+        except AssertionError as error:
+            found.append(str(error))
+    if seen != set(whole):
+        found.append(f"{what}: gathered {sorted(seen)}, prepared {sorted(whole)}")
+    return found

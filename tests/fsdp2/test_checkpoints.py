@@ -1,0 +1,245 @@
+"""Checkpoints hold FP32 masters as plain tensors, load into any other ranks and meshes, and are continued to the bit."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import DELAYED, Net
+from tests.workers import Ranks
+
+WIDTH, HIDDEN = 64, 96
+FORMATS = ("nvfp4", DELAYED, "mxfp8", "fp8_block:power_of_2_scale=False")
+
+
+def build(where: str, formats: tuple[str, ...] = FORMATS, prepare: bool = True) -> tuple[Any, torch.optim.Optimizer]:
+    """A model on the ranks of a case, "fsdp", "hsdp" or "tp", and its optimizer."""
+    model = Net(formats, WIDTH, HIDDEN)
+    if where == "tp":
+        mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), weight_mesh=mesh["dp", "tp"]._flatten("all"))
+        fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16)
+    else:
+        mesh = models.mesh((2, 2), ("replicate", "shard")) if where == "hsdp" else models.mesh()
+        models.sharded(model, mesh=mesh, prepare=prepare)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What is saved, under the fixed keys."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optim": optimizer_state, "zerocast": zerocast.fsdp2.state_dict(model)}
+
+
+def save(model: Any, optimizer: Any, path: str) -> None:
+    """Through torch.distributed.checkpoint."""
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+
+
+def load(model: Any, optimizer: Any, path: str) -> None:
+    """In place, then taken over."""
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    zerocast.fsdp2.load_state_dict(model, state["zerocast"])
+
+
+def contents(model: Any, optimizer: Any) -> dict[str, str]:
+    """Digests of whole masters, moments and delayed state, and of all gathered bytes."""
+    gathered = {
+        f"{name} {key}": casts.sha(value)
+        for name, weight in models.unsharded(model)
+        for key, value in models.bytes_of(weight).items()
+    }
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    leaves = {f"model.{name}": tensor for name, tensor in model_state.items()}
+    leaves |= {f"optim.{n}.{k}": t for n, held in optimizer_state["state"].items() for k, t in held.items()}
+    leaves |= {f"zerocast.{n}.{k}": t for n, held in zerocast.fsdp2.state_dict(model).items() for k, t in held.items()}
+    return gathered | {n: casts.sha(t.full_tensor() if isinstance(t, DTensor) else t) for n, t in leaves.items()}
+
+
+def saved(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
+    """Three steps, saved."""
+    model, optimizer = build(where, formats)
+    models.train(model, optimizer, range(3), WIDTH, rank=dist.get_rank() // 2 if where == "tp" else None)
+    save(model, optimizer, path)
+    return contents(model, optimizer)
+
+
+def loaded(where: str, path: str, formats: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Loaded into a model that had another life; its contents, and complaints about its bytes."""
+    model, optimizer = build(where, formats)
+    models.train(model, optimizer, range(7, 8), WIDTH)
+    load(model, optimizer, path)
+    return contents(model, optimizer), [] if where == "tp" else models.complaints(model, where)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        ((2, "fsdp"), (3, "fsdp")),
+        ((4, "fsdp"), (2, "fsdp")),
+        ((3, "fsdp"), (1, "fsdp")),
+        ((4, "fsdp"), (4, "hsdp")),
+        ((2, "fsdp"), (4, "tp")),
+        ((4, "tp"), (3, "fsdp")),
+    ],
+)
+def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, str], loader: tuple[int, str]) -> None:
+    """Masters, moments and delayed state are those that were saved, and so are the gathered bytes."""
+    sliced = "tp" in saver + loader
+    formats = ("nvfp4",) if sliced else FORMATS
+    expected = ranks(saver[0])(saved, saver[1], str(tmp_path), formats)[0]
+    for found, complaints in ranks(loader[0])(loaded, loader[1], str(tmp_path), formats):
+        assert not complaints
+        for name, digest in expected.items():
+            is_state = name.startswith(("model.", "optim.", "zerocast."))
+            assert found[name] == digest or (sliced and not is_state), name  # gathered slices are parts of the weight
+
+
+def interrupted(path: str) -> list[str]:
+    """What differs between 6 steps and 3 + save + load + 3."""
+    whole, first, second = (build("fsdp") for _ in range(3))
+    models.train(*whole, range(6), WIDTH)
+    models.train(*first, range(3), WIDTH)
+    save(*first, path)
+    load(*second, path)
+    at_load, at_save = contents(*second), contents(*first)
+    models.train(*second, range(3, 6), WIDTH)
+    ours, theirs = contents(*second), contents(*whole)
+    found = [f"{name} as loaded" for name in at_save if at_load[name] != at_save[name]]
+    return found + [name for name in theirs if ours[name] != theirs[name]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_resume_is_exact(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    """Amax histories included."""
+    assert ranks(world)(interrupted, str(tmp_path)) == [[]] * world
+
+
+READER = """
+import sys
+sys.modules["zerocast"] = None  # importing it fails
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+metadata = FileSystemReader(sys.argv[1]).read_metadata().state_dict_metadata
+import torch
+state = {key: torch.zeros(found.size, dtype=found.properties.dtype) for key, found in metadata.items() if hasattr(found, "size")}
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+assert all(not tensor.isnan().any() for tensor in state.values())
+print(len(state), sorted(k for k in metadata if "blocks.1.1.weight" in k and "param_groups" not in k))
+print(float(state["model.blocks.0.1.weight"].double().sum()))
+"""
+
+
+def test_payload_needs_no_zerocast(ranks: Ranks, tmp_path: Path) -> None:
+    """Plain tensors under the fixed keys, in a process that cannot import zerocast."""
+    ranks(2)(saved, "fsdp", str(tmp_path), FORMATS)
+    done = subprocess.run([sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name = "blocks.1.1.weight"
+    keys = [f"model.{name}", *(f"optim.state.{name}.{key}" for key in ("exp_avg", "exp_avg_sq", "step"))]
+    keys += [f"zerocast.{name}.{key}" for key in ("amax_history", "cast_scale", "scale")]
+    assert str(sorted(keys)) in done.stdout
+    for file in tmp_path.iterdir():
+        assert b"zerocast.fsdp2" not in file.read_bytes() and b"MasterParameter" not in file.read_bytes()
+
+
+def without_zerocast(path: str, dtype: torch.dtype) -> Tensor:
+    """A checkpoint of the same model under plain FSDP2, and one of its weights as it was."""
+    model, _ = build("fsdp", prepare=False)
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=path)
+    return state["blocks.0.1.weight"].full_tensor()
+
+
+def load_foreign(path: str) -> tuple[Tensor, list[str]]:
+    """The same weight in a prepared model, and complaints."""
+    model, _ = build("fsdp")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    return model.state_dict()["blocks.0.1.weight"].full_tensor(), models.complaints(model, "foreign")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_without_zerocast_load(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    expected = ranks(2)(without_zerocast, str(tmp_path), dtype)[0]
+    for found, complaints in ranks(3)(load_foreign, str(tmp_path)):
+        assert not complaints
+        assert torch.equal(found, expected.float())
+
+
+def into_plain(path: str) -> Tensor:
+    """A prepared model's checkpoint in plain FSDP2."""
+    model, _ = build("fsdp", prepare=False)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    return state["model"]["blocks.0.1.weight"].full_tensor()
+
+
+def test_plain_fsdp2_loads_ours(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks(2)(saved, "fsdp", str(tmp_path), FORMATS)[0]
+    for found in ranks(3)(into_plain, str(tmp_path)):
+        assert casts.sha(found) == expected["model.blocks.0.1.weight"]
+
+
+def from_zero(path: str) -> dict[str, casts.Bytes]:
+    """Bytes of a ZeroAdamW after three steps, saved."""
+    model = Net(FORMATS, WIDTH, HIDDEN)
+    zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if not isinstance(parameter, zerocast.QuantizedWeight):
+            parameter.data = parameter.data.bfloat16()
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-2)
+    for step in range(3):
+        model(models.batch(step, WIDTH).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zerocast.optim.save(optimizer, path)
+    weights = {name: p for name, p in model.named_parameters() if isinstance(p, zerocast.QuantizedWeight)}
+    return {name: {"rowwise_data": casts.raw(w.rowwise_data).copy()} for name, w in weights.items()}
+
+
+def load_from_zero(path: str) -> dict[str, casts.Bytes]:
+    """Bytes of a prepared model that goes on from a ZeroAdamW."""
+    model, _ = build("fsdp")
+    state = {"model": model.state_dict(), "zerocast": zerocast.fsdp2.state_dict(model)}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    zerocast.fsdp2.load_state_dict(model, state["zerocast"])
+    return {n: {"rowwise_data": models.bytes_of(w)["rowwise_data"]} for n, w in models.unsharded(model)}
+
+
+def test_goes_on_from_zero_adamw(ranks: Ranks, tmp_path: Path) -> None:
+    """The same keys, the same bytes, delayed scaling too."""
+    expected = ranks(2)(from_zero, str(tmp_path))[0]
+    for found in ranks(3)(load_from_zero, str(tmp_path)):
+        for name, held in expected.items():
+            casts.assert_same_bytes(found[name], held, name)
+
+
+def test_prepared_modules_pickle_as_plain_ones() -> None:
+    model = zerocast.fsdp2.prepare(nn.Linear(32, 32), zerocast.Recipe({"weight": "nvfp4"}))
+    copy = pickle.loads(pickle.dumps(model))
+    assert type(copy.weight.data) is Tensor
+    assert torch.equal(copy.weight, model.weight.plain)

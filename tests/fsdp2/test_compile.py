@@ -1,0 +1,85 @@
+"""torch.compile by block without a graph break, and of the whole model: as eager to the bit, and no weight dequantized is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import Net
+from tests.workers import Ranks
+from zerocast import QuantizedWeight
+
+WIDTH, HIDDEN = 64, 96
+
+
+def build(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> Any:
+    """A sharded model, compiled by block before it is sharded, as a whole, or not at all."""
+    torch._dynamo.reset()
+    model = Net(formats, WIDTH, HIDDEN)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
+    if how == "blocks":
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+    models.sharded(model, prepare=False, reshard_after_forward=reshard)
+    return torch.compile(model, backend=backend) if how == "whole" else model
+
+
+def losses(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> tuple[list[float], dict[str, str]]:
+    """Losses of three steps and digests of the masters after them."""
+    model = build(how, backend, formats, reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(3):
+        loss = model(models.batch(step, WIDTH)).float().square().mean()
+        loss.backward()
+        found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: casts.sha(p.full_tensor()) for name, (p, _) in models.masters(model).items()}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_compiled_equals_eager(ranks: Ranks, how: str, reshard: bool) -> None:
+    formats = ("nvfp4", models.DELAYED, "mxfp8", "fp8_block")
+    eager = ranks(2)(losses, "eager", "", formats, reshard)
+    assert ranks(2)(losses, how, "aot_eager", formats, reshard) == eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_inductor(ranks: Ranks, how: str) -> None:
+    """Inductor rounds otherwise between fused bf16 operators: close to eager, not equal."""
+    case = ("nvfp4", "mxfp8"), True
+    eager = ranks(2)(losses, "eager", "", *case)
+    compiled = ranks(2)(losses, how, "inductor", *case, timeout=600.0)
+    for (found, _), (expected, _) in zip(compiled, eager, strict=True):
+        assert found == pytest.approx(expected, rel=0.05)
+
+
+def kept(how: str) -> tuple[list[str], int]:
+    """Tensors kept for the backward pass that have the size of a weight and are not codes, and how many codes are kept."""
+    model = build(how, "aot_eager", ("nvfp4", "fp8_current", "mxfp8"), True)
+    found, codes = [], 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal codes
+        codes += isinstance(tensor, QuantizedWeight) or tensor.dtype == torch.uint8
+        if not isinstance(tensor, QuantizedWeight) and tensor.is_floating_point() and tensor.numel() >= WIDTH * HIDDEN:
+            found.append(f"{how}: {tensor.dtype} {tuple(tensor.shape)}")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(models.batch(0, WIDTH)).float().square().mean().backward()
+    return found, codes
+
+
+@pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
+def test_no_dequantized_weight_is_kept(ranks: Ranks, how: str) -> None:
+    for found, codes in ranks(2)(kept, how):
+        assert not found
+        assert codes >= 6

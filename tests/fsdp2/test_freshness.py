@@ -1,0 +1,236 @@
+"""Whatever changes a master, the next gather has its bytes; a change on some ranks alone raises on all."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import FORMATS, Net
+from tests.workers import Ranks
+
+
+def double(tensor: Any) -> Any:
+    """A changed copy."""
+    return (tensor.detach().clone() * 2 + 0.125).detach()
+
+
+def initialise(model: nn.Module) -> None:
+    for parameter in models.held(model):
+        nn.init.normal_(parameter)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: double(tensor) for name, tensor in model.state_dict().items()})
+
+
+def load_and_assign(model: nn.Module) -> None:
+    state = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state[name] = torch.distributed.tensor.distribute_tensor(double(whole), tensor.device_mesh, tensor.placements)
+    model.load_state_dict(state, assign=True)
+
+
+def set_full_state(model: nn.Module) -> None:
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = {name: double(tensor) for name, tensor in state.items()}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+
+
+def broadcast_state(model: nn.Module) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    set_model_state_dict(model, {name: double(tensor) for name, tensor in state.items()}, options=options)
+
+
+def load_in_place(model: nn.Module) -> None:
+    """What DCP does: reads into the tensors of a state dict that was made earlier."""
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save({name: double(tensor) for name, tensor in model.state_dict().items()}, checkpoint_id=folder[0])
+    dcp.load(model.state_dict(), checkpoint_id=folder[0])
+
+
+def write_data(model: nn.Module) -> None:
+    for parameter in models.held(model):
+        parameter.data.mul_(-3)
+
+
+def copy_data(model: nn.Module) -> None:
+    for parameter in models.held(model):
+        parameter.data.copy_(double(parameter))
+
+
+def swap_average(model: nn.Module) -> None:
+    parameters = [p.detach() for p in models.held(model)]
+    average = [double(p) for p in parameters]
+    torch._foreach_lerp_(parameters, average, 0.5)
+
+
+def write_local(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in models.held(model):
+            parameter.to_local().add_(0.5)
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    change.__name__: change
+    for change in (
+        initialise,
+        load,
+        load_and_assign,
+        set_full_state,
+        broadcast_state,
+        load_in_place,
+        write_data,
+        copy_data,
+        swap_average,
+        write_local,
+    )
+}
+
+
+def changed(name: str, width: int, hidden: int, formats: tuple[str, ...], reshard: bool) -> list[str]:
+    """Complaints after a change of all masters, before the first forward pass and after one, and after a step."""
+    model = models.sharded(Net(formats, width, hidden), reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for when in ("first", "later"):
+        before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
+        CHANGES[name](model)
+        after = models.masters(model)
+        found += [
+            f"{key} unchanged" for key, value in before.items() if torch.equal(value, after[key][0].full_tensor())
+        ]
+        if when == "later":  # by a forward pass, as training does it
+            with torch.no_grad():
+                model(models.batch(0, width))
+        found += models.complaints(model, f"{name}, {when}")
+        models.train(model, optimizer, range(1), width)
+        found += models.complaints(model, f"a step after {name}, {when}")
+        with torch.no_grad():
+            model(models.batch(0, width))  # leaves weights gathered where nothing reshards them
+    return found
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_on_all_ranks_are_cast(ranks: Ranks, name: str, reshard: bool) -> None:
+    assert ranks(2)(changed, name, 64, 96, FORMATS, reshard) == [[], []]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_with_short_and_empty_shards(ranks: Ranks, name: str) -> None:
+    """Rank 3 of 4 has no row of 5, rank 2 a short shard of 7."""
+    assert ranks(4)(changed, name, 7, 5, ("fp8_current", models.DELAYED, "fp8_block"), True) == [[]] * 4
+
+
+ONE_RANK: dict[str, Callable[[nn.Module], None]] = {
+    change.__name__: change for change in (load, write_data, copy_data, swap_average, write_local)
+}
+
+
+def changed_on_one(name: str, rank: int, first: bool) -> str:
+    """What a forward pass raises after a change on one rank."""
+    model = models.sharded(Net(FORMATS, 64, 96))
+    if not first:
+        models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
+        models.complaints(model, "")
+    else:
+        zerocast.fsdp2.refresh(model)
+    if dist.get_rank() == rank:
+        ONE_RANK[name](model)
+    try:
+        model(models.batch(0, 64))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("rank", [1])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_a_change_on_one_rank_raises_on_all(ranks: Ranks, name: str, rank: int, first: bool) -> None:
+    for message in ranks(3)(changed_on_one, name, rank, first):
+        assert f"was changed on ranks [{rank}] of its shard group and not on ranks" in message
+        assert "zerocast.fsdp2.refresh" in message
+
+
+def refreshed_after_one_rank() -> list[str]:
+    """One rank changes its rows and all call refresh: what a hand-written loop may do."""
+    model = models.sharded(Net(FORMATS, 64, 96))
+    models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
+    if dist.get_rank() == 1:
+        write_data(model)
+    zerocast.fsdp2.refresh(model)
+    return models.complaints(model, "refreshed")
+
+
+def test_refresh_takes_the_change_of_one_rank(ranks: Ranks) -> None:
+    assert ranks(2)(refreshed_after_one_rank) == [[], []]
+
+
+def compiled_steps(name: str) -> list[str]:
+    """An optimizer whose step is compiled: after its first call no operator is seen."""
+    model = models.sharded(Net(FORMATS[-3:], 64, 96))
+    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](model.parameters(), lr=1e-2)
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
+    found = []
+    for step in range(3):
+        before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
+        models.train(model, optimizer, range(step, step + 1), 64)
+        after = models.masters(model)
+        found += [
+            f"{key} unchanged" for key, value in before.items() if torch.equal(value, after[key][0].full_tensor())
+        ]
+        found += models.complaints(model, f"compiled step {step}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_compiled_optimizers(ranks: Ranks, name: str) -> None:
+    assert ranks(2)(compiled_steps, name) == [[], []]
+
+
+class Own(torch.optim.Optimizer):
+    """Somebody's optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Down."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= 0.01 * parameter.grad
+
+
+def stepped_by_own() -> list[str]:
+    model = models.sharded(Net(FORMATS, 64, 96))
+    models.train(model, Own(model.parameters()), range(2), 64)
+    return models.complaints(model, "own")
+
+
+def test_an_optimizer_of_somebody_else(ranks: Ranks) -> None:
+    assert ranks(2)(stepped_by_own) == [[], []]
+
+
+def test_a_prepared_parameter_is_not_copied() -> None:
+    model = zerocast.fsdp2.prepare(nn.Linear(32, 32), zerocast.Recipe({"weight": "nvfp4"}))
+    with pytest.raises(RuntimeError, match="copy the model before"):
+        copy.deepcopy(model)

@@ -1,0 +1,131 @@
+"""What cannot work is refused with words that help, on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import Net
+from tests.workers import Ranks
+from zerocast import Recipe
+from zerocast.fsdp2 import prepare
+
+NVFP4 = Recipe({"*weight": "nvfp4"})
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    """A layer that nvfp4 takes."""
+    return nn.Linear(32, 32, bias=False, dtype=dtype)
+
+
+def twice(model: nn.Module) -> nn.Module:
+    """Prepared two times."""
+    return prepare(prepare(model, NVFP4), NVFP4)
+
+
+def tied() -> nn.Module:
+    """One weight under two names."""
+    model = nn.Sequential(linear(), linear())
+    model[1].weight = model[0].weight
+    return model
+
+
+AT_ONCE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "misspelt pattern": (ValueError, "matches no weight", lambda: prepare(linear(), Recipe({"wieght": "nvfp4"}))),
+    "shape": (ValueError, "weight: nvfp4 needs rows", lambda: prepare(nn.Linear(32, 8), NVFP4)),
+    "embedding": (ValueError, "embedding", lambda: prepare(nn.Embedding(32, 32), NVFP4)),
+    "bf16 master": (
+        TypeError,
+        "give fully_shard a MixedPrecisionPolicy",
+        lambda: prepare(linear(torch.bfloat16), NVFP4),
+    ),
+    "twice": (ValueError, "prepared already", lambda: twice(linear())),
+    "two formats": (
+        ValueError,
+        "match two formats",
+        lambda: prepare(tied(), Recipe({"0.weight": "nvfp4", "1.weight": "mxfp8"})),
+    ),
+    "refresh of another model": (ValueError, "was not given to", lambda: zerocast.fsdp2.refresh(linear())),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_refused_at_once(case: str) -> None:
+    error, text, call = AT_ONCE[case]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_refusal_changes_nothing() -> None:
+    model = nn.Sequential(linear(), nn.Linear(32, 8))
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"1\.weight"):
+        prepare(model, NVFP4)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def after_sharding() -> None:
+    model = Net(("nvfp4",), 64, 96)
+    models.sharded(model, prepare=False)
+    prepare(model, Recipe(model.recipe))
+
+
+def smaller_mesh() -> None:
+    models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=2)(models.batch(0, 64))
+
+
+def by_columns() -> None:
+    models.sharded(Net(("nvfp4",), 64, 96), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
+
+
+def other_nominal() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+    models.sharded(Net(("nvfp4",), 64, 96), mp_policy=policy)(models.batch(0, 64).double())
+
+
+def cast_later() -> None:
+    models.sharded(Net(("nvfp4",), 64, 96)).to(torch.bfloat16)(models.batch(0, 64))
+
+
+def not_sharded() -> None:
+    model = Net(("nvfp4",), 64, 96)
+    prepare(model, Recipe(model.recipe))
+    fully_shard(model.blocks[0][1], mesh=models.mesh())
+    model(models.batch(0, 64))
+
+
+def unequal_recipes() -> None:
+    fmt = ("nvfp4", "fp8_current")[torch.distributed.get_rank() % 2]
+    models.sharded(Net((fmt,), 64, 96))(models.batch(0, 64))
+
+
+ON_RANKS: dict[str, tuple[Callable[[], None], str]] = {
+    "after sharding": (after_sharding, "call zerocast.fsdp2.prepare before fully_shard"),
+    "resharding to a smaller mesh": (smaller_mesh, "reshard_after_forward=<int> does not work with quantized weights"),
+    "sharding by columns": (by_columns, "Shard(0)"),
+    "nominal dtype": (other_nominal, "not in torch.float64"),
+    "model.to(bf16)": (cast_later, "masters are float32, this is torch.bfloat16"),
+    "not sharded": (not_sharded, "no FSDP module inside the prepared model manages it"),
+    "unequal recipes": (unequal_recipes, "on rank 0 and"),
+}
+
+
+def said(case: str) -> str:
+    """What is raised."""
+    try:
+        ON_RANKS[case][0]()
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_refused_on_every_rank(ranks: Ranks, case: str) -> None:
+    for text in ranks(4)(said, case):
+        assert ON_RANKS[case][1] in text

@@ -1,0 +1,139 @@
+"""FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models, traffic
+from tests.fsdp2.models import DELAYED
+from tests.workers import Ranks
+from zerocast.backends import reference
+
+WIDTH = 128
+
+
+class MLP(nn.Module):
+    """Up sliced by rows, down by columns."""
+
+    def __init__(self, hidden: int = 192) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two layers."""
+        return self.down(torch.relu(self.up(x)))
+
+
+def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192) -> nn.Module:
+    """Two slices, each sharded over half of the ranks."""
+    model = MLP(hidden)
+    mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
+    flat = mesh["dp", "tp"]._flatten("all") if with_mesh else None
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}), weight_mesh=flat)
+    return fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16)
+
+
+def slices(fmt: str, hidden: int) -> tuple[list[str], Tensor]:
+    """Complaints about gathered slices at the start and after a step, and what the model makes of an input."""
+    model = parallel(fmt, hidden=hidden)
+    x = models.batch(0, WIDTH, rank=0)
+    found = []
+    with torch.no_grad():
+        y = model(x).clone()
+    for when in ("start", "later"):
+        tensors = models.masters(model)
+        whole = {name: (p.full_tensor(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}
+        for name, weight in models.unsharded(model):
+            master, owner, placement = whole[name]
+            scale = torch.tensor([float(owner.delayed["cast_scale"]) if owner.delayed else 1.0])
+            expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
+            local = dist.get_rank() % 2
+            codes = casts.raw(expected.rowwise_data).reshape(expected.rowwise_data.shape)
+            codes = np.array_split(codes, 2, placement.dim)[local]
+            mine = casts.raw(weight.rowwise_data.clone()).reshape(codes.shape)
+            if not (mine == codes).all():
+                found.append(f"{when}: codes of {name}")
+            if weight.amax is not None and not torch.equal(weight.amax, expected.amax):
+                found.append(f"{when}: amax of {name} is {weight.amax} and {expected.amax} unsharded")
+            whole_value = casts.cast_whole(str(owner.format), master, scale=float(scale)).dequantize()
+            if not torch.equal(weight.dequantize(), whole_value.chunk(2, placement.dim)[local]):
+                found.append(f"{when}: values of {name}")
+        model(x).float().square().mean().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if any(p.grad is None or p.grad.full_tensor().abs().max() == 0 for p in model.parameters()):
+            found.append("a parameter without gradient")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, y
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("fmt", "hidden"),
+    [("nvfp4", 192), ("nvfp4", 160), ("mxfp8", 192), ("fp8_block", 256), ("fp8_current", 192), (DELAYED, 192)],
+)
+def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
+    """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in one reduction."""
+    single = MLP(hidden)
+    for layer in (single.up, single.down):
+        value = casts.cast_whole(fmt, layer.weight.detach(), scale=1.0)
+        if fmt != DELAYED:
+            layer.weight.data = value.dequantize().float()
+    for found, y in ranks(world)(slices, fmt, hidden):
+        assert not found
+        if fmt != DELAYED:
+            expected = single(models.batch(0, WIDTH, rank=0)).float()
+            assert (y.float() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def reductions(fmt: str) -> list[int]:
+    """All-reduces over all ranks in the first gather of a step."""
+    model = parallel(fmt)
+    zerocast.fsdp2.refresh(model)
+    with traffic.Traffic() as seen:
+        zerocast.fsdp2.refresh(model)
+    return seen.sent["all-reduce"]
+
+
+def test_one_reduction_for_all_slices(ranks: Ranks) -> None:
+    """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes."""
+    assert ranks(4)(reductions, "nvfp4") == [[4]] * 4
+
+
+def refusal(fmt: str, with_mesh: bool = False) -> str:
+    """What the first forward pass says."""
+    try:
+        parallel(fmt, with_mesh)(models.batch(0, WIDTH, rank=0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
+    assert all("give prepare(..., weight_mesh=)" in text for text in ranks(2)(refusal, "nvfp4"))
+    assert ranks(2)(refusal, "mxfp8") == ["", ""]
+
+
+def test_a_block_lies_in_one_slice(ranks: Ranks) -> None:
+    assert all("would span two tensor-parallel slices" in text for text in ranks(2)(refusal, "fp8_block", True))
+
+
+def test_placements_are_those_of_fsdp2(ranks: Ranks) -> None:
+    """Strided shards stay what DTensor calls them."""
+    for placements in ranks(4)(placed):
+        assert placements == [["_StridedShard", "Shard"], ["Shard", "Shard"]]
+
+
+def placed() -> list[list[str]]:
+    """Names of the placements of both weights."""
+    model = parallel("mxfp8")
+    return [[type(p).__name__ for p in parameter.placements] for parameter, _ in models.masters(model).values()]

@@ -1,0 +1,99 @@
+"""What goes over the wire: quantized bytes in gathers, one all-reduce a step, or none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests.fsdp2 import models, traffic
+from tests.fsdp2.models import DELAYED, FORMATS, Net
+from tests.workers import Ranks
+
+PER_ELEMENT = {"nvfp4": 0.504, "fp8_current": 1.0, "fp8_block": 1.0003, "mxfp8": 2.0625, DELAYED: 1.0}
+
+
+def gathered_bytes(fmt: str) -> float:
+    """Bytes an element that the shards of one large weight put into its gather."""
+    weight = nn.Linear(1024, 1024, bias=False)
+    zerocast.fsdp2.prepare(weight, zerocast.Recipe({"weight": fmt}))
+    fully_shard(weight, mesh=models.mesh(), mp_policy=models.BF16)
+    with traffic.Traffic() as seen, torch.no_grad():
+        weight(torch.zeros(1, 1024))
+    (size,) = seen.sent["all-gather"][-1:]
+    return size * models.mesh().size() / 1024**2
+
+
+@pytest.mark.parametrize("fmt", PER_ELEMENT)
+def test_bytes_an_element(ranks: Ranks, fmt: str) -> None:
+    found = ranks(2)(gathered_bytes, fmt)
+    print(f"{fmt}: {found[0]:.4f} bytes an element on the wire")
+    assert found == pytest.approx([PER_ELEMENT[fmt]] * 2, abs=5e-4)
+
+
+def reductions(formats: tuple[str, ...], hidden: int, optimizers: int) -> list[list[int]]:
+    """Bytes of each all-reduce of three steps; each step makes `optimizers` optimizers step."""
+    model = models.sharded(Net(formats, 128, hidden))
+    x = models.batch(0, 128)
+    with torch.no_grad():
+        model(x)
+    parameters = list(model.parameters())
+    made = [torch.optim.SGD(parameters[i::optimizers], lr=1e-2) for i in range(optimizers)]
+    found = []
+    for _ in range(3):
+        for optimizer in made[:-1]:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        found.append(traffic.of_step(model, made[-1], x)["all-reduce"])
+    return found
+
+
+@pytest.mark.parametrize("optimizers", [1, 3])
+def test_one_reduction_a_step(ranks: Ranks, optimizers: int) -> None:
+    """However many weights, formats and optimizers."""
+    for found in ranks(3)(reductions, FORMATS, 256, optimizers):
+        assert [len(sizes) for sizes in found] == [1, 1, 1]
+
+
+def test_a_reduction_carries_a_number_a_tensor(ranks: Ranks) -> None:
+    """With boundaries on blocks; in bf16, since all nominal dtypes are."""
+    for found in ranks(2)(reductions, ("nvfp4", "fp8_current", DELAYED), 256, 1):
+        assert found == [[2 * 6]] * 3
+
+
+def test_cut_block_rows_ride_along(ranks: Ranks) -> None:
+    """96 rows on 4 ranks of 24: rank 1 begins in the middle of block row 1, rank 3 of block row 4; 128 rows cut nothing."""
+    for found in ranks(4)(reductions, ("nvfp4",), 96, 1):
+        assert found == [[2 * (2 + 2 * 128 // 16)]] * 3
+
+
+@pytest.mark.parametrize(("fmt", "hidden"), [("mxfp8", 128), ("fp8_block", 256)])
+def test_no_reduction_where_no_block_is_cut(ranks: Ranks, fmt: str, hidden: int) -> None:
+    world = 4 if fmt == "mxfp8" else 2
+    width = {"mxfp8": 128, "fp8_block": 256}[fmt]
+    for found in ranks(world)(aligned_reductions, fmt, width, hidden):
+        assert found == []
+
+
+def aligned_reductions(fmt: str, width: int, hidden: int) -> list[int]:
+    """All-reduces of a step of a model whose boundaries cut no block."""
+    model = models.sharded(Net((fmt,), width, hidden))
+    x = models.batch(0, width)
+    with torch.no_grad():
+        model(x)
+    return traffic.of_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), x)["all-reduce"]
+
+
+def gathers_of_a_step() -> list[int]:
+    """All-gathers in the forward pass after a step."""
+    model = models.sharded(Net(FORMATS[:2], 64, 96))
+    x = models.batch(0, 64)
+    with torch.no_grad():
+        model(x)
+    return traffic.of_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), x)["all-gather"]
+
+
+def test_one_gather_a_module(ranks: Ranks) -> None:
+    """A step is known before the first gather, which therefore is not repeated."""
+    assert [len(found) for found in ranks(2)(gathers_of_a_step)] == [2, 2]

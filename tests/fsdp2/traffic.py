@@ -1,0 +1,37 @@
+"""What the ranks of a case send: collectives by name with the bytes they carry."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMES = {"allgather": "all-gather", "_allgather_base_": "all-gather", "allreduce_": "all-reduce"}
+
+
+class Traffic(TorchDispatchMode):
+    """`sent[name]`: bytes that this rank put in, one entry a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, list[int]] = {"all-gather": [], "all-reduce": []}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what a collective is given."""
+        name = func.name().partition("::")[2]
+        if func.namespace == "c10d" and name in NAMES:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            put_in = tensors[-1] if NAMES[name] == "all-gather" else tensors[0]
+            self.sent[NAMES[name]].append(put_in.numel() * put_in.element_size())
+        return func(*args, **(kwargs or {}))
+
+
+def of_step(model: Any, optimizer: Any, x: Tensor) -> dict[str, list[int]]:
+    """A step and the forward pass after it, without gradients; the optimizer moves all masters."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Traffic() as traffic, torch.no_grad():
+        model(x)
+    return traffic.sent

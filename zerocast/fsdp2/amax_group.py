@@ -1,0 +1,138 @@
+"""AmaxGroup: the weights whose amaxes are reduced together, and their cast: one all-reduce, whatever their number and formats.
+
+Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the block rows that a boundary
+between shards cuts concern other ranks: they are packed, reduced, and put back. If there are none, nothing is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast import backends
+from zerocast.batch import Batches
+from zerocast.fsdp2.shard_weight import ShardWeight
+from zerocast.fsdp2.wire import ALIGNMENT
+from zerocast.group import Group
+from zerocast.layout import round_up
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The `group` that amaxes are reduced over, on devices of type `device`.
+
+    Tensor parallelism makes slices of a weight, each sharded by ranks of its own: `lane` of `lanes`. They share the amax of the
+    tensor and no block row.
+    """
+
+    group: Group
+    device: str
+    lane: int
+    lanes: int
+
+
+class AmaxGroup:
+    """Weights with one reduction, the same list on every rank, all on one device."""
+
+    def __init__(self, weights: Sequence[ShardWeight], reduction: Reduction) -> None:
+        self.weights, self.reduction = weights, reduction
+        self._delayed = [weight for weight in weights if weight.delayed]
+        device = weights[0].master.device
+        backend = backends.choose(device)
+        sizes = [round_up(weight.wire.nbytes, ALIGNMENT) for weight in weights]
+        self.sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        batches, copies = Batches(device, backend), []
+        places = self._places()
+        for weight, part in zip(weights, self.sent.split(sizes), strict=True):
+            shard = weight.bind(part[: weight.wire.nbytes])
+            if weight.takes_part:
+                batches.of(shard.weight).add_shard(shard, places[weight.name])
+                copies += weight.outgoing_scales()
+        self._batches = batches.freeze()
+        self._targets, self._sources = [target for target, _ in copies], [source for _, source in copies]
+        self._pack(places, device)
+
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Where the amaxes of each weight begin in the packed buffer: first those with a ghost row, one behind another."""
+        places, size = {}, 0
+        for weight in sorted(self.weights, key=lambda weight: not weight.has_ghost):
+            rowwise, columnwise = weight.amaxes
+            places[weight.name] = (size, size + rowwise)
+            size += rowwise + columnwise
+        self._size = size
+        return places
+
+    def _pack(self, places: dict[str, tuple[int, int]], device: torch.device) -> None:
+        """Buffers, and which amax goes where among the reduced ones."""
+        nominal = {weight.nominal for weight in self.weights}
+        dtype = torch.bfloat16 if nominal == {torch.bfloat16} else torch.float32
+        lane, lanes = self.reduction.lane, self.reduction.lanes
+        here, there, size = [], [], 0  # amaxes that are reduced as they are
+        segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
+        for weight in self.weights:
+            first, count = places[weight.name][0], weight.amaxes[0]
+            if weight.has_ghost:
+                segments.append(first + count)
+                ghosts.append(first + count - weight.grids()[0][1])
+                maxima.append(size)
+            elif weight.has_tensor_slot:
+                here.append(torch.tensor([first]))
+                there.append(torch.tensor([size]))
+            size += weight.has_tensor_slot
+            for height, across, offset in weight.grids():
+                touched = weight.shards.touched(weight.rank, height)
+                for index, block in enumerate(weight.shards.cut(height)):
+                    if touched.start <= block < touched.stop:
+                        row = block - weight.first_row // height
+                        here.append(torch.arange(across) + first + offset + row * across)
+                        there.append(
+                            torch.arange(across) + size + (lane * len(weight.shards.cut(height)) + index) * across
+                        )
+                size += lanes * len(weight.shards.cut(height)) * across
+        none = [torch.empty(0, dtype=torch.int64)]
+        self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)
+        self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
+        self._ghosts, self._maxima = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ghosts, maxima))
+        self._packed = torch.zeros(self._size, dtype=dtype, device=device)
+        self.reduced = torch.zeros(size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def cast(self, repeat: bool) -> None:
+        """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed scales of the last cast."""
+        scales = [weight.delayed["scale"] for weight in self._delayed]
+        cast_scales = [weight.delayed["cast_scale"] for weight in self._delayed]
+        kept = [scale.clone() for scale in scales]
+        if scales and repeat:
+            torch._foreach_copy_(scales, cast_scales)
+        elif scales:
+            torch._foreach_copy_(cast_scales, scales)
+        self._packed.zero_()
+        for batch in self._batches:
+            batch.partial_amax(self._packed)
+        if self.reduced.numel():
+            self._reduce()
+        for batch in self._batches:
+            batch.compute_scales(self._packed, None)
+        for batch in self._batches:
+            batch.partial_cast(self._packed, None)
+            if not repeat:
+                batch.roll_history(None)
+        if scales and repeat:
+            torch._foreach_copy_(scales, kept)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+
+    def _reduce(self) -> None:
+        """The one collective of a cast."""
+        self.reduced.zero_()
+        self.reduced[self._there] = self._packed[self._here]
+        if self._ghosts.numel():
+            amaxes = self._packed[: self._segments[-1]]
+            self.reduced[self._maxima] = torch.segment_reduce(amaxes, "max", offsets=self._segments, initial=0)
+        on_wire = self.reduced.to(self.reduction.device)
+        self.reduction.group.all_reduce_max(on_wire)
+        if on_wire is not self.reduced:
+            self.reduced.copy_(on_wire)
+        self._packed[self._here] = self.reduced[self._there]
+        if self._ghosts.numel():
+            self._packed[self._ghosts] = self.reduced[self._maxima]

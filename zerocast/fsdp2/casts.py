@@ -1,0 +1,152 @@
+"""Casts: the prepared weights of one model, and when they are cast again.
+
+An optimizer step makes a cast due on every rank; the next gather, which is a collective and so comes on every rank, casts all
+weights first, however many optimizers stepped. Any other write to a master is known only where it happens, and no collective
+may depend on that. So a rank that was written to gathers all the same and says so in the header of its bytes (`master.py`).
+After the gather every rank knows what all said: if all were written to, all cast and gather once more; if only some were, all
+raise.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocast.agreement import agree
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
+from zerocast.fsdp2.held import Held, held_by
+from zerocast.fsdp2.master import Master
+from zerocast.group import Group
+
+
+class Casts:
+    """The casts of `model`. `generation` counts them; it is the same on all ranks, or gathers raise."""
+
+    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
+        self._model, self._weight_mesh = weakref.ref(model), weight_mesh
+        self.masters: list[Master] = []
+        self.due = True
+        self._stepped = True  # whether a step made it due
+        self.generation = 0
+        self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
+        self._reductions: list[tuple[Reduction, list[Held]]] = []
+        self._groups: list[AmaxGroup] = []
+        self._written = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that was prepared."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
+        return model
+
+    def make_due(self) -> None:
+        """Cast before the next gather, and let there be one: weights left gathered are freed."""
+        self.due = self._stepped = True
+        if self._groups:
+            torch_fsdp.reshard(self.model)
+
+    def before_gather(self) -> None:
+        """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        unread, self.unread = self.unread, []
+        for master, headers, arrived in unread:
+            arrived.synchronize()
+            master.check(headers)
+        if self.due:
+            self.refresh(repeat=not self._stepped)
+
+    def first_write(self) -> None:
+        """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
+        if not self._written:
+            self._written = True
+            torch_fsdp.reshard(self.model)
+
+    def cast_again(self) -> None:
+        """Cast because all ranks were written to."""
+        self.refresh(repeat=True)
+
+    def delayed(self) -> dict[str, dict[str, Tensor]]:
+        """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
+        self.before_gather()
+        return {master.name: master.delayed for master in self.masters if master.delayed}
+
+    def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning."""
+        delayed = self.delayed()
+        for master in self.masters:
+            saved = state.get(master.name, {})
+            if master.name in delayed and "scale" in saved and "amax_history" in saved:
+                for name, tensor in master.delayed.items():
+                    tensor.copy_(saved.get(name, saved["scale"]))
+                master.seeded = True
+            elif master.name in delayed:
+                warnings.warn(
+                    f"no state of delayed scaling for {master.name}: it starts anew from its amax", stacklevel=3
+                )
+                master.seeded = False
+        self.due, self._stepped = True, False
+        torch_fsdp.reshard(self.model)
+
+    def refresh(self, repeat: bool) -> None:
+        """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
+
+        A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
+        """
+        if not self._reductions:
+            self._reductions = list(self._agree())
+        if not self._groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
+            self._groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
+        self._seed()
+        for group in self._groups:
+            group.cast(repeat)
+        self.generation += 1
+        self.due = self._stepped = self._written = False
+        for master in self.masters:
+            master.written_to = False
+
+    def _seed(self) -> None:
+        """Give delayed scales that nobody has set the amax of the present master: a cast of its own, once."""
+        delayed = [master for master in self.masters if master.delayed]
+        if all(master.seeded for master in delayed):
+            return
+        kept = [(tensor, tensor.clone()) for master in delayed if master.seeded for tensor in master.delayed.values()]
+        for master in delayed:
+            if not master.seeded:
+                master.delayed["amax_history"].zero_()
+        for group in self._groups:
+            group.cast(repeat=False)
+        for tensor, value in kept:
+            tensor.copy_(value)
+        for master in delayed:
+            if not master.seeded:
+                master.delayed["cast_scale"].copy_(master.delayed["scale"])
+                master.seeded = True
+
+    def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
+        """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
+        held = [one for group in torch_fsdp.groups(self.model) for one in held_by(group, self)]
+        missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
+        if missing:
+            raise RuntimeError(
+                f"{missing[0]} is prepared, and no FSDP module inside the prepared model manages it: call fully_shard on the "
+                "model that was given to zerocast.fsdp2.prepare, or on modules in it"
+            )
+        by_group: dict[str, list[Held]] = {}
+        for one in held:
+            by_group.setdefault(self._mesh_of(one).get_group().group_name, []).append(one)
+        for members in by_group.values():
+            mesh = self._mesh_of(members[0])
+            group = Group.of(mesh)
+            problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
+            peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
+            lanes = sorted(set(agree(group, [one.line for one in members], next(iter(problems), None), peers)))
+            yield Reduction(group, mesh.device_type, lanes.index(peers), len(lanes)), members
+
+    def _mesh_of(self, held: Held) -> DeviceMesh:
+        return self._weight_mesh if self._weight_mesh is not None else held.shard_mesh

@@ -1,0 +1,118 @@
+"""Held: a prepared weight as FSDP2 holds it, and what zerocast cannot serve of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocast.formats import AmaxPolicy
+from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.rows import RowShards
+from zerocast.fsdp2.shard_weight import ShardWeight
+from zerocast.layout import check_shape, matrix_shape
+from zerocast.weight import NOMINAL_DTYPES
+
+
+class Held:
+    """`param`, an FSDPParam of the FSDPParamGroup `group` (torch's names), whose local tensor is a MasterParameter."""
+
+    def __init__(self, group: Any, param: Any) -> None:
+        self._group, self._param = group, param
+        self.master: Master = param._sharded_local_tensor.owner
+
+    @property
+    def local(self) -> MasterParameter:
+        """The local tensor of the sharded parameter; RuntimeError where the wrapper was lost."""
+        local = self._param._sharded_local_tensor
+        if isinstance(local, MasterParameter):
+            return local
+        raise RuntimeError(
+            f"{self.master.name}: something replaced the prepared parameter by a plain tensor, which would be gathered in "
+            "high precision: load through load_state_dict, or write into the parameter"
+        )
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks that FSDP2 shards this weight over; replicas hold equal masters."""
+        mesh: DeviceMesh = self._param.shard_mesh
+        return mesh
+
+    @property
+    def line(self) -> str:
+        """What all ranks must have alike."""
+        return f"{self.master.name} {self.master.format} {tuple(self._param._orig_size)} {self._nominal}"
+
+    @property
+    def _nominal(self) -> torch.dtype:
+        dtype: torch.dtype | None = self._param.mp_policy.param_dtype
+        return dtype or self._param.sharded_param.dtype
+
+    def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
+        """Why this weight cannot be cast, if so."""
+        try:
+            self._check(weight_mesh)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return type(error)(f"{self.master.name}: {error}")
+        return None
+
+    def _check(self, weight_mesh: DeviceMesh | None) -> None:
+        fmt = self.master.format
+        if self.local.dtype != torch.float32:
+            raise TypeError(f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy")
+        if self._nominal not in NOMINAL_DTYPES:
+            raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self._nominal}")
+        if self.local.is_meta:
+            raise ValueError("the weight is on the meta device: give it storage with to_empty first")
+        if self._group._use_post_forward_mesh:
+            raise ValueError(
+                "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards plain tensors alone): "
+                "give True or False"
+            )
+        check_shape(fmt, self._param._orig_size)
+        self._check_tensor_parallel(weight_mesh)
+
+    def _check_tensor_parallel(self, weight_mesh: DeviceMesh | None) -> None:
+        if not self.master.sliced:
+            return
+        whole = self.master.format.has_tensor_amax or self.master.format.amax_policy is AmaxPolicy.DELAYED
+        rows, columns = matrix_shape(self._param._orig_size)
+        for block in (self.master.format.block, self.master.format.columnwise_block):
+            if block and (rows % block[0] or columns % block[1]):
+                raise ValueError(
+                    f"a block of {self.master.format} would span two tensor-parallel slices: a slice is "
+                    f"[{rows}, {columns}] and a block {list(block)}"
+                )
+        if whole and weight_mesh is None:
+            raise ValueError(
+                f"a tensor-parallel {self.master.format} weight has one amax over all its slices: give "
+                "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
+            )
+
+    def lies_elsewhere(self) -> bool:
+        """Whether the master moved since `shard` looked."""
+        return self.local.plain.data_ptr() != self.master.shard.master.data_ptr()
+
+    def shard(self) -> ShardWeight:
+        """The weight as this rank casts it from where the master lies now."""
+        shape, plain = tuple(self._param._orig_size), self.local.plain
+        rows, _ = matrix_shape(shape)
+        world = self.shard_mesh.size()
+        shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
+        rank = self.shard_mesh.get_local_rank()
+        delayed = self.master.delayed_on(plain.device)
+        self.master.shard = ShardWeight(
+            self.master.name, self.master.format, shape, self._nominal, plain, shards, rank, delayed
+        )
+        return self.master.shard
+
+
+def held_by(group: Any, casts: Any) -> list[Held]:
+    """The weights of `casts` among the parameters of an FSDPParamGroup."""
+    found = []
+    for param in group.fsdp_params:
+        local: Tensor = param._sharded_local_tensor
+        if isinstance(local, MasterParameter) and local.owner.casts is casts:
+            found.append(Held(group, param))
+    return found

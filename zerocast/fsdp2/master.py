@@ -1,0 +1,161 @@
+"""Master: one prepared weight: its format, its shard on this rank, what it sends and what it makes of what arrives."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.gathered import Gathered
+from zerocast.fsdp2.shard_weight import ShardWeight
+from zerocast.group import Group
+
+CLEAN, WRITTEN, EMPTY = range(3)  # what a rank says of its shard since the last cast; an empty one has nothing to say
+
+
+class Casting(Protocol):
+    """What a weight needs of the casts of its model."""
+
+    generation: int
+    unread: list[tuple["Master", Tensor, torch.cuda.Event]]
+
+    def before_gather(self) -> None:
+        """Cast if that is due."""
+
+    def first_write(self) -> None:
+        """A master that was up to date is written to."""
+
+    def cast_again(self) -> None:
+        """Cast because all ranks were written to."""
+
+
+class Master:
+    """A weight of a prepared model by its parameter `name`; every MasterParameter made of it points here.
+
+    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards.
+    """
+
+    def __init__(self, name: str, fmt: FormatSpec, casts: Casting, sliced: bool) -> None:
+        self.name, self.format, self.casts, self.sliced = name, fmt, casts, sliced
+        self.delayed: dict[str, Tensor] = {}
+        self.seeded = False  # whether the delayed scale comes from an amax
+        self.written_to = False
+        self._shard: ShardWeight | None = None
+        self._address = 0
+        self._gathered: Gathered | None = None
+        self._header: tuple[int, int] | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether there is a shard."""
+        return self._shard is not None
+
+    @property
+    def shard(self) -> ShardWeight:
+        """What this rank holds and sends, once FSDP2 has sharded the model."""
+        assert self._shard is not None, self.name
+        return self._shard
+
+    @shard.setter
+    def shard(self, shard: ShardWeight) -> None:
+        self._shard, self._header = shard, None
+        self._address = shard.master.untyped_storage().data_ptr()
+
+    def delayed_on(self, device: torch.device) -> dict[str, Tensor]:
+        """The state of delayed scaling: scale and amax_history of the next cast, `cast_scale` of the last; else empty."""
+        if self.format.amax_policy is AmaxPolicy.DELAYED and not self.delayed:
+            scale, history = torch.ones(1, device=device), torch.zeros(self.format.amax_history_len, device=device)
+            self.delayed = {"scale": scale, "amax_history": history, "cast_scale": scale.clone()}
+        self.delayed = {name: tensor.to(device) for name, tensor in self.delayed.items()}
+        return self.delayed
+
+    def written(self, data: Tensor) -> None:
+        """Note a write, if it went to the memory that is cast: FSDP2 and optimizers make other tensors of the same class."""
+        if torch._guards.TracingContext.try_get() is not None:
+            return  # compiled: what runs later is not seen here, the optimizer's hook is
+        ours = self._shard is not None and data.untyped_storage().data_ptr() == self._address
+        if ours and not self.written_to:
+            self.written_to = True
+            self.casts.first_write()
+
+    def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        """The bytes of this rank for a gather over `mesh`, on the device of `master`; casts first if that is due."""
+        self.casts.before_gather()
+        shard = self.shard
+        if master.device == shard.master.device:  # else it is FSDP2's copy of an offloaded shard
+            moved = master.untyped_storage().data_ptr() != self._address
+            self.written_to = self.written_to or moved
+        outputs = tuple(part.to(master.device, non_blocking=True) for part in self._outputs())
+        self._mesh, self._sent = mesh, self.casts.generation
+        return outputs
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        shard = self.shard
+        empty = shard.shards.span(shard.rank).numel == 0
+        self._said = EMPTY if empty else WRITTEN if self.written_to else CLEAN
+        header = self._said, self.casts.generation
+        if header != self._header:
+            _, side = shard.wire.parts(shard.buffer)
+            side[:8].view(torch.int32).copy_(torch.tensor(header, dtype=torch.int32))
+            self._header = header
+        return shard.wire.outputs(shard.buffer)
+
+    def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None) -> Any:
+        """(weight, buffers that FSDP2 allocates and frees with it), refilled in place where `out` is given."""
+        if dtype != self.shard.nominal:
+            raise RuntimeError(f"{self.name} was cast for {self.shard.nominal} and is gathered as {dtype}")
+        if out is None or self._gathered is None:
+            self._gathered = Gathered(self.shard, outputs, dtype)
+        if self._is_stale(self._gathered):
+            self._gather(outputs)
+        self._gathered.fill()
+        return self._gathered.weight, self._gathered.inner
+
+    def _is_stale(self, gathered: Gathered) -> bool:
+        """Whether all ranks must send again; RuntimeError on all of them where only some were written to.
+
+        Reading the headers makes the host wait for a GPU. A rank that was not written to can only learn that it must raise, and
+        does so one gather later, when the bytes have long arrived.
+        """
+        headers = gathered.headers()
+        if headers.is_cuda and self._said == CLEAN:
+            here = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
+            here.copy_(headers, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self.casts.unread.append((self, here, arrived))
+        elif self._all_written(headers) and self._sent == self.casts.generation:
+            self.casts.cast_again()
+        return self._sent != self.casts.generation
+
+    def check(self, headers: Tensor) -> None:
+        """RuntimeError if headers that were read late say that ranks disagree."""
+        self._all_written(headers)
+
+    def _all_written(self, headers: Tensor) -> bool:
+        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were."""
+        said = headers.tolist()
+        if len({generation for _, generation in said}) > 1:
+            raise RuntimeError(
+                f"{self.name}: the ranks of a shard group sent bytes of different casts, numbers {[n for _, n in said]} by "
+                "rank: optimizer steps and zerocast.fsdp2.refresh must happen on all of them"
+            )
+        written = [rank for rank, (flag, _) in enumerate(said) if flag == WRITTEN]
+        clean = [rank for rank, (flag, _) in enumerate(said) if flag == CLEAN]
+        if written and clean:
+            raise RuntimeError(
+                f"{self.name}: the master was changed on ranks {written} of its shard group and not on ranks {clean} since "
+                "the last cast: change it on all, or call zerocast.fsdp2.refresh(model) on all after changing some"
+            )
+        return bool(written)
+
+    def _gather(self, outputs: Sequence[Tensor]) -> None:
+        """Once more, in place of what FSDP2 gathered."""
+        group = Group.of(self._mesh)
+        for output, part in zip(outputs, self._outputs(), strict=True):
+            with torch_fsdp.unversioned(output):
+                group.all_gather_into(output.view(-1), part.to(output.device))
+        self._sent = self.casts.generation

@@ -1,0 +1,164 @@
+"""prepare and refresh: where a training script meets zerocast under FSDP2."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from zerocast.formats import FormatSpec
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.casts import Casts
+from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.model import check_weight
+from zerocast.recipe import Recipe
+
+_prepared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None = None) -> nn.Module:
+    """Make FSDP2 gather the weights that `recipe` matches as quantized bytes. Call it before `fully_shard`; returns `model`.
+
+    Every matched FP32 parameter of two or more dimensions stays what an optimizer and a checkpoint see, as the FP32 master.
+    After a step of any torch optimizer the next forward pass casts all masters first. It notices other changes too, such as a
+    load, when they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in the
+    `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it.
+
+    `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that hold slices of a weight,
+    over which its amax is reduced. Without it that is FSDP2's shard mesh.
+
+    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the format cannot take, an
+    embedding and a weight that is sharded already, and TypeError for one that is not FP32. What only FSDP2 decides is checked
+    at the first gather.
+    """
+    weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
+    recipe.check_used(weights)
+    casts = Casts(model, weight_mesh)
+    chosen: dict[Tensor, Master] = {}
+    for name, parameter in weights.items():
+        fmt = recipe.format_of(name)
+        if fmt.element is None:
+            continue
+        _check(model, name, parameter, fmt)
+        sliced = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+        master = chosen.setdefault(parameter, Master(name, fmt, casts, sliced))
+        if master.format != fmt:
+            raise ValueError(f"{name} is shared and its names match two formats, {master.format} and {fmt}")
+    casts.masters = list(chosen.values())
+    new = {parameter: _wrap(parameter, master) for parameter, master in chosen.items()}
+    for module in model.modules():
+        held = module.named_parameters(recurse=False, remove_duplicate=False)
+        mine = {name: chosen[parameter] for name, parameter in held if parameter in chosen}
+        for name in mine:
+            module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
+        if mine:
+            module.register_load_state_dict_post_hook(_Loaded(mine))
+    _prepared.add(model)
+    return model
+
+
+def refresh(model: nn.Module) -> None:
+    """Cast the masters of a prepared model as they are now, as after an optimizer step. Every rank calls this.
+
+    For loops that change parameters by hand. ValueError for a model that was not prepared.
+    """
+    for casts in _casts_of(model):
+        casts.make_due()
+        casts.before_gather()
+
+
+def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """The state of delayed scaling by weight; empty without such weights.
+
+    `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the same on every rank, to be
+    saved under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is
+    due is done first. ValueError for a model that was not prepared.
+    """
+    return {name: state for casts in _casts_of(model) for name, state in casts.delayed().items()}
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Take over what `state_dict` gave, after the masters were loaded; every rank calls this.
+
+    A weight without an entry finds its scale anew, with a warning. ValueError for a model that was not prepared.
+    """
+    for casts in _casts_of(model):
+        casts.load_delayed(state)
+
+
+def _casts_of(model: nn.Module) -> list[Casts]:
+    if not any(module in _prepared for module in model.modules()):
+        raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
+    sharded = [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
+    return _casts_behind([*sharded, *model.parameters()])
+
+
+def _casts_behind(parameters: Iterable[Any]) -> list[Casts]:
+    """The casts of the prepared ones among parameters, each once."""
+    tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+    return list({id(t.owner.casts): t.owner.casts for t in tensors if isinstance(t, MasterParameter)}.values())
+
+
+def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
+    if isinstance(parameter, MasterParameter):
+        raise ValueError(f"{name} is prepared already")
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if any(isinstance(m, FSDPModule) and any(p is parameter for p in m.parameters()) for m in model.modules()):
+        raise ValueError(f"{name} is sharded already: call zerocast.fsdp2.prepare before fully_shard")
+    if parameter.dtype != torch.float32:
+        raise TypeError(
+            f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and give fully_shard a "
+            "MixedPrecisionPolicy with the dtype to compute in"
+        )
+    check_weight(model, name, parameter, fmt, local.shape)
+
+
+def _wrap(parameter: Tensor, master: Master) -> nn.Parameter:
+    """The parameter over the same memory, its tensor wrapped; under tensor parallelism its local tensor."""
+    value = parameter.detach()
+    if isinstance(value, DTensor):
+        local = MasterParameter(value.to_local(), master)
+        value = DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return nn.Parameter(MasterParameter(value, master), requires_grad=parameter.requires_grad)
+
+
+class _Loaded:
+    """After a state dict was loaded into a module: wraps what took the place of its masters.
+
+    Nothing is cast here, since one rank alone may load: the next gather notices what changed.
+    """
+
+    def __init__(self, masters: dict[str, Master]) -> None:
+        self._masters = masters
+
+    def __reduce__(self) -> Any:
+        return _Loaded, ({},)  # parameters pickle as plain ones
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        for name, master in self._masters.items():
+            parameter: Any = module._parameters[name]
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if isinstance(local, MasterParameter) or parameter is None:
+                continue
+            plain = local.detach().to(torch.float32)  # load_state_dict(assign=True) puts other tensors in place
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = MasterParameter(plain, master)
+            else:
+                module._parameters[name] = nn.Parameter(MasterParameter(plain, master), parameter.requires_grad)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for casts in _casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        casts.make_due()
+
+
+register_optimizer_step_post_hook(_after_step)

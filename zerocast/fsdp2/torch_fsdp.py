@@ -1,0 +1,38 @@
+"""What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def groups(model: nn.Module) -> Iterator[Any]:
+    """The parameter groups of all FSDP modules within `model`, each once."""
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            found = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+            for group in [state._fsdp_param_group] if found is None else found:
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is left gathered from an earlier forward pass, so that the next one gathers again."""
+    for group in groups(model):
+        if group.is_unsharded:
+            group._to_sharded()
+
+
+def unversioned(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within, writes to `tensor` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
+    if tensor.is_inference():
+        return contextlib.nullcontext()
+    context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(tensor)  # noqa: B009
+    return context
