@@ -283,7 +283,7 @@ def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, 
     return _restore(*weight._payload(lambda t: t.to(device or t.device, copy=True)))
 
 
-def _same_shape(weight: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
+def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
     if tuple(shape) != tuple(weight.shape):
         raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
     return weight.share()
@@ -294,6 +294,7 @@ _WHOLE: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: QuantizedWeight.share,
     _aten.alias.default: QuantizedWeight.share,
     _aten.view.default: _same_shape,
+    _aten.expand.default: _same_shape,  # expand_as(itself), by which hosts reach a parameter's gradient accumulator
     _aten.clone.default: lambda weight, **kwargs: _to_copy(weight),
     _aten.copy_.default: _copy,
     _aten._to_copy.default: _to_copy,

@@ -1,0 +1,9 @@
+"""Megatron-Core: QuantizedWeights in the byte buffers of its DistributedDataParallel, cast by zerocast after its optimizer's step.
+
+`building()` is a context around the construction of model, DDP and optimizer; `attach(optimizer, ddp_chunks)` takes over the cast.
+"""
+
+from .attachment import Attachment, attach
+from .building import building
+
+__all__ = ["Attachment", "attach", "building"]
