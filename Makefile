@@ -65,11 +65,11 @@ $(VENV)/.dev: $(VENV)/.python $(SOURCES)
 	touch $@ $(VENV)/.demo
 
 # Hosts that the tests of integrations/ run against: no dependencies of ours, and skipped with a reason where they are missing.
-# megatron-core declares Python 3.12 and runs on 3.11.
+# megatron-core declares Python 3.12 and runs on 3.11; its checkpoints need psutil, which it does not declare.
 hosts: $(VENV)/.dev
 	@test -e $(VENV)/.hosts || { echo "installing megatron-core into $(VENV)"; \
 	  $(INSTALL) --retries 1 --timeout 10 --no-deps --ignore-requires-python --no-build-isolation --no-binary megatron-core \
-	    megatron-core && touch $(VENV)/.hosts; } || echo "megatron-core could not be installed: its tests will be skipped"
+	    megatron-core psutil && touch $(VENV)/.hosts; } || echo "megatron-core could not be installed: its tests will be skipped"
 
 $(VENV)/.demo: $(VENV)/.python $(SOURCES)
 	@echo "installing zerocast and what the examples need into $(VENV)"

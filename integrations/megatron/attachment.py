@@ -15,6 +15,7 @@ from zerocast.columnwise import ColumnwiseCopies
 from zerocast.group import Group
 
 from . import host, refusal
+from .checkpoint import load_plain_values
 from .shards import Shards, misplaced, shards_of, uncovered
 
 
@@ -25,6 +26,7 @@ class Attachment:
         self.plans: list[CastPlan] = []
         self._replaced: list[tuple[Any, str]] = []
         self._refreshes: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def refresh(self) -> None:
         """Cast, gather and transpose from the masters as they are: after they were written by hand. Collective.
@@ -38,9 +40,11 @@ class Attachment:
         """Give the host its own methods back. Its quantized weights stay, and nothing casts them any more."""
         for owner, name in self._replaced:
             del vars(owner)[name]
+        for undo in self._undo:
+            undo()
         for plan in self.plans:
             plan.freshness.finish = None
-        self._replaced, self._refreshes, self.plans = [], [], []
+        self._replaced, self._refreshes, self._undo, self.plans = [], [], [], []
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         setattr(owner, name, value)
@@ -113,6 +117,8 @@ def attach(optimizer: Any, ddp_chunks: Any) -> Attachment:
     for one, shards in zip(optimizers, found, strict=True):
         if shards.weights:
             attachment._take_over(one, shards, chunks)
+    for chunk in chunks:
+        attachment._undo += load_plain_values(chunk)
     return attachment
 
 

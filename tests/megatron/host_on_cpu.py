@@ -78,7 +78,8 @@ def host_on_cpu() -> Iterator[None]:
     assert dist.get_backend() == "gloo"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()))
+        for name in ("current_stream", "synchronize"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
         stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
         stack.enter_context(_OnCpu())
         yield

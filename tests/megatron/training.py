@@ -44,6 +44,8 @@ FORMATS = {
     "fp8_block": {"*.weight": "fp8_block"},
     "fp8_current": {"*.weight": "fp8_current"},
     "nvfp4": {"*.weight": "nvfp4"},
+    "mxfp8": {"layers.0.*": "mxfp8"},
+    "fp8_delayed": {"*.weight": "fp8_delayed"},
     "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
 }
 WIDTHS = (64, 192, 96, 208, 64)  # boundaries of ranks fall inside weights
@@ -55,6 +57,7 @@ class Case:
     overlap: bool = False
     busbw: bool = False
     bucket_size: int | None = None
+    experts: bool = False  # the last two layers in buffers and an optimizer of their own
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
 
@@ -172,7 +175,10 @@ def build(case: Case) -> Run:
     """Inside `host_on_cpu` and `building`."""
     torch.manual_seed(7)
     config = configuration()
-    model = zerocast.quantize_(Model(config), zerocast.Recipe(FORMATS[case.formats]))
+    model = Model(config)
+    for param in model.layers[2:].parameters() if case.experts else ():
+        param.allreduce = False
+    zerocast.quantize_(model, zerocast.Recipe(FORMATS[case.formats]))
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=case.overlap,
@@ -192,7 +198,8 @@ def train(case: Case) -> tuple[list[float], dict[str, int]]:
     with host_on_cpu():
         with integration.building():
             run = build(case)
-        integration.attach(run.optimizer, run.ddp)
+        attached = integration.attach(run.optimizer, run.ddp)
+        assert len(attached.plans) == (2 if case.experts else 1)
         return trained(run)
 
 
