@@ -2,6 +2,7 @@
 
 * tensors that it asks of CUDA are made on the CPU;
 * parameters call themselves by the type string of CUDA tensors, by which its optimizer sorts them;
+* dropout draws from the one generator there is;
 * the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes.
 """
 
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 WHY_NOT = ""
 try:
     import megatron.core.distributed.param_and_grad_buffer as buffers
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 except Exception as error:  # such as the syntax of a newer Python
     WHY_NOT = f"megatron-core cannot be imported: {error}"
 else:
@@ -80,6 +81,7 @@ def host_on_cpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
         for name in ("current_stream", "synchronize"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
+        stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock()))
         stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
         stack.enter_context(_OnCpu())
         yield
