@@ -25,8 +25,9 @@ def refuse_layer_wise(optimizer: Any) -> None:
 
 def refuse(optimizer: Any) -> None:
     """ValueError with the reason where the settings of a DistributedOptimizer are not taken."""
+    settings = [getattr(optimizer, name, None) for name in ("ddp_config", "config")]
     for name, reason in _SETTINGS:
-        if getattr(optimizer.ddp_config, name, False) or getattr(optimizer.config, name, False):
+        if any(getattr(held, name, False) for held in settings):
             raise ValueError(f"{name} is not supported: {reason}")
 
 

@@ -77,6 +77,13 @@ def of_another_shape() -> tuple[str, str]:
         return optimizer, chunk
 
 
+def not_distributed() -> str:
+    with host_on_cpu():
+        run = _built(Case())
+        run.optimizer.chained_optimizers = [SimpleNamespace()]
+        return _error(lambda: _attach(run))
+
+
 def of_another_model() -> str:
     with host_on_cpu():
         ours, theirs = _built(Case()), _built(Case())

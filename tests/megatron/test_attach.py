@@ -65,6 +65,7 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         (attaching.with_setting, ("config", "optimizer_cpu_offload"), "ValueError: optimizer_cpu_offload"),
         (attaching.with_setting, ("ddp_config", "reuse_grad_buf_for_mxfp8_param_ag"), "ValueError: reuse_grad_buf"),
         (attaching.layer_wise, (), "ValueError: LayerWiseOptimizer is not supported"),
+        (attaching.not_distributed, (), "RuntimeError: the optimizer, a SimpleNamespace, has no _copy_main_params"),
         (attaching.of_another_model, (), "ValueError: no optimizer that was given owns the quantized weights"),
         (attaching.with_a_tensor_of_others, (), "TypeError: .* lies in a byte buffer and is a Parameter"),
         (attaching.in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),

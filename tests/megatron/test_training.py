@@ -3,7 +3,7 @@
 import pytest
 
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import Case, train, train_in_the_hole
+from tests.megatron.training import Case, train, train_chunks, train_in_the_hole
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
@@ -28,6 +28,11 @@ def test_any_number_of_ranks(ranks: Ranks, world: int, formats: str, overlap: bo
 def test_chained_optimizers_with_buffers_of_experts(ranks: Ranks, overlap: bool) -> None:
     for losses, wrong in ranks(3)(train, Case("mixed", overlap, experts=True)):
         assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_model_chunks_of_one_optimizer(ranks: Ranks, overlap: bool) -> None:
+    assert ranks(3)(train_chunks, Case("mixed", overlap, bucket_size=10_000)) == [[{}, {}]] * 3
 
 
 @pytest.mark.parametrize("formats", ["nvfp4", "mixed"])

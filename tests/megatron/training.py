@@ -91,6 +91,12 @@ class Run:
         return {n: p for n, p in self.ddp.module.named_parameters() if isinstance(p, QuantizedWeight)}
 
     def step(self, number: int) -> float:
+        loss = self.forward_and_backward(number)
+        done, norm, _ = self.optimizer.step()
+        assert done and norm > 0
+        return loss
+
+    def forward_and_backward(self, number: int) -> float:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         generator = torch.Generator().manual_seed(number % 2 + 2 * dist.get_rank())
@@ -98,8 +104,6 @@ class Run:
         loss = (self.ddp(x) - x.roll(1, -1)).float().square().mean()
         loss.backward()
         self.ddp.finish_grad_sync()
-        done, norm, _ = self.optimizer.step()
-        assert done and norm > 0
         return loss.item()
 
     def force_sync(self) -> None:
@@ -112,7 +116,7 @@ class Run:
         for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             for models, mains in zip(one.model_float16_groups, one.shard_fp32_from_float16_groups, strict=True):
                 for param, master in zip(models, mains, strict=True):
-                    name = next(n for n, p in self.ddp.module.named_parameters() if p is param)
+                    name = next((n for n, p in self.ddp.module.named_parameters() if p is param), "of another chunk")
                     mine[name] = one._get_model_param_range_map(param)["param"].start, master.detach().clone()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -171,9 +175,9 @@ def hosts_own_layout() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def build(case: Case) -> Run:
-    """Inside `host_on_cpu` and `building`."""
-    torch.manual_seed(7)
+def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> Any:
+    """A model in its DistributedDataParallel."""
+    torch.manual_seed(seed)
     config = configuration()
     model = Model(config)
     for param in model.layers[2:].parameters() if case.experts else ():
@@ -187,10 +191,19 @@ def build(case: Case) -> Run:
         bucket_size=case.bucket_size,
         grad_reduce_in_fp32=True,
     )
-    ddp = DistributedDataParallel(config, ddp_config, model)
+    return DistributedDataParallel(config, ddp_config, model, disable_bucketing)
+
+
+def build(case: Case) -> Run:
+    """Inside `host_on_cpu` and `building`."""
+    ddp = build_chunk(case)
+    return Run(ddp, build_optimizer(case, [ddp]), case)
+
+
+def build_optimizer(case: Case, chunks: list[Any]) -> Any:
     options = {"optimizer": "adam", "lr": 3e-3, "weight_decay": 0.01, "clip_grad": 1.0, "bf16": True}
     options |= {"use_distributed_optimizer": True, "overlap_param_gather": case.overlap, **case.options}
-    return Run(ddp, get_megatron_optimizer(OptimizerConfig(**options), [ddp]), case)
+    return get_megatron_optimizer(OptimizerConfig(**options), chunks)
 
 
 def train(case: Case) -> tuple[list[float], dict[str, int]]:
@@ -201,6 +214,23 @@ def train(case: Case) -> tuple[list[float], dict[str, int]]:
         attached = integration.attach(run.optimizer, run.ddp)
         assert len(attached.plans) == (2 if case.experts else 1)
         return trained(run)
+
+
+def train_chunks(case: Case) -> list[dict[str, int]]:
+    """Of two model chunks under one optimizer: the stale bytes of each."""
+    with host_on_cpu():
+        with integration.building():
+            chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
+            optimizer = build_optimizer(case, chunks)
+        integration.attach(optimizer, chunks)
+        runs = [Run(chunk, optimizer, case) for chunk in chunks]
+        for number in range(case.steps):
+            for run in runs:
+                run.forward_and_backward(number)
+            optimizer.step()
+        for run in runs:
+            run.force_sync()
+        return [run.stale_bytes() for run in runs]
 
 
 def trained(run: Run) -> tuple[list[float], dict[str, int]]:
