@@ -45,7 +45,7 @@ def module(path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"looked for {path} of megatron-core (0.18 or later): {error}") from error
+        raise RuntimeError(f"looked for {path} of megatron-core (0.19): {error}") from error
 
 
 def require(owner: Any, names: Iterable[str], what: str) -> None:
@@ -53,7 +53,7 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(
-            f"{what} has no {', '.join(missing)}: this megatron-core has another shape than zerocast knows (0.18 to 0.19)"
+            f"{what} has no {', '.join(missing)}: this megatron-core has another shape than the one that zerocast knows, of 0.19"
         )
 
 

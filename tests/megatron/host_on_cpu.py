@@ -23,8 +23,8 @@ try:
 except Exception as error:  # such as the syntax of a newer Python
     WHY_NOT = f"megatron-core cannot be imported: {error}"
 else:
-    if not hasattr(buffers._ParamAndGradBucketGroup, "_post_param_sync"):
-        WHY_NOT = "this megatron-core is older than 0.18"
+    if not hasattr(buffers, "modify_nvfp4_rowwise_storage"):
+        WHY_NOT = "this megatron-core is older than 0.19"
 
 needs_megatron = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
