@@ -65,10 +65,10 @@ class Attachment:
 
         buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         mine = [
-            (chunk, group)
+            (chunk, bucket_group)
             for chunk in chunks
-            for group in host.bucket_groups(chunk)
-            if any(id(bucket) in buckets for bucket in group.buckets)
+            for bucket_group in host.bucket_groups(chunk)
+            if any(id(bucket) in buckets for bucket in bucket_group.buckets)
         ]
 
         def refresh() -> None:
@@ -114,9 +114,13 @@ def attach(optimizer: Any, ddp_chunks: Any) -> Attachment:
     attachment = Attachment()
     for one, shards in zip(optimizers, found, strict=True):
         _check_together(one, shards, groups)
-    for one, shards in zip(optimizers, found, strict=True):
-        if shards.weights:
-            attachment._take_over(one, shards, chunks)
+    try:
+        for one, shards in zip(optimizers, found, strict=True):
+            if shards.weights:
+                attachment._take_over(one, shards, chunks)
+    except Exception:
+        attachment.detach()
+        raise
     for chunk in chunks:
         attachment._undo += load_plain_values(chunk)
     return attachment

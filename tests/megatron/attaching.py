@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 from tests.megatron.host_on_cpu import host_on_cpu
 from tests.megatron.training import Case, Run, build
 from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import attachment
 
 
 def _built(case: Case) -> Run:
@@ -115,15 +117,27 @@ def left_behind() -> list[str]:
         owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
         before = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
         hooks = [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]
-        attachment = _attach(run)
+        attached = _attach(run)
         run.step(0)
-        attachment.detach()
+        attached.detach()
         after = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
         changed = [str(a.items() ^ b.items()) for a, b in zip(before, after, strict=True) if a != b]
         if hooks != [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]:
             changed.append("hooks")
         again = _error(lambda: _attach(run))
         return changed if "has stepped" in again else [*changed, again]
+
+
+def interrupted() -> tuple[str, bool]:
+    """Where the plan of the second optimizer fails: the error, and whether the first was attached nevertheless."""
+    with host_on_cpu():
+        run = _built(Case("mixed", experts=True))
+        plans = mock.patch.object(
+            attachment, "CastPlan", side_effect=[attachment.CastPlan([], [], []), ValueError("no")]
+        )
+        with plans:
+            said = _error(lambda: _attach(run))
+        return said, any("_copy_main_params_to_model_params" in vars(one) for one in run.optimizer.chained_optimizers)
 
 
 def forced_sync() -> SimpleNamespace:
@@ -149,13 +163,13 @@ def masters_by_hand() -> dict[str, int]:
     """After masters were written by hand."""
     with host_on_cpu():
         run = _built(Case("mixed"))
-        attachment = _attach(run)
+        attached = _attach(run)
         run.step(0)
         for group in _own(run).shard_fp32_from_float16_groups:
             for master in group:
                 master.mul_(1.5)
         assert run.stale_bytes()
-        attachment.refresh()
+        attached.refresh()
         return run.stale_bytes()
 
 
