@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 # Exact bits need exact arithmetic: no fused multiply-add. The two -fno flags change no value: without errno and traps, square
@@ -110,7 +110,12 @@ class BuildExtension(build_ext):
 
 ParallelCompile(default=JOBS).install()
 
+# Each folder of integrations/ is installed as a package of zerocast.integrations.
+HOSTS = {f"zerocast.integrations.{host}": f"integrations/{host}" for host in find_packages("integrations")}
+
 setup(
+    packages=[*find_packages(include=["zerocast*"]), *HOSTS],
+    package_dir=HOSTS,
     ext_modules=[
         Pybind11Extension(
             "zerocast._C",

@@ -170,3 +170,18 @@ def test_a_nominal_dtype_that_is_none_changes_nothing() -> None:
 
 def test_public() -> None:
     assert zerocast.Recipe is Recipe
+
+
+def test_attributes_of_a_parameter_go_over_to_its_weight() -> None:
+    model = nn.Linear(32, 32, bias=False)
+    model.weight.partition_dim = 1
+    zerocast.quantize_(model, Recipe({"weight": "fp8_block"}))
+    assert model.weight.partition_dim == 1 and isinstance(model.weight, zerocast.QuantizedWeight)
+
+
+def test_a_weight_expands_to_its_own_shape_only() -> None:
+    model = zerocast.quantize_(nn.Linear(32, 32, bias=False), Recipe({"weight": "nvfp4"}))
+    accumulator = model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]
+    assert type(accumulator).__name__ == "AccumulateGrad"
+    with pytest.raises(RuntimeError, match="its codes have one layout"):
+        model.weight.expand(2, 32, 32)

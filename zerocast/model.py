@@ -19,7 +19,8 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
     A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe calls identity, stay as
     they are. `dtype` is the nominal dtype, by default each parameter's own: an FP32 model with `dtype=torch.bfloat16`
     computes in bf16 and keeps its FP32 values (`high_precision_init_val`) until an optimizer has made masters of them.
-    Shared parameters stay shared. A delayed scale is seeded from the initial amax. Returns `model`.
+    Shared parameters stay shared, and what a host set on a parameter as an attribute goes over to its weight. A delayed scale
+    is seeded from the initial amax. Returns `model`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its format cannot take, and an
     embedding: looking rows up is not a product.
@@ -60,7 +61,10 @@ def _quantized(parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Par
     if fmt.amax_policy is AmaxPolicy.DELAYED:  # the first cast found the amax that scales this one
         cast_whole(weight, value)
     weight.high_precision_init_val = value
-    return nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    new = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    for name, attribute in vars(parameter).items():
+        setattr(new, name, attribute)
+    return new
 
 
 def cast_whole(weight: QuantizedWeight, value: Tensor) -> None:

@@ -316,7 +316,7 @@ def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, 
     return _restore(*weight._payload(lambda t: t.to(device or t.device, copy=True)))
 
 
-def _same_shape(weight: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
+def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
     if tuple(shape) != tuple(weight.shape):
         raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
     return weight.share()
@@ -344,6 +344,7 @@ _WHOLE: dict[Any, Callable[..., Any]] = {
     _aten.t.default: QuantizedWeight.transposed,
     _aten.mm.default: compute.product_below_autograd,
     _aten.addmm.default: lambda bias, x, weight: compute.product_below_autograd(x, weight, bias),
+    _aten.expand.default: _same_shape,  # expand_as(itself), by which hosts reach a parameter's gradient accumulator
     _aten.clone.default: lambda weight, **kwargs: _to_copy(weight),
     _aten.copy_.default: _copy,
     _aten._to_copy.default: _to_copy,

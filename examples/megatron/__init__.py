@@ -1,0 +1,1 @@
+"""GPT pre-training on megatron-core's model and optimizer."""

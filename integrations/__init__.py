@@ -1,0 +1,1 @@
+"""Adapters for training hosts, installed as `zerocast.integrations`."""

@@ -1,0 +1,203 @@
+"""attach(): zerocast casts the masters of Megatron's DistributedOptimizer, and makes columnwise copies after its all-gathers.
+
+Two methods are replaced, on the instances: the copy of masters into the model, and what a bucket group does after a gather.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.agreement import agree
+from zerocast.columnwise import ColumnwiseCopies
+from zerocast.group import Group
+
+from . import host, refusal
+from .checkpoint import load_plain_values
+from .shards import Shards, misplaced, shards_of, uncovered
+
+
+class Attachment:
+    """What `attach` returns. `plans` are the CastPlans, one an optimizer that owns quantized weights."""
+
+    def __init__(self) -> None:
+        self.plans: list[CastPlan] = []
+        self._replaced: list[tuple[Any, str]] = []
+        self._refreshes: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def refresh(self) -> None:
+        """Cast, gather and transpose from the masters as they are: after they were written by hand. Collective.
+
+        The optimizer does this by itself when it loads a checkpoint or reads its masters from the model.
+        """
+        for refresh in self._refreshes:
+            refresh()
+
+    def detach(self) -> None:
+        """Give the host its own methods back. Its quantized weights stay, and nothing casts them any more."""
+        for owner, name in self._replaced:
+            del vars(owner)[name]
+        for undo in self._undo:
+            undo()
+        for plan in self.plans:
+            plan.freshness.finish = None
+        self._replaced, self._refreshes, self._undo, self.plans = [], [], [], []
+
+    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
+        setattr(owner, name, value)
+        self._replaced.append((owner, name))
+
+    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any]) -> None:
+        """Replace the methods of one optimizer and of the bucket groups of its buffers."""
+        group = Group.of(optimizer.data_parallel_group)
+        plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
+        self.plans.append(plan)
+        parts, masters = [part for part, _ in shards.plain], [master for _, master in shards.plain]
+
+        @torch.no_grad()
+        def copy_masters() -> None:
+            plan.cast()
+            if parts:
+                torch._foreach_copy_(parts, masters)
+
+        buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+        mine = [
+            (chunk, bucket_group)
+            for chunk in chunks
+            for bucket_group in host.bucket_groups(chunk)
+            if any(id(bucket) in buckets for bucket in bucket_group.buckets)
+        ]
+
+        def refresh() -> None:
+            copy_masters()
+            for chunk, bucket_group in mine:
+                _finish(bucket_group)
+                chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
+
+        self._refreshes.append(refresh)
+        self._replace(optimizer, "_copy_main_params_to_model_params", copy_masters)
+        self._replace(optimizer, "_copy_model_params_to_main_params", _then(_copy_model(optimizer, shards), refresh))
+        for name in ("load_state_dict", "load_parameter_state"):
+            self._replace(optimizer, name, _then(getattr(optimizer, name), refresh))
+        group_of: dict[int, Any] = {}
+        for _, bucket_group in mine:
+            weights = _quantized(bucket_group)
+            group_of.update((id(weight.state), bucket_group) for weight in weights)
+            self._replace(bucket_group, "_post_param_sync", _transpose(weights, plan.backend))
+        plan.freshness.finish = lambda weight: _finish(group_of[id(weight.state)])
+
+
+def attach(optimizer: Any, ddp_chunks: Any) -> Attachment:
+    """Let zerocast cast and transpose the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
+
+    `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the DistributedDataParallel or the list of
+    them. Both were made inside `building()`. Call it on every rank, before the first step and before a checkpoint is loaded.
+
+    Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not supported, for a byte that a
+    rank casts and does not send, for elements that nobody owns; TypeError for quantized weights of another library;
+    RuntimeError for a second attachment, an optimizer that has stepped, and a host without the names that are looked for.
+    """
+    chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
+    refusal.refuse_layer_wise(optimizer)
+    optimizers = host.distributed_optimizers(optimizer)
+    for one in optimizers:
+        refusal.refuse(one)
+        host.check_optimizer(one)
+    names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
+    groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
+    _check_first(optimizers, groups)
+    found = [shards_of(one, names) for one in optimizers]
+    _check_owned(found, groups, names)
+    attachment = Attachment()
+    for one, shards in zip(optimizers, found, strict=True):
+        _check_together(one, shards, groups)
+    try:
+        for one, shards in zip(optimizers, found, strict=True):
+            if shards.weights:
+                attachment._take_over(one, shards, chunks)
+    except Exception:
+        attachment.detach()
+        raise
+    for chunk in chunks:
+        attachment._undo += load_plain_values(chunk)
+    return attachment
+
+
+def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
+    taken = [one for one in optimizers if "_copy_main_params_to_model_params" in vars(one)]
+    taken += [group for group in groups if "_post_param_sync" in vars(group)]
+    if taken:
+        raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")
+
+
+def _check_owned(found: Sequence[Shards], groups: Sequence[Any], names: dict[int, str]) -> None:
+    owned = {id(weight) for shards in found for weight in shards.weights}
+    orphans = [names[id(w)] for group in groups for w in _quantized(group) if id(w) not in owned]
+    if orphans:
+        raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
+
+
+def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any]) -> None:
+    """What may be wrong on one rank alone is exchanged: all ranks of the group raise, or none does."""
+    problem: Exception | None = None
+    if refusal.has_stepped(optimizer):
+        problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
+    elif wrong := misplaced(shards, groups):
+        problem = ValueError(wrong)
+    spans = [shards.span(i) for i in range(len(shards.weights))]
+    group = Group.of(optimizer.data_parallel_group)
+    by_rank = agree(group, shards.names, problem, [(span.start, span.stop) for span in spans])
+    if wrong := uncovered(shards, by_rank):
+        raise ValueError(wrong)
+
+
+def _quantized(bucket_group: Any) -> list[QuantizedWeight]:
+    return [p for bucket in bucket_group.buckets for p in bucket.params_list if isinstance(p, QuantizedWeight)]
+
+
+def _finish(bucket_group: Any) -> None:
+    """Wait for a gather in flight, and process what it brought."""
+    if bucket_group.param_gather_handle is not None:
+        bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _transpose(weights: Sequence[QuantizedWeight], backend: str) -> Callable[[], None]:
+    copies = ColumnwiseCopies(weights, backend)
+
+    def transpose() -> None:
+        copies.make()
+        for weight in weights:
+            weight.state.mark_columnwise()
+
+    return transpose
+
+
+def _copy_model(optimizer: Any, shards: Shards) -> Callable[..., None]:
+    """Masters from the model, as at the start of a fine-tuning run: from a state dict by the host, from codes by dequantizing."""
+    original = optimizer._copy_model_params_to_main_params
+
+    @torch.no_grad()
+    def copy_model(state_dict: Any = None) -> None:
+        if state_dict is not None:
+            original(state_dict=state_dict)
+            return
+        for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
+            if master is not None:
+                span = shards.span(i)
+                master.copy_(weight.dequantize().view(-1)[span.start : span.stop])
+        for part, master in shards.plain:
+            master.copy_(part)
+
+    return copy_model
+
+
+def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        second()
+        return result
+
+    return both

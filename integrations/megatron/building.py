@@ -1,0 +1,116 @@
+"""building(): the context in which Megatron-Core lays QuantizedWeights out in its byte buffers and makes their masters.
+
+Megatron asks functions and globals of its modules which parameters live in byte buffers and how they move there. They answer for
+QuantizedWeights inside the context only; afterwards every one is the object that it was.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from zerocast import QuantizedWeight
+from zerocast.formats import AmaxPolicy, Columnwise
+
+from . import host, layout
+
+
+class _FourBitMeta(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, QuantizedWeight) and instance.format.bits == 4
+
+
+class FourBit(metaclass=_FourBitMeta):
+    """What `isinstance` takes a QuantizedWeight of 4 bits for."""
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Build DistributedDataParallel and the optimizer in here, over a model whose weights `zerocast.quantize_` replaced.
+
+    Masters start from the values before quantization. RuntimeError for a megatron-core without a name that is needed, ValueError
+    for a weight whose format has no place in a byte buffer (mxfp8, fp8_delayed, identity).
+    """
+    moved: list[QuantizedWeight] = []
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in _replacements(moved):
+            replaced.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+        for weight in moved:
+            weight.high_precision_init_val = None
+            for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
+                vars(weight).pop(name, None)
+
+
+def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
+    """(owner, name, value) of everything that is other inside the context."""
+    fp8, fp4, buffer = host.module(host.FP8), host.module(host.FP4), host.module(host.BUFFER)
+    ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
+    host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
+    host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS", "is_grouped_nvfp4tensor"), host.FP4)
+    host.require(
+        buffer, ("_ParamAndGradBuffer", "group_params_for_buffers", "modify_nvfp4_rowwise_storage"), host.BUFFER
+    )
+    host.require(buffer._ParamAndGradBuffer, ("_compute_nvfp4_packed_layout",), "_ParamAndGradBuffer")
+    host.require(ddp, ("group_params_for_buffers",), host.DDP)
+    host.require(optimizer, ("DistributedOptimizer", "group_params_for_buffers"), host.OPTIMIZER)
+    host.require(optimizer.DistributedOptimizer, ("_compute_per_buffer_param_layout",), "DistributedOptimizer")
+
+    def move_with(original: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
+        def move(param: Any, storage: Tensor) -> None:
+            if isinstance(param, QuantizedWeight):
+                _move(param, storage)
+                moved.append(param)
+            else:
+                original(param, storage)
+
+        return move
+
+    grouped, lay_out = buffer.group_params_for_buffers, optimizer.DistributedOptimizer._compute_per_buffer_param_layout
+
+    def group_by_width(*args: Any, **kwargs: Any) -> Any:
+        return layout.by_width(grouped(*args, **kwargs))
+
+    def lay_out_by_width(*args: Any, **kwargs: Any) -> Any:
+        return layout.of_one_width(lay_out, *args, **kwargs)
+
+    return [
+        (fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
+        (fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
+        (fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
+        (fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
+        (fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
+        (buffer, "modify_nvfp4_rowwise_storage", move_with(buffer.modify_nvfp4_rowwise_storage)),
+        (buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
+        *((place, "group_params_for_buffers", group_by_width) for place in (buffer, ddp, optimizer)),
+        (optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(lay_out_by_width)),
+    ]
+
+
+def _also(theirs: Any, ours: type) -> tuple[type, ...]:
+    return (theirs, ours) if theirs else (ours,)
+
+
+def _move(weight: QuantizedWeight, storage: Tensor) -> None:
+    """Move the weight's bytes to `storage`, a view of the buffer, and let the optimizer read its initial value."""
+    fmt = weight.format
+    if fmt.columnwise is Columnwise.OWN_GRID:
+        raise ValueError(f"{weight!r}: {fmt} needs both directions gathered, and a byte buffer of Megatron holds one")
+    if fmt.amax_policy is not AmaxPolicy.CURRENT:
+        raise ValueError(
+            f"{weight!r}: scale and history of {fmt} have no place in Megatron's checkpoints; take fp8_current"
+        )
+    weight.rebind(rowwise_data=storage.view(weight.rowwise_data.shape))
+    host_weight: Any = weight
+    host_weight.get_high_precision_init_val = lambda: _initial(weight)
+    host_weight.clear_high_precision_init_val = lambda: setattr(weight, "high_precision_init_val", None)
+
+
+def _initial(weight: QuantizedWeight) -> Tensor:
+    return weight.dequantize() if weight.high_precision_init_val is None else weight.high_precision_init_val

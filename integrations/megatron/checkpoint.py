@@ -1,0 +1,51 @@
+"""Quantized weights in checkpoints: values of the nominal dtype go out and come in; what is exact is the optimizer's masters."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerocast import QuantizedWeight
+from zerocast.model import cast_whole
+
+
+def dequantize_(sharded_state_dict: Any) -> Any:
+    """Replace QuantizedWeights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
+
+    For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make the optimizer's part first: it
+    finds parameters by identity.
+    """
+    for entry in _entries(sharded_state_dict):
+        if isinstance(getattr(entry, "data", None), QuantizedWeight):
+            entry.data = entry.data.dequantize()
+    return sharded_state_dict
+
+
+def _entries(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, (dict, list, tuple)):
+        for value in nested.values() if isinstance(nested, dict) else nested:
+            yield from _entries(value)
+    else:
+        yield nested
+
+
+def load_plain_values(chunk: nn.Module) -> list[Callable[[], None]]:
+    """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk. Returns what undoes it."""
+    return [
+        module.register_load_state_dict_pre_hook(_cast_in).remove
+        for module in chunk.modules()
+        if any(isinstance(param, QuantizedWeight) for param in module.parameters(recurse=False))
+    ]
+
+
+def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a module takes its entries: cast the plain ones, and leave the weight itself in their place."""
+    for name, param in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(param, QuantizedWeight) and isinstance(value, Tensor) and not isinstance(value, QuantizedWeight):
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"{prefix + name} has shape {tuple(param.shape)}, and {tuple(value.shape)} in the checkpoint"
+                )
+            cast_whole(param, value.detach().to(param.device))
+            state_dict[prefix + name] = param

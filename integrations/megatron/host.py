@@ -1,0 +1,82 @@
+"""The names of megatron-core that this integration replaces or reads; nothing else here knows where they are.
+
+Detected by being there, never by version.
+"""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+FP8 = "megatron.core.fp8_utils"
+FP4 = "megatron.core.fp4_utils"
+BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+DDP = "megatron.core.distributed.distributed_data_parallel"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+
+_OF_AN_OPTIMIZER = (
+    "_copy_main_params_to_model_params",
+    "_copy_model_params_to_main_params",
+    "_get_model_param_range_map",
+    "buffers",
+    "data_parallel_group",
+    "ddp_config",
+    "load_parameter_state",
+    "load_state_dict",
+    "model_float16_groups",
+    "model_fp32_groups",
+    "model_param_gbuf_map",
+    "optimizer",
+    "shard_fp32_from_float16_groups",
+    "shard_fp32_groups",
+)
+_OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups", "_start_bucket_group_param_sync")
+_OF_A_BUCKET_GROUP = (
+    "_post_param_sync",
+    "buckets",
+    "finish_param_sync",
+    "intra_distributed_optimizer_instance_rank",
+    "intra_distributed_optimizer_instance_size",
+    "param_gather_handle",
+)
+
+
+def module(path: str) -> Any:
+    """A module of megatron-core. RuntimeError where there is none: too old a version, or megatron-core is not installed."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"looked for {path} of megatron-core (0.19): {error}") from error
+
+
+def require(owner: Any, names: Iterable[str], what: str) -> None:
+    """RuntimeError that names what is missing, unless `owner` has all of `names`."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(
+            f"{what} has no {', '.join(missing)}: this megatron-core has another shape than the one that zerocast knows, of 0.19"
+        )
+
+
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers inside a chain that own shards, in order; stubs, which own nothing, are left out."""
+    found = []
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(one, "chained_optimizers"):
+            found += distributed_optimizers(one)
+        elif not getattr(one, "is_stub_optimizer", False):
+            found.append(one)
+    return found
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """RuntimeError unless this is an optimizer whose shards zerocast can read."""
+    require(optimizer, _OF_AN_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """The bucket groups of a DistributedDataParallel, those of experts included. RuntimeError for anything else."""
+    require(chunk, _OF_A_CHUNK, f"the model chunk, a {type(chunk).__name__},")
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    for group in groups:
+        require(group, _OF_A_BUCKET_GROUP, f"a bucket group, a {type(group).__name__},")
+    return groups

@@ -1,0 +1,98 @@
+"""Layouts of byte buffers in which a rank's elements and the bytes that it sends are the same part of every bucket.
+
+Megatron cuts each bucket twice into equal slices: its gradients, one element apiece, to say who owns what, and its bytes, to say
+who sends what. The two agree if every byte of a bucket holds the same number of elements, padding included. So a bucket here holds
+4-bit weights or others, never both, and a 4-bit bucket has exactly half as many bytes as elements. Megatron's own layout pads
+elements and bytes apart, and mixes widths: a rank then writes bytes that another rank sends, and they are lost on every rank.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zerocast.layout import round_up
+
+from . import host
+
+_ELEMENTS_PER_BLOCK = 32  # no slice cuts a 16-element block, nor sixteen bytes, in a 4-bit bucket
+
+
+def elements_per_byte(param: Any) -> int:
+    """2 for what the host takes for an NVFP4 tensor, else 1."""
+    fp4 = host.module(host.FP4)
+    return 2 if fp4.is_nvfp4tensor(param) or fp4.is_grouped_nvfp4tensor(param) else 1
+
+
+def by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[list[Any], list[int]]]:
+    """The parameters of each buffer with their indices, reordered so that those of one width stand together."""
+    sorted_groups = {}
+    for key, (params, indices) in groups.items():
+        order = sorted(range(len(params)), key=lambda i: elements_per_byte(params[i]))
+        sorted_groups[key] = [params[i] for i in order], [indices[i] for i in order]
+    return sorted_groups
+
+
+def of_one_width(
+    lay_out: Callable[..., Any],
+    params: Sequence[Any],
+    bucket_size: int | None,
+    ranks: int,
+    ddp_config: Any,
+    param_indices: Sequence[int] | None = None,
+) -> Any:
+    """The layout of a buffer (a PerBufferParamLayout) whose buckets have one width each, by `lay_out`, the host's own.
+
+    Without 4-bit parameters it is the host's, unchanged. Buckets of 4-bit parameters end at multiples of 32 elements a rank.
+    """
+    runs = [list(run) for _, run in itertools.groupby(params, elements_per_byte)]
+    layouts = [(elements_per_byte(run[0]), lay_out(run, bucket_size, ranks, ddp_config, [])) for run in reversed(runs)]
+    if all(width == 1 for width, _ in layouts):
+        return lay_out(params, bucket_size, ranks, ddp_config, param_indices)
+    unit = math.lcm(_ELEMENTS_PER_BLOCK * ranks, 2**16 if ddp_config.pad_buckets_for_high_nccl_busbw else 128)
+    index_map: dict[Any, tuple[int, int, int]] = {}
+    buckets: list[tuple[int, int]] = []
+    unpadded: list[int] = []
+    for width, layout in layouts:
+        first_bucket, shifts = len(buckets), []
+        for start, stop in layout.bucket_indices:
+            begin = buckets[-1][1] if buckets else 0
+            buckets.append((begin, begin + (round_up(stop - start, unit) if width == 2 else stop - start)))
+            shifts.append(begin - start)
+        for param, (start, stop, bucket) in layout.param_index_map.items():
+            index_map[param] = start + shifts[bucket], stop + shifts[bucket], first_bucket + bucket
+        unpadded += layout.per_bucket_numel_unpadded
+    return dataclasses.replace(
+        layouts[0][1],
+        param_index_map=index_map,
+        bucket_indices=buckets,
+        per_bucket_numel_unpadded=unpadded,
+        param_indices=[] if param_indices is None else param_indices,
+    )
+
+
+def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
+    """Set the byte offsets of a buffer with 4-bit parameters, bucket by bucket a whole fraction of the element offsets.
+
+    ValueError for a bucket of two widths: its layout was not made inside `building()`.
+    """
+    members: dict[int, list[Any]] = {}
+    for param, _ in reversed(params_with_names):
+        members.setdefault(buffer.param_index_map[param][2], []).append(param)
+    index_map: dict[Any, tuple[int, int, int]] = {}
+    buckets: list[tuple[int, int]] = []
+    unpadded = 0
+    for bucket, (start, stop) in enumerate(buffer.bucket_indices):
+        widths = {elements_per_byte(param) for param in members[bucket]}
+        if len(widths) > 1:
+            raise ValueError(f"bucket {bucket} holds 4-bit weights and others: compute its layout inside building()")
+        width, begin = widths.pop(), buckets[-1][1] if buckets else 0
+        buckets.append((begin, begin + (stop - start) // width))
+        for param in members[bucket]:
+            first, last, _ = buffer.param_index_map[param]
+            index_map[param] = begin + (first - start) // width, begin + (last - start) // width, bucket
+        unpadded += max(index_map[param][1] for param in members[bucket]) - begin
+    buffer.nvfp4_packed_param_index_map = index_map
+    buffer.nvfp4_packed_bucket_indices = buckets
+    buffer.nvfp4_packed_numel_unpadded = unpadded

@@ -1,0 +1,37 @@
+"""What `attach` does not take, and why: settings under which Megatron casts or gathers in ways that zerocast does not follow."""
+
+from typing import Any
+
+_SETTINGS = (
+    ("use_megatron_fsdp", "Megatron-FSDP shards parameters its own way: use zerocast.fsdp2"),
+    ("use_precision_aware_optimizer", "the precision-aware optimizer keeps the masters inside the fused optimizer"),
+    ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan"),
+    (
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "it gathers bf16 masters through the gradient buffer; mxfp8 is not taken here",
+    ),
+)
+
+
+def refuse_layer_wise(optimizer: Any) -> None:
+    """ValueError for an optimizer, or one in a chain, whose ranks own whole layers."""
+    if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not supported: its ranks own whole layers, not slices of buckets"
+        )
+    for one in getattr(optimizer, "chained_optimizers", []):
+        refuse_layer_wise(one)
+
+
+def refuse(optimizer: Any) -> None:
+    """ValueError with the reason where the settings of a DistributedOptimizer are not taken."""
+    settings = [getattr(optimizer, name, None) for name in ("ddp_config", "config")]
+    for name, reason in _SETTINGS:
+        if any(getattr(held, name, False) for held in settings):
+            raise ValueError(f"{name} is not supported: {reason}")
+
+
+def has_stepped(optimizer: Any) -> bool:
+    """Whether the inner optimizer holds any state yet."""
+    inner = optimizer.optimizer
+    return any(inner.state.values()) or any(group.get("step", 0) for group in inner.param_groups)

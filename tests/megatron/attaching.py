@@ -1,0 +1,187 @@
+"""What `attach`, `detach` and `building` say and leave behind, on the ranks of a pool."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.megatron.host_on_cpu import host_on_cpu
+from tests.megatron.training import Case, Run, build
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import attachment
+
+
+def _built(case: Case) -> Run:
+    with integration.building():
+        return build(case)
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _attach(run: Run) -> Any:
+    return integration.attach(run.optimizer, run.ddp)
+
+
+def _own(run: Run) -> Any:
+    return run.optimizer.chained_optimizers[0]
+
+
+def twice() -> str:
+    with host_on_cpu():
+        run = _built(Case())
+        _attach(run)
+        return _error(lambda: _attach(run))
+
+
+def after_a_step(only_on: int | None = None) -> str:
+    """`only_on` one rank: the others hear of it."""
+    with host_on_cpu():
+        run = _built(Case())
+        if only_on in (None, dist.get_rank()):
+            main = _own(run).optimizer.param_groups[0]["params"][0]
+            _own(run).optimizer.state[main]["step"] = torch.ones(())
+        return _error(lambda: _attach(run))
+
+
+def with_setting(of: str, name: str) -> str:
+    with host_on_cpu():
+        run = _built(Case())
+        setattr(getattr(_own(run), of), name, True)
+        return _error(lambda: _attach(run))
+
+
+def layer_wise() -> str:
+    class LayerWiseOptimizer:
+        chained_optimizers: tuple[()] = ()
+
+    with host_on_cpu():
+        run = _built(Case())
+        run.optimizer.chained_optimizers.append(LayerWiseOptimizer())
+        return _error(lambda: _attach(run))
+
+
+def of_another_shape() -> tuple[str, str]:
+    with host_on_cpu():
+        run = _built(Case())
+        del _own(run).model_float16_groups
+        optimizer = _error(lambda: _attach(run))
+        chunk = _error(lambda: integration.attach(_built(Case()).optimizer, nn.Linear(2, 2)))
+        return optimizer, chunk
+
+
+def not_distributed() -> str:
+    with host_on_cpu():
+        run = _built(Case())
+        run.optimizer.chained_optimizers = [SimpleNamespace()]
+        return _error(lambda: _attach(run))
+
+
+def of_another_model() -> str:
+    with host_on_cpu():
+        ours, theirs = _built(Case()), _built(Case())
+        return _error(lambda: integration.attach(ours.optimizer, [ours.ddp, theirs.ddp]))
+
+
+def with_a_tensor_of_others() -> str:
+    with host_on_cpu():
+        run = _built(Case())
+        buffer = next(b for b in _own(run).buffers if b.param_dtype == torch.uint8)
+        buffer.params.append(nn.Parameter(torch.zeros(2)))
+        return _error(lambda: _attach(run))
+
+
+def in_a_format(fmt: str) -> str:
+    with host_on_cpu():
+        return _error(lambda: _built(Case(fmt)))
+
+
+def built_outside() -> str:
+    with host_on_cpu():
+        return _error(lambda: build(Case()))
+
+
+def left_behind() -> list[str]:
+    """What differs in the host after attaching, training and detaching from what was there before."""
+    with host_on_cpu():
+        run = _built(Case("mixed", overlap=True))
+        owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
+        before = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
+        hooks = [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]
+        attached = _attach(run)
+        run.step(0)
+        attached.detach()
+        after = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
+        changed = [str(a.items() ^ b.items()) for a, b in zip(before, after, strict=True) if a != b]
+        if hooks != [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]:
+            changed.append("hooks")
+        again = _error(lambda: _attach(run))
+        return changed if "has stepped" in again else [*changed, again]
+
+
+def interrupted() -> tuple[str, bool]:
+    """Where the plan of the second optimizer fails: the error, and whether the first was attached nevertheless."""
+    with host_on_cpu():
+        run = _built(Case("mixed", experts=True))
+        plans = mock.patch.object(
+            attachment, "CastPlan", side_effect=[attachment.CastPlan([], [], []), ValueError("no")]
+        )
+        with plans:
+            said = _error(lambda: _attach(run))
+        return said, any("_copy_main_params_to_model_params" in vars(one) for one in run.optimizer.chained_optimizers)
+
+
+def forced_sync() -> SimpleNamespace:
+    """With overlap, between the step and the next forward pass."""
+    with host_on_cpu():
+        run = _built(Case("mixed", overlap=True))
+        _attach(run)
+        run.step(0)
+        stale = [not weight.state.columnwise_is_fresh() for weight in run.weights.values()]
+        run.force_sync()
+        first = run.stale_bytes()
+        run.step(1)
+        for group in run.ddp.bucket_groups:
+            group.start_param_sync()  # in flight
+        read = {name: weight.rowwise_data.clone() for name, weight in run.weights.items()}
+        same = {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
+        run.force_sync()
+        same |= {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
+        return SimpleNamespace(stale=stale, first=first, second=run.stale_bytes(), same=same)
+
+
+def masters_by_hand() -> dict[str, int]:
+    """After masters were written by hand."""
+    with host_on_cpu():
+        run = _built(Case("mixed"))
+        attached = _attach(run)
+        run.step(0)
+        for group in _own(run).shard_fp32_from_float16_groups:
+            for master in group:
+                master.mul_(1.5)
+        assert run.stale_bytes()
+        attached.refresh()
+        return run.stale_bytes()
+
+
+def finetuned(with_state: bool) -> tuple[bool, dict[str, int]]:
+    """Masters from values that are loaded into the model: whether they are those values, and stale bytes."""
+    with host_on_cpu():
+        run = _built(Case("mixed"))
+        _attach(run)
+        values = {name: torch.randn(p.shape).bfloat16() for name, p in run.ddp.module.named_parameters()}
+        run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
+        cast = {name: weight.dequantize() for name, weight in run.weights.items()}
+        run.optimizer.reload_model_params(**({"state_dict": dict(values)} if with_state else {}))
+        expected = values if with_state else {**values, **cast}
+        masters = run.masters()
+        return all(torch.equal(masters[name], expected[name].float()) for name in masters), run.stale_bytes()

@@ -1,0 +1,87 @@
+"""What megatron-core needs to run on the CPU over gloo. The integration needs none of it.
+
+* tensors that it asks of CUDA are made on the CPU;
+* parameters call themselves by the type string of CUDA tensors, by which its optimizer sorts them;
+* dropout draws from the one generator there is;
+* the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+WHY_NOT = ""
+try:
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    from megatron.core import parallel_state, tensor_parallel
+except Exception as error:  # such as the syntax of a newer Python
+    WHY_NOT = f"megatron-core cannot be imported: {error}"
+else:
+    if not hasattr(buffers, "modify_nvfp4_rowwise_storage"):
+        WHY_NOT = "this megatron-core is older than 0.19"
+
+needs_megatron = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+class _OneByOne:
+    """Stands for a coalescing manager: gathers have started when it is entered, and `wait` waits for all."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any, async_ops: bool = False) -> Iterator[_OneByOne]:
+    manager = _OneByOne()
+
+    def recorded(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = function(*args, **kwargs)
+            if work is not None:
+                manager.works.append(work)
+            return work
+
+        return call
+
+    names = ("dist_all_gather_func", "dist_reduce_scatter_func")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(buffers, name, recorded(getattr(buffers, name))))
+        yield manager
+
+
+@contextlib.contextmanager
+def host_on_cpu() -> Iterator[None]:
+    """Inside, the real DistributedDataParallel and DistributedOptimizer run on this rank of the default gloo group."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    assert dist.get_backend() == "gloo"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
+        for name in ("current_stream", "synchronize"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
+        stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock()))
+        stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
+        stack.enter_context(_OnCpu())
+        yield

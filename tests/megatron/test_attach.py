@@ -1,0 +1,110 @@
+"""Mistakes and unsupported settings are errors that say what was found, on every rank; the host comes back as it was."""
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+
+from tests.megatron import attaching
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.workers import Ranks
+from zerocast.integrations.megatron import building, host
+
+pytestmark = needs_megatron
+
+
+def _everything() -> dict[str, Any]:
+    found = {}
+    for path in (host.FP8, host.FP4, host.BUFFER, host.DDP, host.OPTIMIZER):
+        module = importlib.import_module(path)
+        found |= {f"{path}.{name}": value for name, value in vars(module).items()}
+        for kind in (value for value in vars(module).values() if isinstance(value, type)):
+            found |= {f"{path}.{kind.__name__}.{name}": value for name, value in vars(kind).items()}
+    return found
+
+
+def _changed(before: dict[str, Any]) -> set[str]:
+    after = _everything()
+    return {name for name in {**before, **after} if before.get(name, before) is not after.get(name, after)}
+
+
+def test_nothing_stays_patched_after_building() -> None:
+    before = _everything()
+    with building():
+        assert _changed(before)
+    assert not _changed(before)
+    with pytest.raises(ZeroDivisionError), building():
+        raise ZeroDivisionError
+    assert not _changed(before)
+
+
+def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _everything()
+    monkeypatch.delattr(importlib.import_module(host.FP8), "_modify_underlying_storage_impl")
+    with pytest.raises(RuntimeError, match=r"fp8_utils has no _modify_underlying_storage_impl"), building():
+        pass
+    monkeypatch.undo()
+    assert not _changed(before)
+
+
+def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "FP4", "megatron.core.fp2_utils")
+    with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), building():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("case", "arguments", "message"),
+    [
+        (attaching.twice, (), "RuntimeError: .* is attached already"),
+        (attaching.after_a_step, (), "RuntimeError: rank 0: the optimizer has stepped"),
+        (attaching.after_a_step, (1,), "RuntimeError: rank 1: the optimizer has stepped"),
+        (attaching.with_setting, ("ddp_config", "use_megatron_fsdp"), "ValueError: use_megatron_fsdp"),
+        (attaching.with_setting, ("config", "use_precision_aware_optimizer"), "ValueError: use_precision_aware"),
+        (attaching.with_setting, ("config", "optimizer_cpu_offload"), "ValueError: optimizer_cpu_offload"),
+        (attaching.with_setting, ("ddp_config", "reuse_grad_buf_for_mxfp8_param_ag"), "ValueError: reuse_grad_buf"),
+        (attaching.layer_wise, (), "ValueError: LayerWiseOptimizer is not supported"),
+        (attaching.not_distributed, (), "RuntimeError: the optimizer, a SimpleNamespace, has no _copy_main_params"),
+        (attaching.of_another_model, (), "ValueError: no optimizer that was given owns the quantized weights"),
+        (attaching.with_a_tensor_of_others, (), "TypeError: .* lies in a byte buffer and is a Parameter"),
+        (attaching.in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),
+        (attaching.in_a_format, ("fp8_delayed",), "ValueError: .* scale and history of fp8_delayed"),
+        (attaching.built_outside, (), "RuntimeError: cannot view QuantizedWeight"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", ""),
+)
+def test_refused_with_the_reason(ranks: Ranks, case: Any, arguments: tuple[Any, ...], message: str) -> None:
+    for said in ranks(2)(case, *arguments):
+        assert re.match(message, said), said
+
+
+def test_an_optimizer_or_a_chunk_of_another_shape_is_named(ranks: Ranks) -> None:
+    for optimizer, chunk in ranks(2)(attaching.of_another_shape):
+        assert "DistributedOptimizer, has no model_float16_groups" in optimizer
+        assert "Linear, has no bucket_groups" in chunk
+
+
+def test_detach_gives_the_host_back(ranks: Ranks) -> None:
+    assert ranks(2)(attaching.left_behind) == [[], []]
+
+
+def test_an_attachment_that_fails_half_way_leaves_nothing(ranks: Ranks) -> None:
+    assert ranks(2)(attaching.interrupted) == [("ValueError: no", False)] * 2
+
+
+def test_a_forced_sync_leaves_nothing_stale(ranks: Ranks) -> None:
+    for found in ranks(2)(attaching.forced_sync):
+        assert all(found.stale)
+        assert not found.first and not found.second
+        assert all(found.same.values())
+
+
+def test_masters_written_by_hand_are_cast_by_refresh(ranks: Ranks) -> None:
+    assert ranks(2)(attaching.masters_by_hand) == [{}, {}]
+
+
+@pytest.mark.parametrize("with_state", [False, True], ids=["from the model", "from a state dict"])
+def test_masters_of_a_finetuning_run(ranks: Ranks, with_state: bool) -> None:
+    for same, wrong in ranks(2)(attaching.finetuned, with_state):
+        assert same and not wrong

@@ -1,0 +1,256 @@
+"""A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, and its bytes."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu
+from zerocast import QuantizedWeight
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import attachment
+
+if not WHY_NOT:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        distributed_data_parallel,
+    )
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import MegatronModule, TransformerConfig
+
+    HOSTS_LAYOUT = [
+        (owner, name, vars(owner)[name])
+        for owner, name in (
+            (buffers._ParamAndGradBuffer, "_compute_nvfp4_packed_layout"),
+            (distrib_optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout"),
+            (distrib_optimizer, "group_params_for_buffers"),
+            (distributed_data_parallel, "group_params_for_buffers"),
+        )
+    ]
+else:
+    MegatronModule = nn.Module
+
+FORMATS = {
+    "fp8_block": {"*.weight": "fp8_block"},
+    "fp8_current": {"*.weight": "fp8_current"},
+    "nvfp4": {"*.weight": "nvfp4"},
+    "mxfp8": {"layers.0.*": "mxfp8"},
+    "fp8_delayed": {"*.weight": "fp8_delayed"},
+    "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
+}
+WIDTHS = (64, 192, 96, 208, 64)  # boundaries of ranks fall inside weights
+
+
+@dataclass(frozen=True)
+class Case:
+    formats: str = "nvfp4"
+    overlap: bool = False
+    busbw: bool = False
+    bucket_size: int | None = None
+    experts: bool = False  # the last two layers in buffers and an optimizer of their own
+    steps: int = 3
+    options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
+
+
+class Model(MegatronModule):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        pairs = list(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+        kinds = [ColumnParallelLinear, RowParallelLinear] * 2
+        self.layers = nn.ModuleList(self._layer(kind, *pair) for kind, pair in zip(kinds, pairs, strict=True))
+
+    def _layer(self, kind: Any, inputs: int, outputs: int) -> nn.Module:
+        more = {} if kind is ColumnParallelLinear else {"input_is_parallel": True, "skip_bias_add": False}
+        return kind(inputs, outputs, config=self.config, init_method=self.config.init_method, bias=True, **more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+@dataclass
+class Run:
+    ddp: Any
+    optimizer: Any
+    case: Case
+
+    @property
+    def weights(self) -> dict[str, QuantizedWeight]:
+        return {n: p for n, p in self.ddp.module.named_parameters() if isinstance(p, QuantizedWeight)}
+
+    def step(self, number: int) -> float:
+        loss = self.forward_and_backward(number)
+        done, norm, _ = self.optimizer.step()
+        assert done and norm > 0
+        return loss
+
+    def forward_and_backward(self, number: int) -> float:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(number % 2 + 2 * dist.get_rank())
+        x = torch.randn(8, WIDTHS[0], generator=generator).bfloat16()
+        loss = (self.ddp(x) - x.roll(1, -1)).float().square().mean()
+        loss.backward()
+        self.ddp.finish_grad_sync()
+        return loss.item()
+
+    def force_sync(self) -> None:
+        """As before an evaluation or a checkpoint."""
+        self.ddp.start_param_sync(force_sync=True)
+
+    def masters(self) -> dict[str, Tensor]:
+        """The whole FP32 masters, from the shards of all ranks."""
+        mine = {}
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for models, mains in zip(one.model_float16_groups, one.shard_fp32_from_float16_groups, strict=True):
+                for param, master in zip(models, mains, strict=True):
+                    name = next((n for n, p in self.ddp.module.named_parameters() if p is param), "of another chunk")
+                    mine[name] = one._get_model_param_range_map(param)["param"].start, master.detach().clone()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        whole = {}
+        for name, param in self.ddp.module.named_parameters():
+            flat = torch.full((param.numel(),), torch.nan)
+            for shards in everyone:
+                if name in shards:
+                    start, master = shards[name]
+                    flat[start : start + master.numel()] = master
+            assert not flat.isnan().any(), name
+            whole[name] = flat.view(param.shape)
+        return whole
+
+    def stale_bytes(self) -> dict[str, int]:
+        """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does."""
+        masters, wrong = self.masters(), {}
+        for name, weight in self.weights.items():
+            expected = casts.unsharded(str(weight.format), masters[name], weight.dtype)
+            found = casts.bytes_of(weight)
+            assert weight.state.columnwise_is_fresh(), name
+            for buffer, content in expected.items():
+                differ = int((found[buffer] != content).sum())
+                if differ:
+                    wrong[f"{name}.{buffer}"] = differ
+        for name, param in self.ddp.module.named_parameters():
+            if name not in self.weights and not torch.equal(param.data.float(), masters[name].to(param.dtype).float()):
+                wrong[name] = param.numel()
+        return wrong
+
+
+def configuration() -> Any:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        init_method_std=0.1,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        gradient_accumulation_fusion=False,
+    )
+
+
+@contextlib.contextmanager
+def hosts_own_layout() -> Iterator[None]:
+    """Inside `building()`: byte buffers as Megatron lays them out by itself."""
+    kept = {}
+    for owner, name, original in HOSTS_LAYOUT:
+        kept[owner, name] = vars(owner)[name]
+        setattr(owner, name, original)
+    try:
+        yield
+    finally:
+        for (owner, name), value in kept.items():
+            setattr(owner, name, value)
+
+
+def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> Any:
+    """A model in its DistributedDataParallel."""
+    torch.manual_seed(seed)
+    config = configuration()
+    model = Model(config)
+    for param in model.layers[2:].parameters() if case.experts else ():
+        param.allreduce = False
+    zerocast.quantize_(model, zerocast.Recipe(FORMATS[case.formats]))
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap,
+        pad_buckets_for_high_nccl_busbw=case.busbw,
+        bucket_size=case.bucket_size,
+        grad_reduce_in_fp32=True,
+    )
+    return DistributedDataParallel(config, ddp_config, model, disable_bucketing)
+
+
+def build(case: Case) -> Run:
+    """Inside `host_on_cpu` and `building`."""
+    ddp = build_chunk(case)
+    return Run(ddp, build_optimizer(case, [ddp]), case)
+
+
+def build_optimizer(case: Case, chunks: list[Any]) -> Any:
+    options = {"optimizer": "adam", "lr": 3e-3, "weight_decay": 0.01, "clip_grad": 1.0, "bf16": True}
+    options |= {"use_distributed_optimizer": True, "overlap_param_gather": case.overlap, **case.options}
+    return get_megatron_optimizer(OptimizerConfig(**options), chunks)
+
+
+def train(case: Case) -> tuple[list[float], dict[str, int]]:
+    """Losses by step, and the stale bytes of the weights in the end."""
+    with host_on_cpu():
+        with integration.building():
+            run = build(case)
+        attached = integration.attach(run.optimizer, run.ddp)
+        assert len(attached.plans) == (2 if case.experts else 1)
+        return trained(run)
+
+
+def train_chunks(case: Case) -> list[dict[str, int]]:
+    """Of two model chunks under one optimizer: the stale bytes of each."""
+    with host_on_cpu():
+        with integration.building():
+            chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
+            optimizer = build_optimizer(case, chunks)
+        integration.attach(optimizer, chunks)
+        runs = [Run(chunk, optimizer, case) for chunk in chunks]
+        for number in range(case.steps):
+            for run in runs:
+                run.forward_and_backward(number)
+            optimizer.step()
+        for run in runs:
+            run.force_sync()
+        return [run.stale_bytes() for run in runs]
+
+
+def trained(run: Run) -> tuple[list[float], dict[str, int]]:
+    losses = [run.step(number) for number in range(run.case.steps)]
+    if run.case.overlap:
+        run.force_sync()
+    return losses, run.stale_bytes()
+
+
+def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
+    """With Megatron's own layout: what `attach` says, and the stale bytes where its check is left out."""
+    with host_on_cpu():
+        with integration.building(), hosts_own_layout():
+            run = build(case)
+        try:
+            integration.attach(run.optimizer, run.ddp)
+        except ValueError as error:
+            said = str(error)
+        else:
+            said = ""
+        with mock.patch.object(attachment, "misplaced", return_value=None):
+            integration.attach(run.optimizer, run.ddp)
+        return said, trained(run)[1]
