@@ -11,8 +11,8 @@ from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.extension import typed
 from zerocast.formats import Element
+from zerocast.gemm.inputs import FLOAT8
 
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ALIGNMENT = 16
 
 _C = extension.load()

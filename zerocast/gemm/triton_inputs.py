@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.formats import Element
+from zerocast.gemm.inputs import FLOAT8
 
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 MANTISSA = {"e4m3": 3, "e5m2": 2}
 ROWS = 32
 ELEMENTS = 4096
