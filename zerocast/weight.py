@@ -144,6 +144,7 @@ class QuantizedWeight(Tensor):
         """
         if debugging():
             self._check_masters()
+        self.state.check_direction(columnwise)
         if columnwise and self._makes_columnwise:
             self.wait()
             backend, row_scale = backends.choose(self.device), self.rowwise_scale_inv
@@ -248,6 +249,8 @@ class QuantizedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
         names = [name for name in BUFFERS if self.state.buffers[name] is not None]
+        if self.state.only:
+            raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, context
 

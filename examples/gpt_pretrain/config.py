@@ -7,6 +7,7 @@ from typing import Literal
 from examples.gpt_pretrain.model import GPTConfig
 
 Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,12 @@ class TrainConfig:
 
     format: Format = "bf16"
     """Format of the matrices in the transformer blocks; bf16 quantizes nothing."""
+    parallel: Parallel = "zero"
+    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in two replicas; fsdp2_tp: with each MLP sliced in two."""
+    late_steps: int = 0
+    """So many last steps are trained in `late_format`."""
+    late_format: Format = "bf16"
+    """Format of the late steps; the run goes over to it through a checkpoint."""
     out: Path = Path("runs/gpt")
     """Folder for metrics.jsonl, tensorboard/ and checkpoints/."""
     data: tuple[Path, ...] = ()
@@ -70,6 +77,15 @@ class TrainConfig:
         for name in ("steps", "batch_size", "grad_accum", "log_every", "eval_every", "eval_sequences", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if min(self.warmup_steps, self.checkpoint_every) < 0:
-            steps = self.warmup_steps, self.checkpoint_every
-            raise ValueError(f"warmup_steps and checkpoint_every cannot be negative, got {steps}")
+        if min(self.warmup_steps, self.checkpoint_every, self.late_steps) < 0:
+            steps = self.warmup_steps, self.checkpoint_every, self.late_steps
+            raise ValueError(f"warmup_steps, checkpoint_every and late_steps cannot be negative, got {steps}")
+
+    @property
+    def slices(self) -> int:
+        """Ranks that work on the same batch."""
+        return 2 if self.parallel == "fsdp2_tp" else 1
+
+    def format_at(self, step: int) -> Format:
+        """What the weights are in during a step, counted from 0."""
+        return self.late_format if step >= self.steps - self.late_steps else self.format
