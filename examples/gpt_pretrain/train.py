@@ -12,8 +12,9 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 import torch
 import tyro
@@ -21,13 +22,15 @@ from torch import Tensor
 
 import zerocast
 from examples.gpt_pretrain import checkpoint
-from examples.gpt_pretrain.build import build_model, build_optimizer
+from examples.gpt_pretrain.build import build_model, build_optimizer, forget_masters
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import TrafficCounter, bytes_per_parameter, count_parameters
+from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, traffic_counter
 from examples.gpt_pretrain.model import GPT
 from examples.gpt_pretrain.run_log import Record, RunLog
 from examples.gpt_pretrain.world import World
+from zerocast.bench import machine
+from zerocast.metrics import NOT_MEASURED, Measurement, Meter
 
 FINAL_WINDOW = 20  # records of the training loss that make the final one: the loss of a single batch is noise
 
@@ -42,21 +45,31 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def train_step(
-    model: GPT, optimizer: zerocast.ZeroAdamW, batches: Sequence[Batch], *, lr: float, grad_clip: float
+    model: GPT,
+    optimizer: zerocast.ZeroAdamW,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    grad_clip: float,
+    measured: Measurement = NOT_MEASURED,
 ) -> tuple[Tensor, Tensor]:
     """Make one optimizer step. Returns this rank's mean loss and the global gradient norm before clipping."""
     total = torch.zeros((), device=batches[0].tokens.device)
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
-            loss = model.loss(batch.tokens, batch.targets) / len(batches)
-            loss.backward()
+            with measured.phase("forward"):
+                loss = model.loss(batch.tokens, batch.targets) / len(batches)
+            with measured.phase("backward"):
+                loss.backward()
         total += loss.detach()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = optimizer.clip_grad_norm_(grad_clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    with measured.phase("norm"):
+        norm = optimizer.clip_grad_norm_(grad_clip)
+    with measured.phase("step"):
+        optimizer.step()
+        optimizer.zero_grad()
     return total, norm
 
 
@@ -83,6 +96,7 @@ class Trainer:
     model: GPT
     optimizer: zerocast.ZeroAdamW
     log: RunLog
+    meter: Meter | None
     step: int
     seconds: float = 0.0  # in training steps since the last record
     steps_timed: int = 0  # the steps that took them
@@ -102,6 +116,9 @@ class Trainer:
                 checkpoint.save(self.optimizer, config.out, self.step)
         return self._summarize()
 
+    def _measured(self) -> AbstractContextManager[Measurement]:
+        return self.meter.step() if self.meter else nullcontext(NOT_MEASURED)
+
     def _batches(self) -> list[Batch]:
         at = {"seed": self.config.seed, "step": self.step, "rank": self.world.rank}
         micro_steps = range(self.config.grad_accum)
@@ -110,11 +127,16 @@ class Trainer:
 
     def _advance(self, measure: bool) -> None:
         """Make one step and time it. The one under the traffic counter is not the first, which builds things lazily."""
-        config, counter, began = self.config, TrafficCounter(self.model), time.perf_counter()
+        config, counter, began = self.config, traffic_counter(self.model), time.perf_counter()
         lr = learning_rate(config, self.step)
-        with counter if measure else nullcontext():
-            loss, norm = train_step(self.model, self.optimizer, self._batches(), lr=lr, grad_clip=config.grad_clip)
+        options = {"lr": lr, "grad_clip": config.grad_clip}
+        with self._measured() as measured, counter if measure else nullcontext():
+            loss, norm = train_step(self.model, self.optimizer, self._batches(), **options, measured=measured)
+        if not config.keep_masters:
+            forget_masters(self.optimizer)
         self.step += 1
+        if measured.sample:
+            self.log.write("measured", self.step, **measured.sample.scalars(), weights=measured.sample.by_weight())
         is_record = self.step % config.log_every == 0 or self.step == config.steps
         mean_loss = self.world.sum(loss).item() / self.world.size if is_record else math.nan  # waits for the device
         self.seconds += time.perf_counter() - began
@@ -175,11 +197,17 @@ def main(config: TrainConfig) -> Record:
         model = build_model(config, world.device)
         optimizer = build_optimizer(model, config)
         step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+        meter = Meter(optimizer, config.measure_every) if config.measure_every else None
         log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
         facts = {"ranks": world.size, "device": str(world.device), "parameters": count_parameters(model)}
-        log.write("start", step, **facts, text=corpus.fingerprint, config=dataclasses.asdict(config))
+        where = {
+            "machine": machine.describe(world.device),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        log.write("start", step, **facts, **where, text=corpus.fingerprint, config=dataclasses.asdict(config))
         log.say(f"{config.format}: {facts}, {len(corpus.train):,} bytes of text, from step {step} to {config.steps}")
-        summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
+        with zerocast.gemm.use(config.gemm):
+            summary = Trainer(config, world, corpus, model, optimizer, log, meter, step).run()
         log.close()
         return summary
     finally:
