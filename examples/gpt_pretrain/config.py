@@ -27,6 +27,10 @@ class TrainConfig:
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; by default the source of Python's standard library."""
     model: GPTConfig = field(default_factory=GPTConfig)
+    gemm: Literal["auto", "dequantize", "scaled_mm"] = "auto"
+    """How products with quantized weights run: auto takes tensor cores where there are any, which quantizes inputs as well."""
+    keep_masters: bool = True
+    """Without it the FP32 master of a quantized weight is forgotten after each step: a control, to see what masters are for."""
 
     steps: int = 300
     """Optimizer steps."""
@@ -66,6 +70,8 @@ class TrainConfig:
     """Steps between two validations; there is always one after the last step."""
     eval_sequences: int = 64
     """Validation sequences, over all ranks."""
+    measure_every: int = 0
+    """Steps between two looks at what casts do to the weights, and at where the time of a step goes; 0 takes none."""
     checkpoint_every: int = 0
     """Steps between two checkpoints, the last step included; 0 writes none."""
     resume: bool = False
@@ -77,9 +83,13 @@ class TrainConfig:
         for name in ("steps", "batch_size", "grad_accum", "log_every", "eval_every", "eval_sequences", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if min(self.warmup_steps, self.checkpoint_every, self.late_steps) < 0:
-            steps = self.warmup_steps, self.checkpoint_every, self.late_steps
-            raise ValueError(f"warmup_steps, checkpoint_every and late_steps cannot be negative, got {steps}")
+        for name in ("warmup_steps", "measure_every", "checkpoint_every", "late_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.format == "bf16" and not self.keep_masters:
+            raise ValueError("keep_masters is about quantized weights, and with format bf16 there are none")
+        if self.parallel != "zero" and (self.measure_every or not self.keep_masters):
+            raise ValueError(f"measure_every and keep_masters look at the masters of ZeroAdamW, not of {self.parallel}")
 
     @property
     def slices(self) -> int:

@@ -1,17 +1,14 @@
 """Bytes a parameter, measured and not computed: from the live buffers and from the collectives that really ran."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import zerocast
+from zerocast.metrics import TrafficCounter
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -61,39 +58,11 @@ def bytes_per_parameter(model: nn.Module) -> dict[str, float]:
     return {"forward": forward / count, "resident": resident / count}
 
 
-class TrafficCounter(TorchDispatchMode):
-    """While entered, adds up the bytes of the collectives that this process issues, by what they are for.
-
-    It sees every c10d operation at the dispatcher, whoever calls it. The size of a collective is its full-size side:
-    what an all-gather puts out, what a reduce-scatter takes in, this rank's own part included (a ring sends (n - 1) /
-    n of it). All-gathers into the storage of a parameter, under FSDP2 all of them, are `weight_gather`; the rest goes
-    by the name of its operation. It slows every operation down, so enter it for one step only.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes: Counter[str] = Counter()
-        self._is_fsdp = isinstance(model, FSDPModule)
-        parameters = () if self._is_fsdp else model.parameters()
-        self._weights = {b.untyped_storage().data_ptr() for p in parameters for b in resident_buffers(p)}
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        """Run `func`, and count it if it is a collective."""
-        if func.namespace == "c10d":
-            self._count(func._schema.name.removeprefix("c10d::"), args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        outputs, inputs = _tensors(args[0]), _tensors(args[1])
-        of_parameter = self._is_fsdp or any(t.untyped_storage().data_ptr() in self._weights for t in outputs)
-        is_weight = "allgather" in name and of_parameter
-        self.nbytes["weight_gather" if is_weight else name] += max(_nbytes(outputs), _nbytes(inputs))
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def traffic_counter(model: nn.Module) -> TrafficCounter:
+    """Count bytes of collectives while entered, those that gather weights as `weight_gather`; FSDP2 gathers nothing else."""
+    if isinstance(model, FSDPModule):
+        return TrafficCounter(None)
+    return TrafficCounter(buffer for p in model.parameters() for buffer in resident_buffers(p))
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -30,7 +30,7 @@ import zerocast
 from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer
 from examples.gpt_pretrain.config import Format, Parallel, TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import TrafficCounter, count_parameters
+from examples.gpt_pretrain.measure import count_parameters, traffic_counter
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from examples.gpt_pretrain.world import World
 
@@ -91,7 +91,7 @@ def measure(config: TrainConfig, world: World, corpus: Corpus, effort: Effort) -
     batch = batch.to(world.device)
     for _ in range(effort.warm_up):
         take_step(model, optimizer, batch)
-    with TrafficCounter(model) as traffic:
+    with traffic_counter(model) as traffic:
         take_step(model, optimizer, batch)
     timeline = _timeline(model, optimizer, batch, world.device, effort.timed)
     return {

@@ -13,21 +13,25 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 import torch
 import tyro
 from torch import Tensor
 
+import zerocast
 from examples.gpt_pretrain import checkpoint
-from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer
+from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import TrafficCounter, bytes_per_parameter, count_parameters
+from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, traffic_counter
 from examples.gpt_pretrain.model import GPT
 from examples.gpt_pretrain.run_log import Record, RunLog
 from examples.gpt_pretrain.world import World
+from zerocast.bench import machine
+from zerocast.metrics import NOT_MEASURED, Measurement, Meter
 
 FINAL_WINDOW = 20  # records of the training loss that make the final one: the loss of a single batch is noise
 
@@ -42,21 +46,31 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def train_step(
-    model: GPT, optimizer: Optimizer, batches: Sequence[Batch], *, lr: float, grad_clip: float
+    model: GPT,
+    optimizer: Optimizer,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    grad_clip: float,
+    measured: Measurement = NOT_MEASURED,
 ) -> tuple[Tensor, Tensor]:
     """Make one optimizer step. Returns this rank's mean loss and the global gradient norm before clipping."""
     total = torch.zeros((), device=batches[0].tokens.device)
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
-            loss = model.loss(batch.tokens, batch.targets) / len(batches)
-            loss.backward()
+            with measured.phase("forward"):
+                loss = model.loss(batch.tokens, batch.targets) / len(batches)
+            with measured.phase("backward"):
+                loss.backward()
         total += loss.detach()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = optimizer.clip_grad_norm_(grad_clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    with measured.phase("norm"):
+        norm = optimizer.clip_grad_norm_(grad_clip)
+    with measured.phase("step"):
+        optimizer.step()
+        optimizer.zero_grad()
     return total, norm
 
 
@@ -90,6 +104,10 @@ class Trainer:
     speeds: list[float] = field(default_factory=list)
     validation_loss: float = math.nan
     traffic: dict[str, float] = field(default_factory=dict)
+    meter: Meter | None = None
+
+    def __post_init__(self) -> None:
+        self._make_meter()
 
     def run(self) -> Record:
         """Train to the last step. Returns the summary that also ends the log."""
@@ -110,6 +128,15 @@ class Trainer:
         del self.model, self.optimizer
         self.model, self.optimizer = build(self.config, self.world, self.step)
         checkpoint.load_newest(self.optimizer, self.config.out)
+        self._make_meter()
+
+    def _make_meter(self) -> None:
+        """Only the config's `parallel=zero` has a meter, and weights that are not quantized give it times alone."""
+        every, optimizer = self.config.measure_every, self.optimizer
+        self.meter = Meter(optimizer, every) if every and isinstance(optimizer, zerocast.ZeroAdamW) else None
+
+    def _measured(self) -> AbstractContextManager[Measurement]:
+        return self.meter.step() if self.meter else nullcontext(NOT_MEASURED)
 
     def _batches(self) -> list[Batch]:
         rank = self.world.share(self.config.slices).rank
@@ -120,11 +147,16 @@ class Trainer:
 
     def _advance(self, measure: bool) -> None:
         """Make one step and time it. The one under the traffic counter is not the first, which builds things lazily."""
-        config, counter, began = self.config, TrafficCounter(self.model), time.perf_counter()
+        config, counter, began = self.config, traffic_counter(self.model), time.perf_counter()
         lr = learning_rate(config, self.step)
-        with counter if measure else nullcontext():
-            loss, norm = train_step(self.model, self.optimizer, self._batches(), lr=lr, grad_clip=config.grad_clip)
+        options = {"lr": lr, "grad_clip": config.grad_clip}
+        with self._measured() as measured, counter if measure else nullcontext():
+            loss, norm = train_step(self.model, self.optimizer, self._batches(), **options, measured=measured)
+        if not config.keep_masters and isinstance(self.optimizer, zerocast.ZeroAdamW):
+            forget_masters(self.optimizer)
         self.step += 1
+        if measured.sample:
+            self.log.write("measured", self.step, **measured.sample.scalars(), weights=measured.sample.by_weight())
         is_record = self.step % config.log_every == 0 or self.step == config.steps
         mean_loss = self.world.sum(loss).item() / self.world.size if is_record else math.nan  # waits for the device
         self.seconds += time.perf_counter() - began
@@ -203,9 +235,14 @@ def main(config: TrainConfig) -> Record:
         step, model, optimizer = start(config, world)
         log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
         facts = {"ranks": world.size, "device": str(world.device), "parameters": count_parameters(model)}
-        log.write("start", step, **facts, text=corpus.fingerprint, config=dataclasses.asdict(config))
+        where = {
+            "machine": machine.describe(world.device),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        log.write("start", step, **facts, **where, text=corpus.fingerprint, config=dataclasses.asdict(config))
         log.say(f"{config.format}: {facts}, {len(corpus.train):,} bytes of text, from step {step} to {config.steps}")
-        summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
+        with zerocast.gemm.use(config.gemm):
+            summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
         log.close()
         return summary
     finally:
