@@ -1,0 +1,39 @@
+"""The reference has every public name, once, and every page of docs/ is in the navigation."""
+
+import ast
+import re
+
+import pytest
+
+from tests.docs.page import ROOT
+
+ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", "integrations.megatron")
+ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
+
+
+def public_names(package: str) -> list[str]:
+    """`__all__`, without importing a host."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return [f"{package}.{name}" for name in names]
+
+
+def entries() -> list[str]:
+    return [name for path in sorted((ROOT / "docs/reference").glob("*.md")) for name in ENTRY.findall(path.read_text())]
+
+
+@pytest.mark.parametrize("package", SURFACES)
+def test_every_public_name_has_an_entry(package: str) -> None:
+    found = entries()
+    assert [name for name in public_names(package) if found.count(ELSEWHERE.get(name, name)) != 1] == []
+
+
+def test_pages_are_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
