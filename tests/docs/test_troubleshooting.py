@@ -80,7 +80,7 @@ def test_logged_messages_are_in_the_source(known: set[str]) -> None:
 
 
 def test_a_message_that_is_in_no_source_is_found(known: set[str]) -> None:
-    assert not any("unknown fromat …; known: …" in text for text in known)
+    assert not any("unknown format …; known by heart: …" in text for text in known)
 
 
 @pytest.mark.slow
