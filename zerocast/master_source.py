@@ -1,4 +1,4 @@
-"""MasterSource: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify`.
+"""MasterSource: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify` and `zerocast.metrics`.
 
 An optimizer, a plan or a host offers it by one method, `master_source()`. What owns masters over several groups, or not at all as a
 span of a weight, is left out until something needs it.

@@ -10,7 +10,7 @@ from tests.docs.page import ROOT
 from zerocast.cli import app
 
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "integrations.megatron")
+SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", "integrations.megatron")
 ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
 
 

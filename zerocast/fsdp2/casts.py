@@ -10,11 +10,13 @@ raise.
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from zerocast.agreement import agree
 from zerocast.fsdp2 import torch_fsdp
@@ -34,8 +36,10 @@ class Casts:
         self._stepped = True  # whether a step made it due
         self.generation = 0
         self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
+        self.groups: list[AmaxGroup] = []
+        self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
-        self._groups: list[AmaxGroup] = []
+        self._gathering: list[Any] = []  # FSDP2's parameter groups
         self._written = False
 
     @property
@@ -46,11 +50,17 @@ class Casts:
             raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
         return model
 
-    def make_due(self) -> None:
-        """Cast before the next gather, and let there be one: weights left gathered are freed."""
+    def make_due(self, by: Optimizer | None = None) -> None:
+        """Cast before the next gather, and let there be one: weights left gathered are freed. `by` is who stepped."""
         self.due = self._stepped = True
-        if self._groups:
-            torch_fsdp.reshard(self.model)
+        if by not in self.measuring:
+            self.forget_measured()
+        torch_fsdp.reshard(self._gathering)
+
+    def forget_measured(self) -> None:
+        """Amaxes that a step has left are no longer those of the masters."""
+        for group in self.groups:
+            group.measured = frozenset()
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
@@ -65,7 +75,7 @@ class Casts:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
         if not self._written:
             self._written = True
-            torch_fsdp.reshard(self.model)
+            torch_fsdp.reshard(self._gathering)
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
@@ -91,24 +101,29 @@ class Casts:
                 )
                 master.seeded = False
         self.due, self._stepped = True, False
-        torch_fsdp.reshard(self.model)
+        torch_fsdp.reshard(self._gathering)
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
 
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
-        if not self._reductions:
-            self._reductions = list(self._agree())
-        if not self._groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
-            self._groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
+        self.bind()
         self._seed()
-        for group in self._groups:
+        for group in self.groups:
             group.cast(repeat)
         self.generation += 1
         self.due = self._stepped = self._written = False
         for master in self.masters:
             master.written_to = False
+
+    def bind(self) -> None:
+        """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
+        if not self._reductions:
+            self._gathering = list(torch_fsdp.groups(self.model))
+            self._reductions = list(self._agree())
+        if not self.groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
+            self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
 
     def _seed(self) -> None:
         """Give delayed scales that nobody has set the amax of the present master: a cast of its own, once."""
@@ -119,7 +134,7 @@ class Casts:
         for master in delayed:
             if not master.seeded:
                 master.delayed["amax_history"].zero_()
-        for group in self._groups:
+        for group in self.groups:
             group.cast(repeat=False)
         for tensor, value in kept:
             tensor.copy_(value)
@@ -130,7 +145,7 @@ class Casts:
 
     def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        held = [one for group in torch_fsdp.groups(self.model) for one in held_by(group, self)]
+        held = [one for group in self._gathering for one in held_by(group, self)]
         missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
         if missing:
             raise RuntimeError(

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.formats import AmaxPolicy
+from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.rows import RowShards
@@ -70,6 +71,11 @@ class Held:
                 "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards plain tensors alone): "
                 "give True or False"
             )
+        if self.master.one_direction and not torch_fsdp.reshards_after_forward(self._group):
+            raise ValueError(
+                "one_direction needs a gather for each pass: give fully_shard reshard_after_forward=True for this module, "
+                "which the outermost one has not by itself"
+            )
         check_shape(fmt, self._param._orig_size)
         self._check_tensor_parallel(weight_mesh)
 
@@ -91,19 +97,22 @@ class Held:
             )
 
     def lies_elsewhere(self) -> bool:
-        """Whether the master moved since `shard` looked."""
-        return self.local.plain.data_ptr() != self.master.shard.master.data_ptr()
+        """Whether the master moved since `shard` looked. Of a refresh, what is done for each parameter."""
+        return self._param.sharded_param._local_tensor is not self._seen or self._plain.data_ptr() != self._address
 
     def shard(self) -> ShardWeight:
         """The weight as this rank casts it from where the master lies now."""
-        shape, plain = tuple(self._param._orig_size), self.local.plain
+        self._seen, self._plain, self._address = self.local, self.local.plain, self.local.plain.data_ptr()
+        shape, plain = tuple(self._param._orig_size), self._plain
         rows, _ = matrix_shape(shape)
         world = self.shard_mesh.size()
         shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
         rank = self.shard_mesh.get_local_rank()
         delayed = self.master.delayed_on(plain.device)
+        one_direction, group = self.master.one_direction, self._group
+        self.master.is_backward = lambda: torch_fsdp.gathers_for_backward(group)
         self.master.shard = ShardWeight(
-            self.master.name, self.master.format, shape, self._nominal, plain, shards, rank, delayed
+            self.master.name, self.master.format, shape, self._nominal, plain, shards, rank, delayed, one_direction
         )
         return self.master.shard
 
