@@ -11,7 +11,7 @@ import shlex
 import pytest
 import tyro
 
-from tests.docs.page import FOLDERS, ROOT
+from tests.docs.page import ROOT, markdown_files
 from zerocast.cli import app, main
 
 SHELL = re.compile(r"^```sh\n(.*?)^```$|^( {4}.*?)$", re.MULTILINE | re.DOTALL)
@@ -21,7 +21,7 @@ NUMBER_OF_RANKS = ("--nproc-per-node", "--nproc_per_node")
 
 def commands() -> list[tuple[str, str]]:
     """(page, command line) of every indented or fenced block."""
-    found = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
+    found = markdown_files()
     return [(str(path.relative_to(ROOT)), line) for path in found for line in _commands_of(path.read_text())]
 
 
