@@ -61,7 +61,7 @@ lint: $(VENV)/.dev
 
 # The site, in build/site; whatever is broken in it is an error. To read it while writing: .venv/bin/mkdocs serve
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
