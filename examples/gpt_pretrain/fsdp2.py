@@ -49,10 +49,9 @@ def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     if ranks % 2:
         raise ValueError(f"--parallel {config.parallel} halves the ranks, there are {ranks}")
-    names, shape = {"hsdp": (("replicate", "shard"), (2, ranks // 2)), "fsdp2_tp": (("shard", "tp"), (ranks // 2, 2))}[
-        config.parallel
-    ]
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if config.parallel == "hsdp":
+        return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("shard", "tp"))
 
 
 class Fsdp2AdamW:
@@ -64,9 +63,14 @@ class Fsdp2AdamW:
         betas = config.beta1, config.beta2
         self._adamw = zerocast.fsdp2.FusedAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
         self._state = zerocast.fsdp2.TrainingState(model, self._adamw)
-        self.param_groups = self._adamw.param_groups
         self.step, self.zero_grad = self._adamw.step, self._adamw.zero_grad
         self.skipped_steps = 0  # FSDP2 has no check of gradients
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of now: loading a state puts others in their place."""
+        groups: list[dict[str, Any]] = self._adamw.param_groups
+        return groups
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

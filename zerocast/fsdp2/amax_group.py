@@ -18,6 +18,8 @@ from zerocast.fsdp2.stack import Stack, by_geometry
 from zerocast.group import Group
 from zerocast.shard import MasterShard
 
+MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -140,6 +142,8 @@ class AmaxGroup:
         if not measured:
             self._packed.zero_()
         if measured not in self._unmeasured:
+            if len(self._unmeasured) > MOST_TABLES:
+                self._unmeasured = {frozenset(): self._batches}
             self._unmeasured[measured] = self._batch(name for name in self._shards if name not in measured)
         for batch in self._unmeasured[measured]:
             batch.partial_amax(self._packed)

@@ -39,7 +39,7 @@ class Casts:
         self.groups: list[AmaxGroup] = []
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
-        self._gathering: list[Any] = []  # FSDP2's parameter groups
+        self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
         self._written = False
 
     @property
@@ -55,7 +55,10 @@ class Casts:
         self.due = self._stepped = True
         if by not in self.measuring:
             self.forget_measured()
-        torch_fsdp.reshard(self._gathering)
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        torch_fsdp.reshard(group() for group in self._gathering)
 
     def forget_measured(self) -> None:
         """Amaxes that a step has left are no longer those of the masters."""
@@ -75,7 +78,7 @@ class Casts:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
         if not self._written:
             self._written = True
-            torch_fsdp.reshard(self._gathering)
+            self._free_gathered()
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
@@ -101,7 +104,7 @@ class Casts:
                 )
                 master.seeded = False
         self.due, self._stepped = True, False
-        torch_fsdp.reshard(self._gathering)
+        self._free_gathered()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
@@ -120,7 +123,7 @@ class Casts:
     def bind(self) -> None:
         """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
         if not self._reductions:
-            self._gathering = list(torch_fsdp.groups(self.model))
+            self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
         if not self.groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
             self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
@@ -145,7 +148,7 @@ class Casts:
 
     def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        held = [one for group in self._gathering for one in held_by(group, self)]
+        held = [one for group in self._gathering for one in held_by(group(), self)]
         missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
         if missing:
             raise RuntimeError(
