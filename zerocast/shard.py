@@ -48,6 +48,10 @@ class Ownership:
         """Whether any rank holds a part of the master; a weight without one is frozen and stays as it is."""
         return any(spans[index].numel for spans in self.spans)
 
+    def covers(self, index: int) -> bool:
+        """Whether every element of the weight has an owner."""
+        return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()
+
 
 def own(
     group: Group,

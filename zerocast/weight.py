@@ -115,6 +115,12 @@ class QuantizedWeight(Tensor):
         """f32[amax_history_len]; delayed scaling only."""
         return self.state.buffers["amax_history"]
 
+    @property
+    def master_owner(self) -> Any:
+        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
+        owner = self.state.freshness.owner
+        return None if owner is None else owner()
+
     def wait(self) -> None:
         """Until the bytes are here: completes a gather in flight."""
         if self.state.freshness.finish is not None:

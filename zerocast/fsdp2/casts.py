@@ -21,7 +21,9 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.held import Held, held_by
 from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
+from zerocast.master_source import MasterSource
 
 
 class Casts:
@@ -33,6 +35,7 @@ class Casts:
         self.due = True
         self._stepped = True  # whether a step made it due
         self.generation = 0
+        self.steps = 0  # casts after an optimizer step
         self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self._groups: list[AmaxGroup] = []
@@ -106,9 +109,19 @@ class Casts:
         for group in self._groups:
             group.cast(repeat)
         self.generation += 1
+        self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:
             master.written_to = False
+            master.freshness.count_cast()
+
+    def master_sources(self) -> Iterator[MasterSource]:
+        """The masters and their gathered weights, for `zerocast.verify`; every rank asks for them."""
+        return sources(self)
+
+    def reduction_of(self, master: Master) -> Reduction:
+        """Who shares the amax of a weight that was cast."""
+        return next(reduction for reduction, held in self._reductions if any(one.master is master for one in held))
 
     def _seed(self) -> None:
         """Give delayed scales that nobody has set the amax of the present master: a cast of its own, once."""

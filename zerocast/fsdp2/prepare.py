@@ -16,13 +16,16 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.sources import VerifyEvery
 from zerocast.model import check_weight
 from zerocast.recipe import Recipe
 
 _prepared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
-def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None = None) -> nn.Module:
+def prepare(
+    model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None = None, verify_every: int | None = None
+) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes. Call it before `fully_shard`; returns `model`.
 
     Every matched FP32 parameter of two or more dimensions stays what an optimizer and a checkpoint see, as the FP32 master.
@@ -31,12 +34,16 @@ def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None 
     `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it.
 
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that hold slices of a weight,
-    over which its amax is reduced. Without it that is FSDP2's shard mesh.
+    over which its amax is reduced. Without it that is FSDP2's shard mesh. `verify_every` lets the first forward pass after every
+    so many steps compare all gathered bytes with an unsharded cast of the masters, as `zerocast.verify` does, and raise
+    VerificationError on every rank of the shard group if any differ.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the format cannot take, an
     embedding and a weight that is sharded already, and TypeError for one that is not FP32. What only FSDP2 decides is checked
     at the first gather.
     """
+    if verify_every is not None and verify_every < 1:
+        raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     casts = Casts(model, weight_mesh)
@@ -60,6 +67,8 @@ def prepare(model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None 
         if mine:
             module.register_load_state_dict_post_hook(_Loaded(mine))
     _prepared.add(model)
+    if verify_every is not None:
+        model.register_forward_pre_hook(VerifyEvery(casts, verify_every))
     return model
 
 

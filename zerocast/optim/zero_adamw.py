@@ -192,9 +192,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The group that the masters are sharded over; None for one process without any."""
         return self._group.handle
 
-    def master_source(self) -> MasterSource:
+    def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters of all parameters, for `zerocast.verify`."""
-        return self._weights.master_source()
+        return (self._weights.master_source(),)
 
     @property
     def skipped_steps(self) -> int:
