@@ -1,7 +1,8 @@
 """CastPlan: everything about a cast that does not change from step to step, worked out once."""
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from zerocast.layout import Span
 from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.shard import ShardData, own
 from zerocast.weight import QuantizedWeight
+
+CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
 
 
 class CastPlan:
@@ -74,11 +77,12 @@ class CastPlan:
         """Cast the masters as they are now. One all-reduce, no host work a tensor.
 
         `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and
-        then calls `post_all_gather`.
+        then calls `post_all_gather`. A cast that raises half-way leaves weights that are not read before another one is complete.
         """
         self.ready()
-        self._keep_scales(skip)
-        self.launch(skip)
+        with self.freshness.writing("a cast", CAST_AGAIN), self._delayed_or_as_before():
+            self._keep_scales(skip)
+            self.launch(skip)
         self.freshness.count_cast()
 
     @property
@@ -127,10 +131,22 @@ class CastPlan:
             scale = self._cast_scales[place : place + 1]
         return OwnedMaster(None, shard.weight, shard.master, shard.span, scale)
 
+    @contextlib.contextmanager
+    def _delayed_or_as_before(self) -> Iterator[None]:
+        """Within, delayed scaling moves on; what raises puts it back, so that the next cast is as if this had never begun."""
+        kept = [torch.cat(tensors) for tensors in self._delayed_state if tensors]
+        try:
+            yield
+        except BaseException:
+            for tensors, values in zip(self._delayed_state, kept, strict=False):
+                for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+                    tensor.copy_(value)
+            raise
+
     def _keep_scales(self, skip: Tensor | None) -> None:
         """Remember what a cast scales with: delayed scaling moves on at the end of it."""
         if self._delayed:
-            scales = torch.cat(self._scales)
+            scales = torch.cat(self._delayed_state[0])
             self._cast_scales.copy_(scales if skip is None else torch.where(skip, self._cast_scales, scales))
 
     def _follow(self) -> None:
@@ -158,10 +174,6 @@ class CastPlan:
             batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
         self._batches: list[Batch] = batches.freeze()
         self._neighbours: list[Batch] = neighbours.freeze()
-        self._scales = [self._scale_of(index) for index in self._delayed]
+        states = [self.weights[index].state.buffers for index in self._delayed]
+        self._delayed_state = [[t for s in states if (t := s[name]) is not None] for name in ("scale", "amax_history")]
         self._generation = weight_state.generation()
-
-    def _scale_of(self, index: int) -> Tensor:
-        scale = self.weights[index].scale
-        assert scale is not None
-        return scale

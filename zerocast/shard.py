@@ -76,7 +76,7 @@ def own(
         problem = error
     lines = [_fingerprint(shard.weight) for shard in shards]
     spans = [(shard.span.start, shard.span.stop) for shard in shards]
-    replies = agree(group, lines, problem, spans)
+    replies = agree(group, lines, problem, spans, "builds a CastPlan")
     by_rank = [[Span(*pair) for pair in pairs] for pairs in replies]
     _check_overlaps(lines, by_rank)
     return Ownership(shards, by_rank, device, chosen)

@@ -84,10 +84,10 @@ def _parameters(what: Any) -> Iterator[tuple[str, Any]]:
 
 def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
     named = [_named(owned, index, names) for index, owned in enumerate(source.masters)]
-    agree(source.group, [_describe(owned) for owned in named], None)
+    agree(source.group, [_describe(owned) for owned in named], None, what="verifies")
     compared = [_compare(owned, source.group) for owned in named]
     found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
-    by_rank = ranks.all_gather_object(found)
+    by_rank = agree(ranks, [], None, found, "verifies")
     return VerifyReport(
         len(named),
         sum(nbytes for _, nbytes, _ in compared),

@@ -144,8 +144,9 @@ class QuantizedWeight(Tensor):
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy.
 
-        In debug mode also for bytes that are older than their masters.
+        Also for bytes that a cast or step left torn; in debug mode for those that are older than their masters.
         """
+        self.state.freshness.check_whole()
         if debugging():
             self._check_masters()
         if columnwise and self._makes_columnwise:

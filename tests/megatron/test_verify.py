@@ -11,7 +11,7 @@ from tests.workers import Ranks
 pytestmark = needs_megatron
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_every_byte_counts(ranks: Ranks, overlap: bool) -> None:
     """All buffers of all weights and plain parameters, on rank 1 of 3; experts have an optimizer of their own."""
     for quiet, found, wanted, weights in ranks(3)(verifying.every_buffer, overlap):

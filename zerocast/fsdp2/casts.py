@@ -7,6 +7,7 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -105,15 +106,32 @@ class Casts:
             self._reductions = list(self._agree())
         if not self._groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
             self._groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
-        self._seed()
-        for group in self._groups:
-            group.cast(repeat)
+        with self._or_as_before():
+            self._seed()
+        with self._or_as_before():
+            for group in self._groups:
+                group.cast(repeat)
         self.generation += 1
         self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:
             master.written_to = False
             master.freshness.count_cast()
+
+    @contextlib.contextmanager
+    def _or_as_before(self) -> Iterator[None]:
+        """Within, delayed scaling moves on; what raises puts it back, and the next gather casts as if this had never begun."""
+        seeded = [master.seeded for master in self.masters]
+        state = [tensor for master in self.masters for tensor in master.delayed.values()]
+        kept = torch.cat(state) if state else torch.empty(0)
+        try:
+            yield
+        except BaseException:
+            for master, before in zip(self.masters, seeded, strict=True):
+                master.seeded = before
+            for tensor, value in zip(state, kept.split([tensor.numel() for tensor in state]), strict=True):
+                tensor.copy_(value)
+            raise
 
     def master_sources(self) -> Iterator[MasterSource]:
         """The masters and their gathered weights, for `zerocast.verify`; every rank asks for them."""
