@@ -1,17 +1,21 @@
 """Under FSDP2: a cast that runs out of memory is done again, a rank that dies raises on the others, masters that are not finite."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zerocast
 from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
 from tests.optim.faults import OutOfMemory
-from tests.workers import Ranks
+from tests.workers import Ranks, RanksFailed
 from zerocast import fsdp2, verify
+from zerocast.fsdp2.master import Master
 
 
 def trained(formats: tuple[str, ...] = FORMATS) -> Any:
@@ -93,3 +97,50 @@ def test_masters_that_are_not_finite(ranks: Ranks, value: float) -> None:
         assert found == []
         assert ok
         assert len(counts) == 2 * len(FORMATS) and set(counts.values()) == {1}
+
+
+def dies_in(what: str) -> None:
+    """Rank 1 dies in the forward pass after its third step, when it casts or when it sends; rank 0 raises what it was told."""
+    model, _ = trained(("nvfp4", "fp8_current"))
+    (of_model,) = {master.casts for _, master in models.masters(model).values()}
+    if dist.get_rank() == 1:
+        owner: Any = of_model if what == "refresh" else Master
+        setattr(owner, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError) as caught, torch.no_grad():
+        model(models.batch(3, 64))
+    raise RuntimeError(f"rank 0 was told: {caught.value}")
+
+
+@pytest.mark.parametrize("what", ["refresh", pytest.param("send", marks=pytest.mark.slow)])
+def test_a_rank_that_dies(ranks: Ranks, what: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2)(dies_in, what)
+    assert "--- rank 1 ---\nthe process died" in str(caught.value)
+    assert "RuntimeError: rank 0 was told" in str(caught.value)
+
+
+def steps_alone() -> tuple[str, bool]:
+    """In debug mode, after an optimizer step on rank 1 only: what a forward pass says; and whether all go on after a refresh."""
+    zerocast.set_debug(True)
+    try:
+        model, optimizer = trained(("nvfp4",))
+        models.complaints(model, "")  # casts
+        if dist.get_rank() == 1:
+            optimizer.step()
+        with pytest.raises(RuntimeError) as caught, torch.no_grad():
+            model(models.batch(3, 64))
+    finally:
+        zerocast.set_debug(False)
+    return str(caught.value), _is_there(model)
+
+
+def _is_there(model: Any) -> bool:
+    fsdp2.refresh(model)
+    return verify(model).ok
+
+
+def test_a_step_on_one_rank_in_debug_mode(ranks: Ranks) -> None:
+    for said, together in ranks(2)(steps_alone):
+        assert "ranks make different calls: rank 0 gathers after cast" in said
+        assert "rank 1 casts and gathers after cast" in said
+        assert together

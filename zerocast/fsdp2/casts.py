@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocast.agreement import agree
+from zerocast.agreement import agree, roll_call
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.held import Held, held_by
@@ -58,6 +58,8 @@ class Casts:
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        for reduction, _ in self._reductions:
+            roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
         unread, self.unread = self.unread, []
         for master, headers, arrived in unread:
             arrived.synchronize()
