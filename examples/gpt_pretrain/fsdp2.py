@@ -103,6 +103,14 @@ class Fsdp2AdamW:
         """Under the keys of ZeroAdamW's."""
         return self._state.state_dict()
 
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """For a reader that fills it."""
+        return self._state.state_to_overwrite()
+
+    def overwriting(self) -> contextlib.AbstractContextManager[None]:
+        """Within, a reader does."""
+        return self._state.overwriting()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """From either."""
         self._state.load_state_dict(state_dict)

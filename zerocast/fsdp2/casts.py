@@ -7,6 +7,7 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.agreement import agree
+from zerocast.agreement import agree, roll_call
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.held import Held, held_by
 from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
+from zerocast.master_source import MasterSource
 
 
 class Casts:
@@ -35,6 +38,7 @@ class Casts:
         self.due = True
         self._stepped = True  # whether a step made it due
         self.generation = 0
+        self.steps = 0  # casts after an optimizer step
         self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
         self.groups: list[AmaxGroup] = []
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
@@ -67,6 +71,8 @@ class Casts:
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        for reduction, _ in self._reductions:
+            roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
         unread, self.unread = self.unread, []
         for master, headers, arrived in unread:
             arrived.synchronize()
@@ -112,13 +118,40 @@ class Casts:
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
         self.bind()
-        self._seed()
-        for group in self.groups:
-            group.cast(repeat)
+        with self._or_as_before():
+            self._seed()
+        with self._or_as_before():
+            for group in self.groups:
+                group.cast(repeat)
         self.generation += 1
+        self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:
             master.written_to = False
+            master.freshness.count_cast()
+
+    @contextlib.contextmanager
+    def _or_as_before(self) -> Iterator[None]:
+        """Within, delayed scaling moves on; what raises puts it back, and the next gather casts as if this had never begun."""
+        seeded = [master.seeded for master in self.masters]
+        state = [tensor for group in self.groups for tensor in group.delayed.arenas]
+        kept = [tensor.clone() for tensor in state]
+        try:
+            yield
+        except BaseException:
+            for master, before in zip(self.masters, seeded, strict=True):
+                master.seeded = before
+            for tensor, value in zip(state, kept, strict=True):
+                tensor.copy_(value)
+            raise
+
+    def master_sources(self) -> Iterator[MasterSource]:
+        """The masters and their gathered weights, for `zerocast.verify`; every rank asks for them."""
+        return sources(self)
+
+    def reduction_of(self, master: Master) -> Reduction:
+        """Who shares the amax of a weight that was cast."""
+        return next(reduction for reduction, held in self._reductions if any(one.master is master for one in held))
 
     def bind(self) -> None:
         """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""

@@ -15,7 +15,7 @@ from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.rows import RowShards
 from zerocast.fsdp2.shard_weight import ShardWeight
 from zerocast.layout import check_shape, matrix_shape
-from zerocast.weight import NOMINAL_DTYPES
+from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
 
 
 class Held:
@@ -40,6 +40,14 @@ class Held:
             f"{self.master.name}: something replaced the prepared parameter by a plain tensor, which would be gathered in "
             "high precision: load through load_state_dict, or write into the parameter"
         )
+
+    @property
+    def live(self) -> QuantizedWeight:
+        """The gathered weight that a module computes with; there while its group is gathered."""
+        live = self._param()._unsharded_param
+        weight = getattr(live, "_local_tensor", live)  # that of a DTensor
+        assert isinstance(weight, QuantizedWeight), self.master.name
+        return weight
 
     @property
     def shard_mesh(self) -> DeviceMesh:

@@ -9,7 +9,9 @@ It has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its
 what FSDP2 saved, and the other way about.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,6 +53,14 @@ class TrainingState:
             "optim": {"state": state, "param_groups": groups},
             "zerocast": state_dict(self._model) if is_prepared(self._model) else {},
         }
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """The state for a reader that fills it."""
+        return self.state_dict()
+
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Within, a reader fills masters in place; FSDP2 casts what it finds in them, so what breaks off must be loaded again."""
+        return contextlib.nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters; the next gather casts its masters."""

@@ -10,6 +10,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from zerocast.optim.manifest import FileSum, Manifest
 from zerocast.optim.safe_reader import SafeReader
 
 AnyPath = str | os.PathLike[str]
+SAVES, LOADS = "saves a checkpoint", "loads a checkpoint"  # what ranks are in the middle of, if not in the same call
 PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
@@ -37,7 +39,13 @@ class Checkpointed(Protocol):
         """The ranks that write and read together; None for one process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, under the keys of `zerocast.optim.state`; what is loaded is read into them."""
+        """Tensors by name, under the keys of `zerocast.optim.state`."""
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """The same, for a reader that fills it."""
+
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Within, a reader does so, and `load_state_dict` takes over what it read."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that was loaded."""
@@ -68,22 +76,23 @@ def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None
     """What `load` does once the files are known to be what was written."""
     reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
-    state = state_of(optimizer, extra)
+    state = {**optimizer.state_to_overwrite(), "extra": dict(extra or {})}
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
     problems = _unfit(saved, "", state) + _unknown(saved, state)
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
-    try:
-        with _without_process_group_warning():
-            state_dict_loader.load(
-                state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
-            )
-    except CheckpointException as error:  # no Exception, and the same on every rank
-        raise RuntimeError(
-            f"{path} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
-        ) from error
-    optimizer.load_state_dict(state)
+    with optimizer.overwriting():
+        try:
+            with _without_process_group_warning():
+                state_dict_loader.load(
+                    state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
+                )
+        except CheckpointException as error:  # no Exception, and the same on every rank
+            raise RuntimeError(
+                f"{path} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
+            ) from error
+        optimizer.load_state_dict(state)
 
 
 def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = False) -> None:
@@ -135,13 +144,13 @@ def _begin(path: Path, partial: Path, replace: bool) -> None:
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     """Of all files, each rank some of them."""
-    names = _from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()))
+    names = _from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()), SAVES)
     own, problem = {}, None
     try:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
     except OSError as error:
         problem = error
-    parts: list[dict[str, FileSum]] = agree(group, [], problem, own)
+    parts: list[dict[str, FileSum]] = agree(group, [], problem, own, SAVES)
     return {name: sums for part in parts for name, sums in part.items()}
 
 
@@ -173,22 +182,22 @@ def _to_disk(folder: Path) -> None:
 
 def check_files(path: Path, group: Group) -> None:
     """ValueError on every rank if any file is not what the manifest says; each rank reads some of them."""
-    manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path))
+    manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path), LOADS)
     problem = None
     if manifest:
         try:
             manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
         except (OSError, ValueError) as error:
             problem = error
-    agree(group, [], problem)
+    agree(group, [], problem, what=LOADS)
 
 
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
     """Run on rank 0 while the others wait; what it raises is raised everywhere."""
-    _from_rank_0(group, lambda: work() and None)
+    _from_rank_0(group, lambda: work() and None, SAVES)
 
 
-def _from_rank_0(group: Group, work: Callable[[], Any]) -> Any:
+def _from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
     """What rank 0 gets from `work`, on every rank; what it raises, everywhere."""
     result, problem = None, None
     if group.rank == 0:
@@ -196,7 +205,7 @@ def _from_rank_0(group: Group, work: Callable[[], Any]) -> Any:
             result = work()
         except Exception as error:
             problem = error
-    return agree(group, [], problem, result)[0]
+    return agree(group, [], problem, result, what)[0]
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:

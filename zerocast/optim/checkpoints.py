@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocast.agreement import agree
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim import checkpoint
 from zerocast.optim.checkpoint import Checkpointed
@@ -87,7 +88,7 @@ class Checkpoints:
         """
         self.wait()
         group = checkpoint.group_of(optimizer)
-        steps: list[int] = group.all_gather_object(self.steps())[0]
+        steps: list[int] = agree(group, [], None, self.steps(), checkpoint.LOADS)[0]
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {steps or 'none'}")

@@ -1,5 +1,6 @@
 """ShardedWeights: the low-precision side of the optimizer, from masters to gathered bytes."""
 
+import contextlib
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -17,6 +18,11 @@ from zerocast.optim.masters import Masters
 from zerocast.plan import CastPlan
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
+
+RELOAD = (
+    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
+    "load_state_dict), or end the run if ranks have died"
+)
 
 
 class ShardedWeights:
@@ -79,11 +85,20 @@ class ShardedWeights:
 
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
-        self._gather.ready()
-        with self.delayed.replay():
-            self.plan.cast()
-        if self.delayed.found():  # the first cast found the amax that scales the second
+        with self.writing("a cast"):
+            self._gather.ready()
             with self.delayed.replay():
                 self.plan.cast()
-        self._gather.start()
-        self._gather.done()
+            if self.delayed.found():  # the first cast found the amax that scales the second
+                with self.delayed.replay():
+                    self.plan.cast()
+            self._gather.start()
+            self._gather.done()
+
+    def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Within, masters and weights belong to different steps; what raises in here leaves them torn until a state is loaded."""
+        return self.plan.freshness.writing(what, RELOAD)
+
+    def check_whole(self) -> None:
+        """RuntimeError while masters and weights are torn."""
+        self.plan.freshness.check_whole()
