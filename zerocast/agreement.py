@@ -1,7 +1,7 @@
 """Agreement: what all ranks must have alike is compared once, and what is wrong on one rank raises on every rank, never a hang."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerocast.group import Group
@@ -27,6 +27,17 @@ def agree(group: Group, lines: Sequence[str], problem: Exception | None, payload
     if len({hashed for _, hashed, _ in replies}) > 1:
         _raise_difference(group.all_gather_object(list(lines)))
     return [content for *_, content in replies]
+
+
+def from_rank_0(group: Group, work: Callable[[], Any]) -> Any:
+    """What rank 0 gets from `work`, on every rank; what it raises is raised everywhere, as `agree` raises it."""
+    result, problem = None, None
+    if group.rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+    return agree(group, [], problem, result)[0]
 
 
 def _raise_difference(by_rank: list[list[str]]) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zerocast.agreement import agree
+from zerocast.agreement import agree, from_rank_0
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim.clear_writer import ClearWriter, reasons
-from zerocast.optim.manifest import FileSum, Manifest
-from zerocast.optim.safe_reader import SafeReader
 from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.sources.manifest import FileSum, Manifest, check_files
+from zerocast.sources.safe_reader import SafeReader
 
 AnyPath = str | os.PathLike[str]
 PARTIAL = ".partial"  # ends the name of what is being written or deleted
@@ -57,6 +57,8 @@ def read(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None) -
     state = state_of(optimizer, extra)
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
+    if not any(name.startswith("optim.") for name in saved):
+        raise ValueError(f"{path} holds masters and no optimizer state: zerocast.optim.load_masters takes them")
     problems = _unfit(saved, "", state) + _unknown(saved, state)
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
@@ -121,7 +123,7 @@ def _begin(path: Path, partial: Path, replace: bool) -> None:
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     """Of all files, each rank some of them."""
-    names = _from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()))
+    names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()))
     own, problem = {}, None
     try:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
@@ -157,32 +159,9 @@ def _to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_files(path: Path, group: Group) -> None:
-    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them."""
-    manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path))
-    problem = None
-    if manifest:
-        try:
-            manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
-        except (OSError, ValueError) as error:
-            problem = error
-    agree(group, [], problem)
-
-
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
     """Run on rank 0 while the others wait; what it raises is raised everywhere."""
-    _from_rank_0(group, lambda: work() and None)
-
-
-def _from_rank_0(group: Group, work: Callable[[], Any]) -> Any:
-    """What rank 0 gets from `work`, on every rank; what it raises, everywhere."""
-    result, problem = None, None
-    if group.rank == 0:
-        try:
-            result = work()
-        except Exception as error:
-            problem = error
-    return agree(group, [], problem, result)[0]
+    from_rank_0(group, lambda: work() and None)
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:

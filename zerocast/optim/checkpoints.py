@@ -25,6 +25,7 @@ from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim import checkpoint
 from zerocast.optim.sharded_tensor import TensorShard
 from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.sources.manifest import check_files
 
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"step_(\d{8,})")
@@ -94,14 +95,14 @@ class Checkpoints:
         if step is None:
             step = self._newest_intact(steps, group)
         else:
-            checkpoint.check_files(self.path(step), group)
+            check_files(self.path(step), group)
         checkpoint.read(optimizer, self.path(step), extra)
         return step
 
     def _newest_intact(self, steps: list[int], group: Group) -> int:
         *older, newest = steps
         try:
-            checkpoint.check_files(self.path(newest), group)
+            check_files(self.path(newest), group)
         except ValueError as error:
             if not older:
                 raise

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from zerocast.agreement import agree, from_rank_0
+from zerocast.group import Group
+
 NAME = "manifest.json"
 VERSION = 1
 CHUNK = 2**20
@@ -87,3 +90,18 @@ class Manifest:
             if found != expected:
                 sums = f"its SHA-256 is {found.sha256[:16]}..., and was {expected.sha256[:16]}..."
                 raise ValueError(f"{path} is damaged: {sums} when it was written")
+
+
+def check_files(path: Path, group: Group) -> None:
+    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them.
+
+    Without a manifest, as other programs leave a folder, there is nothing to check.
+    """
+    manifest: Manifest | None = from_rank_0(group, lambda: Manifest.read(path))
+    problem = None
+    if manifest:
+        try:
+            manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
+        except (OSError, ValueError) as error:
+            problem = error
+    agree(group, [], problem)
