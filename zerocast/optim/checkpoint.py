@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.agreement import agree, from_rank_0
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim.clear_writer import ClearWriter, reasons
 from zerocast.optim.zero_adamw import ZeroAdamW
-from zerocast.sources.manifest import FileSum, Manifest, check_files
+from zerocast.sources.manifest import FileSum, Manifest, Stored, check_files
 from zerocast.sources.safe_reader import SafeReader
+from zerocast.sources.source import dtype_name
 
 AnyPath = str | os.PathLike[str]
 PARTIAL = ".partial"  # ends the name of what is being written or deleted
@@ -35,7 +37,7 @@ def save(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None
     All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
     nothing behind, when `path` holds anything already or any rank cannot write.
     """
-    write(state_of(optimizer, extra), Path(path), group_of(optimizer))
+    write(state_of(optimizer, extra), Path(path), group_of(optimizer), formats=formats_of(optimizer))
 
 
 def load(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
@@ -74,8 +76,19 @@ def read(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None) -
     optimizer.load_state_dict(state)
 
 
-def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = False) -> None:
-    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind."""
+def write(
+    state: Mapping[str, Any],
+    path: Path,
+    group: Group,
+    replace: bool = False,
+    formats: Mapping[str, Stored] | None = None,
+    planner: SavePlanner | None = None,
+) -> None:
+    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind.
+
+    `formats` are noted in the manifest; a `planner` may find the tensors elsewhere than in `state`.
+    """
+    path = path.absolute()  # "." has no name to write beside
     partial = path.with_name(path.name + PARTIAL)
     on_rank_0(group, lambda: _begin(path, partial, replace))
     try:
@@ -83,11 +96,12 @@ def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = Fa
             state_dict_saver.save(
                 dict(state),
                 storage_writer=ClearWriter(partial),
+                planner=planner,
                 process_group=group.handle,
                 no_dist=group.handle is None,
             )
         files = _hash_files(partial, group)
-        on_rank_0(group, lambda: _commit(path, partial, files))
+        on_rank_0(group, lambda: _commit(path, partial, Manifest(files, dict(formats or {}))))
     except CheckpointException as error:  # no Exception, and the same on every rank
         remove(partial, group)
         raise RuntimeError(f"{path} was not written: {reasons(error)}") from error
@@ -105,6 +119,13 @@ def remove(folder: Path, group: Group) -> None:
 def state_of(optimizer: ZeroAdamW, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """What a checkpoint holds."""
     return {**optimizer.state_dict(), "extra": dict(extra or {})}
+
+
+def formats_of(optimizer: ZeroAdamW) -> dict[str, Stored]:
+    """The formats of quantized weights, for whoever looks at the checkpoint later."""
+    weights = {owned.name: owned.weight for owned in optimizer.master_source().masters}
+    quantized = {name: weight for name, weight in weights.items() if weight.format.element is not None}
+    return {name: Stored(str(weight.format), dtype_name(weight.dtype)) for name, weight in quantized.items()}
 
 
 def group_of(optimizer: ZeroAdamW) -> Group:
@@ -133,8 +154,8 @@ def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     return {name: sums for part in parts for name, sums in part.items()}
 
 
-def _commit(path: Path, partial: Path, files: dict[str, FileSum]) -> None:
-    Manifest(files).write(partial)
+def _commit(path: Path, partial: Path, manifest: Manifest) -> None:
+    manifest.write(partial)
     _to_disk(partial)
     if _holds_anything(path):
         before = path.with_name(f"{path.name}.before{PARTIAL}")

@@ -25,7 +25,7 @@ from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim import checkpoint
 from zerocast.optim.sharded_tensor import TensorShard
 from zerocast.optim.zero_adamw import ZeroAdamW
-from zerocast.sources.manifest import check_files
+from zerocast.sources.manifest import Stored, check_files
 
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"step_(\d{8,})")
@@ -66,13 +66,14 @@ class Checkpoints:
         """
         self.wait()
         state, group = checkpoint.state_of(optimizer, extra), checkpoint.group_of(optimizer)
+        formats = checkpoint.formats_of(optimizer)
         if not self._asynchronous:
-            self._write(state, step, group)
+            self._write(state, step, group, formats)
             return
         if self._group is None:
             self._group = _gloo_group(group)
         own, copied = self._group, _snapshot(state)
-        self._saving = _Saving(step, lambda: self._write(copied, step, own))
+        self._saving = _Saving(step, lambda: self._write(copied, step, own, formats))
 
     def wait(self) -> None:
         """Until what is being saved is complete. RuntimeError on every rank if it could not be written."""
@@ -111,8 +112,8 @@ class Checkpoints:
             return self._newest_intact(older, group)
         return newest
 
-    def _write(self, state: Mapping[str, Any], step: int, group: Group) -> None:
-        checkpoint.write(state, self.path(step), group, replace=True)
+    def _write(self, state: Mapping[str, Any], step: int, group: Group, formats: Mapping[str, Stored]) -> None:
+        checkpoint.write(state, self.path(step), group, replace=True, formats=formats)
         checkpoint.on_rank_0(group, lambda: self._prune(step))
 
     def _prune(self, newest: int) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -41,10 +41,20 @@ class FileSum:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Format and nominal dtype that a weight had, as text. Nothing depends on them when masters are loaded."""
+
+    format: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Sums by file name."""
+    """Sums by file name; the formats that weights had, by parameter name; the torch that wrote it."""
 
     files: dict[str, FileSum]
+    formats: dict[str, Stored] = field(default_factory=dict)
+    torch: str = torch.__version__
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
@@ -56,6 +66,11 @@ class Manifest:
             files = {
                 str(name): FileSum(int(sums["bytes"]), str(sums["sha256"])) for name, sums in content["files"].items()
             }
+            formats = {
+                str(name): Stored(str(one["format"]), str(one["dtype"]))
+                for name, one in content.get("formats", {}).items()
+            }
+            written_by = str(content.get("torch", "unknown"))
         except FileNotFoundError:
             return None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -65,12 +80,13 @@ class Manifest:
         outside = [name for name in files if PurePath(name).name != name]
         if outside:
             raise ValueError(f"{path} is damaged: {outside[0]!r} is no file of the checkpoint")
-        return Manifest(files)
+        return Manifest(files, formats, written_by)
 
     def write(self, folder: Path) -> None:
         """Into the folder, down to the disk."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
-        content: dict[str, Any] = {"version": VERSION, "torch": torch.__version__, "files": files}
+        formats = {name: {"format": one.format, "dtype": one.dtype} for name, one in sorted(self.formats.items())}
+        content: dict[str, Any] = {"version": VERSION, "torch": self.torch, "files": files, "formats": formats}
         with (folder / NAME).open("w") as stream:
             json.dump(content, stream, indent=1)
             stream.flush()

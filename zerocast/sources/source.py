@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from zerocast.layout import Span
 
 HIGH_PRECISION = ("float32", "bfloat16", "float16")  # what an FP32 master can take without rounding
-PIECE = 2**22  # elements
+PIECE = 2**20  # elements
 
 
 @dataclass(frozen=True)
