@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from zerocast.fsdp2.prepare import is_prepared, load_state_dict, state_dict
+from zerocast.formats import FormatSpec
+from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, state_dict
 
 HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 BETAS = ("beta1", "beta2")
@@ -40,6 +41,11 @@ class TrainingState:
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that save and load together."""
         return dist.group.WORLD if dist.is_initialized() else None
+
+    @property
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name, once the model has gathered."""
+        return formats(self._model) if is_prepared(self._model) else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state as it is now. Masters and moments are those in use, step counts copies; a shared weight has its first name."""
