@@ -10,7 +10,7 @@ from zerocast.group import Group
 
 
 @dataclass(frozen=True)
-class _Reply:
+class Reply:
     """What one rank says: the call it makes, (kind, text) of what it found wrong, a digest of its lines, and the payload."""
 
     what: str
@@ -31,8 +31,8 @@ def agree(
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     found = None if problem is None else (kind, str(problem))
-    replies: list[_Reply] = group.all_gather_object(_Reply(what, found, digest, payload))
-    _check_calls([reply.what if isinstance(reply, _Reply) else "gathers objects" for reply in replies])
+    replies: list[Reply] = group.all_gather_object(Reply(what, found, digest, payload))
+    _check_calls([reply.what if isinstance(reply, Reply) else "gathers objects" for reply in replies])
     for rank, reply in enumerate(replies):
         if reply.problem is not None:
             wrong, text = reply.problem

@@ -21,12 +21,11 @@ def fuzz(seconds: float, cases: SearchStrategy[Any], check: Callable[[Any], None
     @given(cases)
     def run(case: Any) -> None:
         nonlocal count
-        if time.monotonic() < end:
+        if not count or time.monotonic() < end:
             count += 1
             check(case)
 
     run()
-    assert count
 
 
 def refuses(call: Callable[[], Any]) -> str | None:
