@@ -97,7 +97,7 @@ def _plot_course(axes: Axes, outcome: Outcome) -> None:
         title=f"training loss less that of {BASELINE}, smoothed\nmean and range of the seeds",
     )
     axes.set_yscale("symlog", linthresh=LINEAR)
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     axes.grid(alpha=0.3)
 
 
