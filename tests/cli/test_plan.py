@@ -150,7 +150,7 @@ def test_the_command(capsys, tmp_path, parallel):
 
 PARALLEL = ("zero1", "zero2", "fsdp2", "hsdp")
 DEFAULT = [("gpt3-175b", "fsdp2", "fp8_block"), ("gpt3-175b", "zero1", "mxfp8")]
-LARGEST = ("nvfp4", "mxfp8")  # deepseek-v3 has 90,000 parameters
+LARGEST = ("nvfp4", "mxfp8")  # deepseek-v3 has 45,395 parameters
 EVERY = [(m, p, f) for m in PRESETS for p in PARALLEL for f in (LARGEST if m == "deepseek-v3" else FORMATS)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in DEFAULT]
 
@@ -197,6 +197,12 @@ def test_what_cannot_be_planned(capsys, arguments, message):
         ('{"model_type": "mixtral", "num_local_experts": 8}', "experts of model_type 'mixtral' are not known"),
         ('{"parameters": [{"name": "w", "shape": [0, 2]}]}', "those have elements"),
         ('{"parameters": 3}', "is no config"),
+        (
+            json.dumps({**PRESETS["llama3-8b"], "num_attention_heads": 0}),
+            "num_attention_heads must be at least 1, got 0",
+        ),
+        (json.dumps({**PRESETS["llama3-8b"], "num_hidden_layers": 10**12}), "it has more than 250,000 parameters"),
+        ('{"parameters": [{"name": "w", "shape": [1e999]}]}', "is no config"),
     ],
 )
 def test_configs_that_are_none(capsys, tmp_path, content, message):

@@ -47,11 +47,11 @@ class Prepared:
 
     def check_written(self) -> None:
         """A code outside of every span is what it was; a whole weight is the unsharded cast."""
-        for shard, weight, master, values, then in zip(
-            self.case, self.lists[0], self.lists[1], self.values, self.before, strict=True
+        for shard, weight, master, start, values, then in zip(
+            self.case, *self.lists, self.values, self.before, strict=True
         ):
             now = codes(weight)
-            first = shard.span[0]
+            first = int(start or 0)  # a master of fewer elements may start later than it was cut
             last = first + (0 if master is None else master.numel())
             assert now is not None and then is not None
             assert torch.equal(now[:first], then[:first]) and torch.equal(now[last:], then[last:])

@@ -129,6 +129,8 @@ def test_manifests(tmp_path: Path, seconds: float) -> None:
     )
     names = st.sampled_from(("version", "files", "formats", "torch"))
 
+    (tmp_path / ".metadata").touch()
+
     def check(content: Any) -> None:
         (tmp_path / manifest.NAME).write_text(json.dumps(content))
         try:

@@ -178,6 +178,15 @@ def test_ignore(tmp_path: Path) -> None:
     optim.load_masters(trainer.optimizer, KINDS["safetensors"](spoilt("more"), tmp_path), ignore=["*rotary*"])
 
 
+def test_what_lies_beside_a_common_prefix_is_not_passed_over(tmp_path: Path) -> None:
+    state = {f"model.{name}": tensor for name, tensor in values(SHAPES, torch.float32).items()}
+    state["lm_head.weight"] = torch.zeros(3)
+    assert "lm_head.weight is there and is no master here" in refuses(state)
+    del state["lm_head.weight"]
+    (tmp_path / "manifest.json").write_text("somebody else's")
+    optim.load_masters(Trainer(RUN).optimizer, KINDS["safetensors_folder"](state, tmp_path))
+
+
 def test_masters_alone_are_no_whole_checkpoint(tmp_path: Path) -> None:
     KINDS["dcp"](values(SHAPES, torch.float32), tmp_path)
     with pytest.raises(

@@ -30,7 +30,7 @@ class Contents:
     @staticmethod
     def of(path: Path) -> "Contents":
         """Opens what is at a path; files with hashes are compared with them first. Errors as of `open_source`."""
-        manifest = Manifest.read(path) if path.is_dir() else None
+        manifest = Manifest.read(path)
         if manifest is not None:
             check_files(path, ONE_PROCESS)
         source = open_source(path)

@@ -12,7 +12,8 @@ ROWS = 200  # of the lower panel; more weights are drawn one in so many
 
 
 def plot(found: Sequence[CastStatistics], title: str, path: Path) -> None:
-    """Write a PNG of some tensors, at least one."""
+    """Write a PNG of the weights that are cast, or of all tensors where none is; at least one."""
+    found = [one for one in found if one.casts] or found
     masters = np.array([one.masters for one in found], dtype=np.float64)
     casts = np.array([one.casts or one.masters for one in found], dtype=np.float64)
     used = np.flatnonzero(masters.sum(0) + casts.sum(0))
@@ -27,7 +28,9 @@ def plot(found: Sequence[CastStatistics], title: str, path: Path) -> None:
     above.set_yscale("log")
     above.set_ylabel("share of nonzero elements")
     above.legend()
-    shares = masters[drawn, first:last] / np.maximum(masters[drawn].sum(1, keepdims=True), 1.0)
+    shares = masters[drawn, first:last] / np.maximum(
+        masters[drawn].max(1, keepdims=True), 1.0
+    )  # each row by its fullest
     below.imshow(
         shares, aspect="auto", extent=(powers[0] - 0.5, powers[-1] + 0.5, len(drawn) - 0.5, -0.5), cmap="Blues"
     )

@@ -59,8 +59,13 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
-        """The manifest of a checkpoint, None where there is none. ValueError for one that cannot be understood."""
+        """The manifest of a checkpoint, None where there is none. ValueError for one that cannot be understood.
+
+        A folder that is no checkpoint may hold a file of the same name that is something else.
+        """
         path = folder / NAME
+        if not (folder / ".metadata").is_file():
+            return None
         try:
             content = json.loads(path.read_text())
             version = content["version"]

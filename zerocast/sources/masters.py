@@ -17,6 +17,7 @@ from zerocast.sources import HIGH_PRECISION, AnySource, TensorSource, open_sourc
 from zerocast.sources.manifest import check_files
 
 PREFIXES = ("", "model.", "module.", "state_dict.")
+BESIDE_MASTERS = ("optim.", "zerocast.", "extra.")
 SHOWN = 4
 
 
@@ -29,7 +30,7 @@ def read_masters(masters: Mapping[str, Tensor], source: AnySource, ignore: Seque
     manifest says. FileNotFoundError becomes a RuntimeError where there are several ranks. RuntimeError for a file that turns out to
     be damaged on the way: masters are then partly what it holds.
     """
-    if not isinstance(source, Mapping) and (Path(source) / "manifest.json").is_file():
+    if not isinstance(source, Mapping):
         check_files(Path(source), group)
     opened, prefix = None, ""
     problem: Exception | None = None
@@ -61,8 +62,8 @@ def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, 
         elif entry.dtype not in HIGH_PRECISION:
             problems.append(f"{prefix}{name} is {entry.dtype} there; a master takes {', '.join(HIGH_PRECISION)}")
     left = [name for name in kept if not name.startswith(prefix) or name.removeprefix(prefix) not in masters]
-    if prefix == "model.":  # a checkpoint, which holds more than masters
-        left = [name for name in left if name.startswith(prefix)]
+    if prefix == "model.":  # perhaps a checkpoint, which holds more than masters
+        left = [name for name in left if not name.startswith(BESIDE_MASTERS)]
     return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in left]
 
 
