@@ -83,7 +83,8 @@ class Run:
             expected = casts.unsharded(str(weight.format), state[name]["param"], weight.dtype, scale)
             held = casts.bytes_of(weight)
             found += [f"{name}.{key}" for key, value in expected.items() if (held[key] != value).any()]
-        sent = self.optimizer.param_sync_dtype
+        stepped = self.optimizer.state["step"] > 0
+        sent = self.optimizer.param_sync_dtype if stepped else FP32
         for name, parameter in self.probe.named_parameters():
             expected_plain = state[name]["param"].to(sent).to(parameter.dtype)
             if name not in self.weights and not torch.equal(parameter.detach().cpu(), expected_plain):
