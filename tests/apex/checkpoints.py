@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts
-from tests.apex.host_on_cpu import DEVICE, host_on_cpu
+from tests.apex.host_on_cpu import device, host_on_cpu
 from tests.apex.training import Case, Run
 
 
@@ -98,7 +98,7 @@ def scaled(infinite_at: int) -> tuple[list[bool], list[str]]:
     At one of them rank 0 has a gradient that is not finite.
     """
     with host_on_cpu():
-        run, scaler, changed = Run(Case()), torch.amp.GradScaler(DEVICE, init_scale=2.0**8), []
+        run, scaler, changed = Run(Case()), torch.amp.GradScaler(device(), init_scale=2.0**8), []
         for number in range(4):
             gradients = {spec.name: spec.gradient(number, run.rank) for spec in run.case.specs}
             if number == infinite_at and run.rank == 0:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import casts
 from tests.apex import kernels
-from tests.apex.host_on_cpu import DEVICE, WHY_NOT, host_on_cpu
+from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.apex.training import Case, Run
 from tests.optim.probe import FP32, PLAIN, Probe, Spec
 from tests.optim.runs import TWO_GROUPS, boxes, weight_bytes
@@ -75,7 +75,7 @@ def _train(steps: int, of_zerocast: bool) -> Both:
         for number in range(steps):
             run.step(number)
         ours = {name: {field: state[field] for field in FIELDS} for name, state in run.state().items()}
-        probe = Probe(SPECS).to(DEVICE)
+        probe = Probe(SPECS).to(device())
         config = ZeroConfig(bucket_size=4096, deterministic=True, grad_dtype=torch.float32)
         zero = ZeroAdamW(probe.param_groups(TWO_GROUPS), config=config)
         for number in range(steps):
@@ -92,7 +92,7 @@ def _gathered(zero: ZeroAdamW, like: Values) -> Values:
         found[name] = {}
         for theirs, ours in FIELDS.items():
             leaf = state["model"][name] if ours == "master" else state["optim"]["state"][name][ours]
-            whole = torch.zeros_like(fields[theirs], device=DEVICE)
+            whole = torch.zeros_like(fields[theirs], device=device())
             for where, values in boxes(leaf):
                 whole[where] = values
             dist.all_reduce(whole.view(torch.int32))

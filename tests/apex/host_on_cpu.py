@@ -1,15 +1,17 @@
 """NVIDIA's Apex, and what it needs to run on the CPU over gloo. The integration needs none of it.
 
-The folder that holds the package `apex` is named by ZEROCAST_APEX; without it an installed one is taken. Where there is no GPU
+The folder that holds the package `apex` is named by ZEROCAST_APEX; without it an installed one is taken. On ranks over gloo
 
 * `amp_C` and `distributed_adam_cuda` are stubs with the two kernels that a step needs, in plain torch;
 * what Apex asks of CUDA (a device, streams) is answered by the CPU;
 * collectives run one by one: gloo has no coalescing.
 
-Apex and the stubs are then taken out of `sys.modules`, since other hosts try to import them too.
+Over NCCL nothing of this is done. Where the extensions are not built, Apex and the stubs are taken out of `sys.modules` once they
+were imported, since other hosts try to import them too.
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -23,29 +25,24 @@ import torch.distributed as dist
 
 from tests.apex import kernels
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-STUBS = {
-    "amp_C": {"multi_tensor_l2norm": kernels.l2norm},
-    "distributed_adam_cuda": {"multi_tensor_fused_adam": kernels.fused_adam},
-}
+STUBS = {name: ModuleType(name) for name in ("amp_C", "distributed_adam_cuda")}
+vars(STUBS["amp_C"])["multi_tensor_l2norm"] = kernels.l2norm
+vars(STUBS["distributed_adam_cuda"])["multi_tensor_fused_adam"] = kernels.fused_adam
+PATH = mock.patch.object(sys, "path", [*filter(None, [os.environ.get("ZEROCAST_APEX")]), *sys.path])
+with PATH:
+    MISSING = [name for name in STUBS if importlib.util.find_spec(name) is None]
 WHY_NOT = ""
 
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
     """Within, `apex` can be imported, from where ZEROCAST_APEX says."""
-    with mock.patch.object(sys, "path", [*filter(None, [os.environ.get("ZEROCAST_APEX")]), *sys.path]):
-        if ON_GPU:
-            yield
-            return
-        for name, content in STUBS.items():
-            sys.modules[name] = ModuleType(name)
-            vars(sys.modules[name]).update(content)
+    with PATH:
+        sys.modules.update({name: STUBS[name] for name in MISSING})
         try:
             yield
         finally:
-            for name in [name for name in sys.modules if name.split(".")[0] in ("apex", *STUBS)]:
+            for name in [name for name in sys.modules if MISSING and name.split(".")[0] in ("apex", *MISSING)]:
                 del sys.modules[name]
 
 
@@ -58,6 +55,11 @@ with importable():
         apex: Any = sys.modules[host.MODULE]
 
 needs_apex = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def device() -> str:
+    """Where Apex runs on this rank."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
 class _OneByOne:
@@ -78,16 +80,18 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 @contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
-    """Within, Apex runs on this machine; on a GPU it runs as it is."""
-    if ON_GPU:
+    """Within, Apex runs on this rank of the default group; over NCCL it runs as it is."""
+    if device() == "cuda":
         yield
         return
-    assert not dist.is_initialized() or dist.get_backend() == "gloo"
     cpu = property(lambda optimizer: torch.device("cpu"), lambda optimizer, device: None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
         for name in ("Stream", "current_stream", "stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
+        for name, stub in STUBS.items():
+            stack.enter_context(mock.patch.object(apex, name, stub))
+        stack.enter_context(mock.patch.object(apex, "_FOUND_DEPRECATED_FUSED_ADAM", False))
         stack.enter_context(mock.patch.object(apex, "_devices_match", return_value=True))
         stack.enter_context(mock.patch.object(apex, "_coalescing_manager", _one_by_one))
         stack.enter_context(

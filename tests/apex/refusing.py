@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
-from tests.apex.host_on_cpu import DEVICE, WHY_NOT, host_on_cpu
+from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.apex.training import SMALL, Case, Run
 from zerocast import ZeroAdamW
 
@@ -29,7 +29,7 @@ class Foreign(Tensor):
 
     @staticmethod
     def __new__(cls, *shape: int) -> "Foreign":
-        found: Foreign = Tensor._make_wrapper_subclass(cls, shape, device=DEVICE, requires_grad=True)
+        found: Foreign = Tensor._make_wrapper_subclass(cls, shape, device=device(), requires_grad=True)
         found._is_param = True  # what torch.nn.Parameter sets on a subclass
         return found
 
@@ -47,7 +47,9 @@ def _error(call: Callable[[], Any]) -> str:
 
 
 def model(fmt: str = "nvfp4") -> nn.Module:
-    return zerocast.quantize_(nn.Linear(64, 32, device=DEVICE), zerocast.Recipe({"weight": fmt}), dtype=torch.bfloat16)
+    return zerocast.quantize_(
+        nn.Linear(64, 32, device=device()), zerocast.Recipe({"weight": fmt}), dtype=torch.bfloat16
+    )
 
 
 def build(what: nn.Module, **options: Any) -> Any:
@@ -58,7 +60,7 @@ def with_option(name: str) -> str:
     value = False if name == "store_params" else torch.bfloat16 if name == "dtype" else True
     others = NEEDED.get(name, {})
     with host_on_cpu(), mock.patch.object(apex, "_FOUND_DEPRECATED_FUSED_ADAM", True):
-        return _error(lambda: build(model(), **{name: value, "device": DEVICE, **others}))
+        return _error(lambda: build(model(), **{name: value, "device": device(), **others}))
 
 
 def twice() -> tuple[str, str]:
@@ -91,7 +93,7 @@ def other_weights() -> str:
 def more_parameters() -> str:
     with host_on_cpu():
         optimizer = build(model())
-        return _error(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=DEVICE))]}))
+        return _error(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=device()))]}))
 
 
 def first_format() -> tuple[str, str, str]:
@@ -152,9 +154,9 @@ def plain_only() -> tuple[int, bool]:
     """A model without quantized weights is Apex's as ever."""
     with host_on_cpu():
         torch.manual_seed(0)
-        one = nn.Linear(8, 8, device=DEVICE)
+        one = nn.Linear(8, 8, device=device())
         before, optimizer = one.weight.detach().clone(), build(one)
-        one(torch.ones(2, 8, device=DEVICE)).sum().backward()
+        one(torch.ones(2, 8, device=device())).sum().backward()
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         return len(optimizer.master_source().masters), torch.equal(before, one.weight)

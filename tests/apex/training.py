@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zerocast
 from tests import casts
-from tests.apex.host_on_cpu import DEVICE, WHY_NOT, host_on_cpu
+from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.optim import probe
 from tests.optim.probe import Probe, Spec
 from tests.optim.runs import TWO_GROUPS
@@ -47,7 +47,7 @@ class Run:
     """One rank's probe and optimizer of a case. Inside `host_on_cpu`."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.probe, self.rank = case, Probe(case.specs).to(DEVICE), dist.get_rank()
+        self.case, self.probe, self.rank = case, Probe(case.specs).to(device()), dist.get_rank()
         groups = self.probe.param_groups(TWO_GROUPS)
         options = {"bucket_cap_mb": SMALL, **case.options, **_groups(case.replicas)}
         self.optimizer = DistributedFusedAdam(groups, **options)
