@@ -43,6 +43,13 @@ def test_replicated_masters(host_ranks: Ranks, world: int) -> None:
     assert host_ranks(world)(training.train, Case(replicas=2)) == [[]] * world
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_everyone_starts_from_rank_0(host_ranks: Ranks, named: bool) -> None:
+    """Scales of delayed scaling too. Parameters without names are called by their places."""
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else ["0.0", "0.1", "0.2", "0.3"]
+    assert host_ranks(2)(training.started_apart, named) == [(names, [True] * 3, [])] * 2
+
+
 @pytest.mark.parametrize("world", worlds(2, slow=[3]))
 def test_what_is_not_cast_is_seen(host_ranks: Ranks, world: int) -> None:
     """The check itself: without the cast of the last step, and with a byte that did not arrive."""

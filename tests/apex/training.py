@@ -157,3 +157,23 @@ def traffic() -> tuple[int, list[int], list[int]]:
 def _bytes(bucket: Bucket) -> int:
     codes = bucket.numel * bucket.storage.dtype.itemsize // bucket.storage.elements_per_byte
     return codes * (2 if bucket.storage.both_directions else 1)
+
+
+def started_apart(named: bool) -> tuple[list[str], list[bool], list[str]]:
+    """Of models whose ranks were initialised differently: names, whether masters are rank 0's values, what is wrong."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64)).to(device())
+    start = [model[0].weight.detach().clone(), model[1].weight.detach().clone(), model[1].bias.detach().clone()]
+    for value in start:
+        dist.broadcast(value, 0)
+    recipe = zerocast.Recipe({"0.weight": "fp8_delayed", "1.weight": "nvfp4"}, default="identity")
+    zerocast.quantize_(model, recipe)
+    with host_on_cpu():
+        optimizer = DistributedFusedAdam(model.named_parameters() if named else model.parameters(), bucket_cap_mb=SMALL)
+        saved = optimizer.state_dict()
+        keys = optimizer._keys(saved)
+        masters = [state["param"] for key, state in saved["state"].items() if key != "step"]
+        optimizer.load_state_dict(saved)
+    found = [torch.equal(masters[0], start[0].cpu()), torch.equal(masters[2], start[1].cpu())]
+    found.append(torch.equal(model[1].bias, start[2]))
+    return list(keys), found, [str(difference) for difference in zerocast.verify(model).differences]
