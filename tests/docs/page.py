@@ -3,7 +3,7 @@
 What a block needs and a reader does not may stand in an HTML comment, which no reader sees:
 
     <!-- ranks: 1 2 -->                    run the page alone, and on two ranks; a page without it is run alone
-    <!-- host: megatron -->                with megatron-core made to run on the CPU
+    <!-- host: megatron -->                with a training host made to run on the CPU, by tests/megatron
     <!-- invisible-code-block: python      names that blocks below use
     ...
     -->
@@ -59,6 +59,15 @@ class Page:
         return found[1] if found else None
 
     @property
+    def why_not(self) -> str:
+        """Why it cannot be run here; empty if it can."""
+        return str(self._stand_in.WHY_NOT) if self.host else ""
+
+    @property
+    def _stand_in(self) -> Any:
+        return importlib.import_module(f"tests.{self.host}.host_on_cpu")  # takes seconds: not for other pages
+
+    @property
     def visible_blocks(self) -> int:
         return len(BLOCK.findall(self.text))
 
@@ -75,11 +84,10 @@ class Page:
         if self.host is None:
             yield
             return
-        stand_in: Any = importlib.import_module(f"tests.{self.host}.host_on_cpu")  # takes seconds: not for other pages
         may_fork = mock.patch.dict(
             vars(multiprocessing.current_process())["_config"], daemon=False
         )  # to write checkpoints
-        with may_fork, stand_in.host_on_cpu():
+        with may_fork, self._stand_in.host_on_cpu():
             yield
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.docs.page import Page, markdown_files, pages
-from tests.megatron.host_on_cpu import WHY_NOT
 from tests.workers import Ranks, RanksFailed
 
 CASES = [pytest.param(page, world, id=f"{page}-{world}") for page in pages() for world in page.worlds]
@@ -20,8 +19,8 @@ def run(ranks: Ranks, page: Page, world: int, folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("page", "world"), CASES)
 def test_blocks_run(ranks: Ranks, page: Page, world: int, tmp_path: Path) -> None:
-    if page.host and WHY_NOT:
-        pytest.skip(WHY_NOT)
+    if page.why_not:
+        pytest.skip(page.why_not)
     assert min(run(ranks, page, world, tmp_path)) >= page.visible_blocks
 
 

@@ -10,7 +10,8 @@ from tests.docs.page import ROOT
 from zerocast.cli import app
 
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", "integrations.megatron")
+HOSTS = ("integrations.apex", "integrations.megatron")
+SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", *HOSTS)
 ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
 
 

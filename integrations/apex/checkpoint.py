@@ -1,0 +1,59 @@
+"""Checkpoints: Apex's own state dict of full FP32 tensors, with delayed scaling in it."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from zerocast import QuantizedWeight
+from zerocast.optim.delayed import DelayedScaling
+
+logger = logging.getLogger(__name__)
+FIELDS = ("scale", "amax_history", "cast_scale")
+
+
+class PlainZeros(TorchFunctionMode):
+    """Within, `zeros_like` of a QuantizedWeight is a plain tensor: Apex makes room for a master by the shape of its parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Everything else is left alone."""
+        kwargs = kwargs or {}
+        if func is torch.zeros_like and args and isinstance(args[0], QuantizedWeight):
+            return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, "device": args[0].device, **kwargs})
+        return func(*args, **kwargs)
+
+
+def check_format(state_dict_format: int | None) -> None:
+    """ValueError for the deprecated first format, which replaces the buckets that weights are cast from."""
+    if state_dict_format not in (None, 2):
+        raise ValueError(f"state dicts of format 2 hold quantized weights' masters, got format {state_dict_format}")
+
+
+def format_of(state_dict: Mapping[str, Any]) -> int | None:
+    """As Apex tells it; the first format is older than its tag."""
+    if "buckets" in state_dict or "gathered_states" in state_dict:
+        return 1
+    found: int | None = state_dict.get("format")
+    return found
+
+
+def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
+    """Put copies on the CPU beside the master of each weight; `keys` are the entries of Apex's state by name."""
+    for name, views in delayed.views.items():
+        state[keys[name]].update({field: views[field].detach().cpu().clone() for field in FIELDS})
+
+
+def load_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
+    """Take over what `add_delayed` put there; where it is missing or does not fit, it is seeded at the next cast."""
+    for name, views in delayed.views.items():
+        saved = state[keys[name]]
+        if all(field in saved and saved[field].shape == views[field].shape for field in FIELDS):
+            for field in FIELDS:
+                views[field].copy_(saved[field])
+        else:
+            delayed.lose(name)
+            if dist.get_rank() == 0:
+                logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded master", name)

@@ -1,0 +1,86 @@
+"""The names of NVIDIA Apex that this integration overrides, calls or reads; nothing else here knows where they are.
+
+Detected by being there, never by version.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MODULE = "apex.contrib.optimizers.distributed_fused_adam"
+SOURCE = "build NVIDIA's from a checkout of github.com/NVIDIA/apex"
+
+_OF_THE_CLASS = (
+    "_broadcast_params",
+    "_check_params_shard_dtypes",
+    "_init_param_state",
+    "_param_copy_fragments",
+    "init_params",
+    "init_params_bucket",
+    "load_state_dict",
+    "param_sync",
+    "parameter",
+    "parameters",
+    "state_dict",
+)
+_OF_AN_OPTIMIZER = (
+    "alignment",
+    "capturable",
+    "contiguous_param_buffer",
+    "default_shard_size",
+    "device",
+    "distributed_process_group",
+    "distributed_size",
+    "dtype",
+    "grad_sync_dtype",
+    "overlap_param_sync",
+    "process_group",
+    "process_group_root",
+    "store_param_remainders",
+    "store_params",
+    "with_scaled_states",
+)
+
+
+def optimizer_class() -> Any:
+    """Apex's DistributedFusedAdam.
+
+    ImportError if there is no Apex, another project of that name, or one without its compiled extensions; RuntimeError that
+    names what is missing if the class has another shape.
+    """
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        raise ImportError(f"NVIDIA Apex is not installed, and is on no package index: {SOURCE}")
+    places = list(spec.submodule_search_locations or ())
+    if not any(Path(place, *MODULE.split(".")[1:]).with_suffix(".py").is_file() for place in places):
+        raise ImportError(
+            f"looked for {MODULE} and found another apex at {places or spec.origin}: the package index's `apex` is a "
+            f"toolkit for logins, not NVIDIA's; uninstall it and {SOURCE}"
+        )
+    try:
+        found = getattr(importlib.import_module(MODULE), "DistributedFusedAdam", None)
+    except ImportError as error:
+        raise ImportError(
+            f"{MODULE} is there and cannot be imported: {error}. Build Apex with the extensions amp_C and distributed_adam_cuda"
+        ) from error
+    if found is None:
+        raise RuntimeError(f"{MODULE} has no DistributedFusedAdam: this Apex has another shape")
+    require(found, _OF_THE_CLASS)
+    return found
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """RuntimeError unless an optimizer has the attributes that are read and set here."""
+    require(optimizer, _OF_AN_OPTIMIZER)
+
+
+def require(owner: Any, names: Iterable[str]) -> None:
+    """RuntimeError that names what is missing, unless `owner` has all of `names`."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(
+            f"DistributedFusedAdam has no {', '.join(missing)}: this Apex has another shape than the one that zerocast knows, "
+            "of July 2026"
+        )

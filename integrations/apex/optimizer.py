@@ -1,0 +1,182 @@
+"""DistributedFusedAdam over quantized weights: Apex's update, reductions and gathers, with zerocast's cast between them.
+
+Apex has two places for that: `_check_params_shard_dtypes`, between its update of the master shards and the all-gather, and
+`_param_copy_fragments`, after it. The first casts into this rank's slice of a bucket's bytes and gives Apex that buffer to gather;
+the second has nothing to copy, since weights are views of it. Apex makes the masters too, from the values before quantization.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocast import QuantizedWeight
+from zerocast.agreement import agree
+from zerocast.group import Group
+from zerocast.master_source import MasterSource
+from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
+
+from . import checkpoint, host, refusal
+from .weights import Weights
+
+_Host: Any = host.optimizer_class()
+
+
+class DistributedFusedAdam(_Host):  # type: ignore[misc]
+    """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` replaced; takes what Apex's class takes.
+
+    Give it `model.named_parameters()`, or parameters alone, all of them trainable. Rank 0's initial values, before
+    quantization, become everyone's masters. After a step all ranks hold the bytes of the unsharded cast. Plain parameters are
+    Apex's business as ever.
+
+    Raises, on every rank if on any: ValueError for options that are not supported, with the reason; TypeError for a parameter of
+    a class that zerocast does not know; RuntimeError for a weight that has an owner, and for an Apex of another shape.
+    """
+
+    alignment: int  # of Apex, in elements
+    default_shard_size: int  # likewise
+    _weights: Weights | None = None
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+        named = [(name, parameter, index) for index, name, parameter in self._named() if _is_quantized(parameter)]
+        numel = self.default_shard_size * self.distributed_size
+        buckets = fill_buckets(named, numel, self.distributed_size, self.grad_sync_dtype)
+        laid = {self._lay(bucket): bucket for bucket in buckets}
+        self.init_params(reversed([parameter for _, _, parameter in self._named()]))  # plain ones, as gradients come
+        masters = {index: self.state["buckets"][index].params_shard for index in laid}
+        group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
+        self._weights = Weights(laid, masters, group, replicas, self.device)
+        self._weights.plan.freshness.owner = weakref.ref(self)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the quantized weights from the masters as they are: after those were written by hand. All ranks call it."""
+        assert self._weights is not None
+        self._weights.refresh()
+
+    def param_sync(self) -> None:
+        """Gather what was cast, and make the columnwise copies."""
+        super().param_sync()
+        if self._weights is not None:
+            self._weights.finish()
+
+    def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
+        """Apex's state dict, the same on every rank: full FP32 masters and moments, and delayed scaling beside them."""
+        checkpoint.check_format(state_dict_format)
+        assert self._weights is not None
+        with checkpoint.PlainZeros():
+            state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)
+        checkpoint.add_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of the same parameters, from any number of ranks and any format, and cast its masters.
+
+        Plain parameters are loaded with the model, as ever. ValueError for the deprecated first format.
+        """
+        checkpoint.check_format(checkpoint.format_of(state_dict))
+        assert self._weights is not None
+        super().load_state_dict(state_dict)
+        checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+        self.refresh()
+
+    def master_source(self) -> MasterSource:
+        """The masters of the quantized weights, for `zerocast.verify`."""
+        assert self._weights is not None
+        return self._weights.master_source()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while constructing: buckets are laid out once."""
+        if self._weights is not None:
+            raise RuntimeError(
+                "this optimizer cannot take more parameters: build a new one and load the state of this one"
+            )
+        super().add_param_group(param_group)
+
+    def _broadcast_params(self) -> None:
+        """The host's first collective, and the first look at the parameters. Masters of quantized weights follow one by one."""
+        host.check_optimizer(self)
+        named = [(name, parameter) for _, name, parameter in self._named()]
+        agree(Group.of(self.process_group), [_describe(*item) for item in named], refusal.problem_of(self, named))
+        for _, parameter in named:
+            if not _is_quantized(parameter):
+                dist.broadcast(parameter.detach(), self.process_group_root, group=self.process_group)
+
+    @torch.no_grad()
+    def _init_param_state(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Apex makes the master of a weight from its FP32 value, which stands for it while it does."""
+        if not isinstance(param, QuantizedWeight) or "fragments" in self.state[param]:
+            super()._init_param_state(param, *args, **kwargs)
+            return
+        initial = param.high_precision_init_val
+        value = (param.dequantize() if initial is None else initial).detach().to(self.device, torch.float32, copy=True)
+        dist.broadcast(value, self.process_group_root, group=self.process_group)
+        super()._init_param_state(value, *args, **kwargs)
+        self.state[param] = self.state.pop(value)
+        param.high_precision_init_val = None
+
+    def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
+        """The masters have stepped: cast them, and let Apex gather the bytes."""
+        assert self._weights is not None
+        wires = self._weights.wires
+        super()._check_params_shard_dtypes({i: bucket for i, bucket in params_buckets.items() if i not in wires})
+        self._weights.cast()
+        for index, wire in wires.items():
+            params_buckets[index].params_shard, params_buckets[index].params_bucket = wire.outgoing()
+
+    def _param_copy_fragments(self, fragments: Iterable[Any]) -> None:
+        """Bytes were gathered where weights read them."""
+        super()._param_copy_fragments([f for f in fragments if not _is_quantized(self.parameter(f))])
+
+    def _lay(self, bucket: Bucket) -> int:
+        """Let Apex lay this bucket out, as it is laid out here; returns Apex's number for it."""
+        index = len(self.state["buckets"])
+        with self._layout(bucket.shard_numel):
+            self.init_params_bucket([slot.parameter for slot in bucket.slots], param_sync_dtype=torch.uint8)
+        laid = self.state["buckets"][index:]
+        found = [(f.param_range, f.bucket_range) for one in laid for f in one.fragments]
+        expected = [((0, slot.numel), (slot.offset, slot.offset + slot.numel)) for slot in bucket.slots]
+        sizes = [one.shard_size for one in laid]
+        if found != expected or sizes != [bucket.shard_numel]:
+            raise RuntimeError(
+                f"DistributedFusedAdam laid a bucket of shards of {bucket.shard_numel} elements out as {sizes}, its weights at "
+                f"{found[:4]} and not {expected[:4]}: this Apex has another layout than the one that zerocast knows"
+            )
+        return index
+
+    @contextlib.contextmanager
+    def _layout(self, shard_numel: int) -> Iterator[None]:
+        """Within, Apex's next bucket has shards of this size, and weights start at our alignment, a multiple of its own."""
+        kept = self.alignment, self.default_shard_size
+        self.alignment, self.default_shard_size = ALIGNMENT, shard_numel
+        try:
+            yield
+        finally:
+            self.alignment, self.default_shard_size = kept
+
+    def _named(self) -> Iterator[tuple[int, str, Tensor]]:
+        """(group, name, parameter) in order; parameters that came without names are called by their places."""
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"{index}.{place}" for place in range(len(group["params"]))]
+            yield from ((index, name, parameter) for name, parameter in zip(names, group["params"], strict=True))
+
+    def _keys(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The entries of a state dict by the names of the parameters."""
+        keys = (key for group in state_dict["param_groups"] for key in group["params"])
+        return {name: key for (_, name, _), key in zip(self._named(), keys, strict=True)}
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return isinstance(parameter, QuantizedWeight)
+
+
+def _describe(name: str, parameter: Tensor) -> str:
+    stored = parameter.format if isinstance(parameter, QuantizedWeight) else "plain"
+    return f"{name}: {stored} {tuple(parameter.shape)} {parameter.dtype}"

@@ -1,0 +1,50 @@
+"""What is not taken, and why: options of DistributedFusedAdam and parameters that zerocast would get wrong."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import QuantizedWeight
+
+_OPTIONS = (
+    (
+        "overlap_param_sync",
+        "it starts to gather the first buckets before the masters of the others have stepped, and no byte is known before "
+        "one all-reduce over the amaxes of all",
+    ),
+    ("capturable", "a CUDA graph would replay the cast and not what the host remembers of it"),
+    ("contiguous_param_buffer", "it makes views of all parameters; bytes lie in one buffer a bucket already"),
+    ("store_param_remainders", "the masters would lie in bf16 parameters, which quantized weights are not"),
+    ("with_scaled_states", "its masters are FP16 or BF16 times a scale, and a cast needs them in FP32"),
+)
+
+
+def problem_of(optimizer: Any, named: list[tuple[str, Tensor]]) -> Exception | None:
+    """Why this optimizer cannot own these parameters; None if it can. Nothing here communicates."""
+    for name, reason in _OPTIONS:
+        if getattr(optimizer, name):
+            return ValueError(f"{name} is not supported with quantized weights: {reason}")
+    if optimizer.dtype is not torch.float32 or not optimizer.store_params:
+        return ValueError(
+            f"quantized weights need FP32 masters: dtype=torch.float32 and store_params=True, got {optimizer.dtype} and "
+            f"{optimizer.store_params}"
+        )
+    for name, parameter in named:
+        problem = _problem_of_parameter(optimizer, name, parameter)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _problem_of_parameter(optimizer: Any, name: str, parameter: Tensor) -> Exception | None:
+    if not isinstance(parameter, QuantizedWeight):
+        if type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            return None
+        return TypeError(
+            f"{name} is a {type(parameter).__name__}, which zerocast does not know: pass plain parameters and QuantizedWeights"
+        )
+    owner = parameter.state.freshness.owner and parameter.state.freshness.owner()
+    if owner is not None and owner is not optimizer:
+        return RuntimeError(f"{name} belongs to a {type(owner).__name__} already: an optimizer owns its masters alone")
+    return None

@@ -1,0 +1,112 @@
+"""Everything that a run holds: saved in Apex's own state dict, loaded, gone on with; left alone by a step that is skipped."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import casts
+from tests.apex.host_on_cpu import device, host_on_cpu
+from tests.apex.training import Case, Run
+
+
+def held(run: Run) -> dict[str, Any]:
+    """Everything that a step changes, as bytes."""
+    found = {f"{name} {key}": casts.raw(value) for name, state in run.state().items() for key, value in state.items()}
+    for name, parameter in run.probe.named_parameters():
+        weight = run.weights.get(name)
+        bytes_of = {"data": casts.raw(parameter).copy()} if weight is None else casts.bytes_of(weight)
+        found |= {f"live {name} {key}": value for key, value in bytes_of.items()}
+    return found
+
+
+def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    assert set(ours) == set(theirs)
+    return [name for name, value in ours.items() if not (value == theirs[name]).all()]
+
+
+def resume(path: str, case: Case) -> dict[str, list[str]]:
+    """What differs from an uninterrupted run right after loading, and two steps later; what is wrong with the bytes."""
+    with host_on_cpu():
+        straight, resumed = Run(case), Run(case)
+        for number in range(case.steps):
+            straight.step(number)
+        save(straight, path)
+        resumed.step(99)  # to be overwritten
+        load(resumed, path)
+        after_loading = _different(held(resumed), held(straight))
+        for number in range(case.steps, case.steps + 2):
+            straight.step(number)
+            resumed.step(number)
+        return {"loaded": after_loading, "later": _different(held(resumed), held(straight)), "wrong": resumed.wrong()}
+
+
+def save(run: Run, path: str) -> None:
+    """Masters and moments, and the plain parameters, which Apex leaves to the model."""
+    plain = {name: p.detach() for name, p in run.probe.named_parameters() if name not in run.weights}
+    state = {"optimizer": run.optimizer.state_dict(), "plain": plain}
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+
+
+def load(run: Run, path: str) -> None:
+    state = torch.load(path, weights_only=True)
+    for name, value in state["plain"].items():
+        with torch.no_grad():
+            run.probe.get_parameter(name).copy_(value)
+    run.optimizer.load_state_dict(state["optimizer"])
+
+
+def first_half(path: str, case: Case) -> dict[str, dict[str, Tensor]]:
+    """Train and save; the state by name."""
+    with host_on_cpu():
+        run = Run(case)
+        for number in range(case.steps):
+            run.step(number)
+        save(run, path)
+        return run.state()
+
+
+def second_half(path: str, case: Case) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Load, perhaps on another number of ranks; the state by name, and what is wrong with the bytes."""
+    with host_on_cpu():
+        run = Run(case)
+        load(run, path)
+        return run.state(), run.wrong()
+
+
+def without_delayed() -> list[str]:
+    """A state of Apex's own class has no scales: they are seeded from the masters; what is wrong with the bytes."""
+    with host_on_cpu():
+        run = Run(Case())
+        for number in range(2):
+            run.step(number)
+        state = run.optimizer.state_dict()
+        for saved in state["state"].values():
+            for name in ("scale", "amax_history", "cast_scale"):
+                if isinstance(saved, dict):
+                    saved.pop(name, None)
+        run.optimizer.load_state_dict(state)
+        return run.wrong()
+
+
+def scaled(infinite_at: int) -> tuple[list[bool], list[str]]:
+    """With a GradScaler: whether each step changed anything, and what is wrong with the bytes in the end.
+
+    At one of them rank 0 has a gradient that is not finite.
+    """
+    with host_on_cpu():
+        run, scaler, changed = Run(Case()), torch.amp.GradScaler(device(), init_scale=2.0**8), []
+        for number in range(4):
+            gradients = {spec.name: spec.gradient(number, run.rank) for spec in run.case.specs}
+            if number == infinite_at and run.rank == 0:
+                gradients["nv"][0, 0] = torch.inf
+            before = held(run)
+            scaler.scale(run.probe.loss(gradients)).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+            changed.append(bool(_different(held(run), before)))
+        return changed, run.wrong()

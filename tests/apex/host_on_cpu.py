@@ -1,0 +1,101 @@
+"""NVIDIA's Apex, and what it needs to run on the CPU over gloo. The integration needs none of it.
+
+The folder that holds the package `apex` is named by ZEROCAST_APEX; without it an installed one is taken. On ranks over gloo
+
+* `amp_C` and `distributed_adam_cuda` are stubs with the two kernels that a step needs, in plain torch;
+* what Apex asks of CUDA (a device, streams) is answered by the CPU;
+* collectives run one by one: gloo has no coalescing.
+
+Over NCCL nothing of this is done. Where the extensions are not built, Apex and the stubs are taken out of `sys.modules` once they
+were imported, since other hosts try to import them too.
+"""
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.apex import kernels
+
+STUBS = {name: ModuleType(name) for name in ("amp_C", "distributed_adam_cuda")}
+vars(STUBS["amp_C"])["multi_tensor_l2norm"] = kernels.l2norm
+vars(STUBS["distributed_adam_cuda"])["multi_tensor_fused_adam"] = kernels.fused_adam
+PATH = mock.patch.object(sys, "path", [*filter(None, [os.environ.get("ZEROCAST_APEX")]), *sys.path])
+with PATH:
+    MISSING = [name for name in STUBS if importlib.util.find_spec(name) is None]
+WHY_NOT = ""
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[None]:
+    """Within, `apex` can be imported, from where ZEROCAST_APEX says."""
+    with PATH:
+        sys.modules.update({name: STUBS[name] for name in MISSING})
+        try:
+            yield
+        finally:
+            for name in [name for name in sys.modules if MISSING and name.split(".")[0] in ("apex", *MISSING)]:
+                del sys.modules[name]
+
+
+with importable():
+    try:
+        from zerocast.integrations.apex import host
+    except ImportError as error:
+        WHY_NOT = f"{error} (ZEROCAST_APEX names the folder of a checkout)"
+    else:
+        apex: Any = sys.modules[host.MODULE]
+
+needs_apex = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def device() -> str:
+    """Where Apex runs on this rank."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
+class _OneByOne:
+    """Stands for a coalescing manager: what was started inside is waited for in the end."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_OneByOne]:
+    yield _OneByOne()
+
+
+@contextlib.contextmanager
+def host_on_cpu() -> Iterator[None]:
+    """Within, Apex runs on this rank of the default group; over NCCL it runs as it is."""
+    if device() == "cuda":
+        yield
+        return
+    cpu = property(lambda optimizer: torch.device("cpu"), lambda optimizer, device: None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
+        for name in ("Stream", "current_stream", "stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
+        for name, stub in STUBS.items():
+            stack.enter_context(mock.patch.object(apex, name, stub))
+        stack.enter_context(mock.patch.object(apex, "_FOUND_DEPRECATED_FUSED_ADAM", False))
+        stack.enter_context(mock.patch.object(apex, "_devices_match", return_value=True))
+        stack.enter_context(mock.patch.object(apex, "_coalescing_manager", _one_by_one))
+        stack.enter_context(
+            mock.patch.object(apex, "_coalescing_manager_append_work", lambda manager, work: manager.works.append(work))
+        )
+        stack.enter_context(mock.patch.object(apex.DistributedFusedAdam, "device", cpu, create=True))
+        yield

@@ -1,0 +1,179 @@
+"""A probe under Apex's optimizer, trained on every rank of a pool, and what is held then."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocast
+from tests import casts
+from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
+from tests.optim import probe
+from tests.optim.probe import Probe, Spec
+from tests.optim.runs import TWO_GROUPS
+from zerocast import QuantizedWeight
+from zerocast.formats import Columnwise
+from zerocast.optim.bucket import Bucket
+
+if not WHY_NOT:
+    from tests.apex.host_on_cpu import apex
+    from zerocast.integrations.apex import DistributedFusedAdam
+
+# Apex's reductions start alike on all ranks only where all ranks have the same gradients.
+MIXED = tuple(spec if spec.used == "never" else dataclasses.replace(spec, used="always") for spec in probe.MIXED)
+BF16, FP32 = torch.bfloat16, torch.float32
+EVERY_FORMAT = tuple(  # some of them larger than a small bucket, some sharing one
+    Spec(f"{index}", (64, 96), fmt, (BF16, FP32)[index % 2], index % 2) for index, fmt in enumerate(casts.FORMATS)
+)
+SMALL = 0.01  # MiB a bucket, in gradients: 2,621 FP32 elements
+
+
+@dataclass(frozen=True)
+class Case:
+    specs: tuple[Spec, ...] = MIXED
+    steps: int = 4
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_norm: float | None = None
+    no_sync: bool = False
+    replicas: int = 1
+
+
+class Run:
+    """One rank's probe and optimizer of a case. Inside `host_on_cpu`."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.probe, self.rank = case, Probe(case.specs).to(device()), dist.get_rank()
+        groups = self.probe.param_groups(TWO_GROUPS)
+        options = {"bucket_cap_mb": SMALL, **case.options, **_groups(case.replicas)}
+        self.optimizer = DistributedFusedAdam(groups, **options)
+
+    @property
+    def weights(self) -> dict[str, QuantizedWeight]:
+        named = self.probe.named_parameters()
+        return {name: weight for name, weight in named if isinstance(weight, QuantizedWeight)}
+
+    def step(self, number: int) -> None:
+        if self.case.no_sync:
+            with self.optimizer.no_sync():
+                self.probe.backward(number + 100, self.rank)
+        self.probe.backward(number, self.rank)
+        if self.case.max_norm is not None:
+            self.optimizer.clip_grad_norm(self.case.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Full masters, moments and delayed scaling by name, on the CPU."""
+        saved = self.optimizer.state_dict()
+        return {name: saved["state"][key] for name, key in self.optimizer._keys(saved).items()}
+
+    def wrong(self) -> list[str]:
+        """What of the live bytes is not the unsharded cast of the gathered masters; stale columnwise copies too."""
+        found = []
+        state = self.state()
+        for name, weight in self.weights.items():
+            if weight.format.columnwise is not Columnwise.NONE and not weight.state.columnwise_is_fresh():
+                found.append(f"{name}: stale")
+            scale = float(state[name].get("cast_scale", torch.ones(1)))
+            expected = casts.unsharded(str(weight.format), state[name]["param"], weight.dtype, scale)
+            held = casts.bytes_of(weight)
+            found += [f"{name}.{key}" for key, value in expected.items() if (held[key] != value).any()]
+        stepped = self.optimizer.state["step"] > 0
+        sent = self.optimizer.param_sync_dtype if stepped else FP32
+        for name, parameter in self.probe.named_parameters():
+            expected_plain = state[name]["param"].to(sent).to(parameter.dtype)
+            if name not in self.weights and not torch.equal(parameter.detach().cpu(), expected_plain):
+                found.append(name)
+        return found + [str(difference) for difference in zerocast.verify(self.probe).differences]
+
+
+def _groups(replicas: int) -> dict[str, Any]:
+    """Process groups of as many replicas of the masters; ranks of a shard group lie side by side."""
+    if replicas == 1:
+        return {}
+    size, rank = dist.get_world_size() // replicas, dist.get_rank()
+    shard = [dist.new_group(list(range(first, first + size))) for first in range(0, size * replicas, size)]
+    redundant = [dist.new_group(list(range(place, size * replicas, size))) for place in range(size)]
+    return {"distributed_process_group": shard[rank // size], "redundant_process_group": redundant[rank % size]}
+
+
+def train(case: Case) -> list[str]:
+    """What is wrong before the first step and after each of them."""
+    with host_on_cpu():
+        run = Run(case)
+        wrong = run.wrong()
+        for number in range(case.steps):
+            run.step(number)
+            wrong += [f"step {number}: {what}" for what in run.wrong()]
+        return wrong
+
+
+def damaged() -> tuple[list[str], list[str]]:
+    """What is found wrong where the last step's cast is left out, and where the gather lost what other ranks sent."""
+    with host_on_cpu():
+        run = Run(Case())
+        run.step(0)
+        weights = run.optimizer._weights
+        with mock.patch.object(type(weights), "cast"):
+            run.step(1)
+        uncast = run.wrong()
+        run.optimizer.refresh()
+        assert not run.wrong()
+        other = 1 - run.rank if run.rank < 2 else 0
+        for wire in weights.wires.values():
+            for flat in wire.bytes.flats:
+                flat.view(dist.get_world_size(), -1)[other].zero_()
+        return uncast, run.wrong()
+
+
+def traffic() -> tuple[int, list[int], list[int]]:
+    """All-reduces of one step, the bytes of each all-gather of quantized buckets, and those of the codes in each bucket."""
+    with host_on_cpu():
+        run = Run(Case())
+        run.probe.backward(0, run.rank)
+        run.optimizer.grad_sync()
+        wires = run.optimizer._weights.wires
+        wholes = {flat.data_ptr() for wire in wires.values() for flat in wire.bytes.flats}
+        sent, reduce, gather = [], mock.Mock(wraps=dist.all_reduce), apex.all_gather_into_tensor
+
+        def counted(whole: Tensor, part: Tensor, **kwargs: Any) -> Any:
+            if whole.data_ptr() in wholes or whole.dtype is torch.uint8:
+                sent.append(whole.nbytes)
+            return gather(whole, part, **kwargs)
+
+        with (
+            mock.patch.object(dist, "all_reduce", reduce),
+            mock.patch.object(apex, "all_gather_into_tensor", counted),
+        ):
+            run.optimizer.step()
+        return reduce.call_count, sorted(sent), sorted(_bytes(wire.bytes.bucket) for wire in wires.values())
+
+
+def _bytes(bucket: Bucket) -> int:
+    codes = bucket.numel * bucket.storage.dtype.itemsize // bucket.storage.elements_per_byte
+    return codes * (2 if bucket.storage.both_directions else 1)
+
+
+def started_apart(named: bool) -> tuple[list[str], list[bool], list[str]]:
+    """Of models whose ranks were initialised differently: names, whether masters are rank 0's values, what is wrong."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64)).to(device())
+    start = [model[0].weight.detach().clone(), model[1].weight.detach().clone(), model[1].bias.detach().clone()]
+    for value in start:
+        dist.broadcast(value, 0)
+    recipe = zerocast.Recipe({"0.weight": "fp8_delayed", "1.weight": "nvfp4"}, default="identity")
+    zerocast.quantize_(model, recipe)
+    with host_on_cpu():
+        optimizer = DistributedFusedAdam(model.named_parameters() if named else model.parameters(), bucket_cap_mb=SMALL)
+        saved = optimizer.state_dict()
+        keys = optimizer._keys(saved)
+        masters = [state["param"] for key, state in saved["state"].items() if key != "step"]
+        optimizer.load_state_dict(saved)
+    found = [torch.equal(masters[0], start[0].cpu()), torch.equal(masters[2], start[1].cpu())]
+    found.append(torch.equal(model[1].bias, start[2]))
+    return list(keys), found, [str(difference) for difference in zerocast.verify(model).differences]
