@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-slow hosts bench cuda sanitize sanitize-cpu lint format clean
+.PHONY: demo test test-slow hosts bench cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -57,6 +57,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/codespell $$(git ls-files)
+
+# The site, in build/site; whatever is broken in it is an error. To read it while writing: .venv/bin/mkdocs serve
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -76,6 +81,11 @@ $(VENV)/.dev: $(VENV)/.python $(SOURCES)
 	@echo "installing zerocast and its tools into $(VENV)"
 	$(INSTALL) --editable '.[dev,examples]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "installing what builds the site into $(VENV)"
+	$(INSTALL) 'zerocast[docs]'
+	touch $@
 
 # Hosts that the tests of integrations/ run against: no dependencies of ours, and skipped with a reason where they are missing.
 # megatron-core declares Python 3.12 and runs on 3.11; its checkpoints need psutil, which it does not declare.

@@ -16,6 +16,13 @@ hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True,
 hypothesis.settings.load_profile("zerocast")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is long where kernels are interpreted is slow there."""
+    for item in items:
+        if item.get_closest_marker("long_interpreted") and any(map(is_interpreted, item.callspec.params.values())):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """`ranks(world)(function, *args)`: run a case on every rank of a pool of processes; see README.md."""

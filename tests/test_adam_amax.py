@@ -111,6 +111,7 @@ def test_update_then_amax(any_backend: str) -> None:
     check()
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("fmt", [fmt for fmt in strategies.LARGE if fmt != "identity"])
 def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:

@@ -71,6 +71,7 @@ def rounded(x: F32, dtype: torch.dtype) -> F32:
     return torch.from_numpy(x).to(dtype).float().numpy()
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -55,6 +55,7 @@ def test_stage_equals_reference(variant: str) -> None:
     check()
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("fmt", strategies.LARGE)
 def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
@@ -67,6 +68,7 @@ def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:
     )
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("fmt", casts.FORMATS)
 def test_spans_that_begin_late(backend_anywhere: str, fmt: str) -> None:
     """In narrow weights one lane of a warp goes element by element beside others that do not, on aligned data."""

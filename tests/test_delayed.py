@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,8 +41,7 @@ def amax_of(case: Weight, step: int) -> float:
     return float(rounded.max()) if rounded.size else 0.0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@given(data=st.data())
+@given(world=st.sampled_from([1, 2, 3, 5]), data=st.data())
 def test_every_step_equals_the_simulation(ranks: Ranks, world: int, data: st.DataObject) -> None:
     case, options = data.draw(delayed(world))
     backend = data.draw(st.sampled_from(["reference", None]))

@@ -121,6 +121,19 @@ def test_every_format_trains_on_one_process(name: str, text: Path, tmp_path: Pat
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_casts_and_phases_are_measured_now_and_then(text: Path, tmp_path: Path):
+    train.main(tiny(text, tmp_path, format="nvfp4", steps=5, measure_every=2, grad_accum=2))
+    measured = [record for record in read_records(tmp_path / "metrics.jsonl") if record["event"] == "measured"]
+    assert [record["step"] for record in measured] == [2, 4]
+    for record in measured:
+        assert len(record["weights"]) == 4
+        assert 0 < record["cast_error"] < 0.2
+        assert 0 < record["unchanged_percent"] < 100
+        phases = [record[f"ms/{name}"] for name in ("forward", "backward", "norm", "step")]
+        assert 0 < min(phases) < sum(phases) < record["ms/total"]
+    assert b"measured/ms/step" in b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+
+
 def test_bytes_are_those_of_the_buffers(text: Path, tmp_path: Path):
     def forward(name: str, **shape: object) -> float:
         config = tiny(text, tmp_path, format=name, model=replace(TINY, **shape))
@@ -177,6 +190,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path)
         "--grad-accum",
         "2",
         "--deterministic",
+        "--measure-every",
+        "3",
     ]
     whole = torchrun(tmp_path / "whole", text, *arguments)
     assert 0.5 < whole[-1]["traffic_bytes_per_parameter"]["weight_gather"] < 1.0
@@ -187,6 +202,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path)
     assert [r["step"] for r in resumed if r["event"] == "start"] == [0, 3]
     assert what_must_repeat(resumed) == what_must_repeat(whole)
     assert resumed[-1]["traffic_bytes_per_parameter"] == whole[-1]["traffic_bytes_per_parameter"]
+    sampled = [[r for r in records if r["event"] == "measured"] for records in (whole, resumed)]
+    assert [[r["step"] for r in records] for records in sampled] == [[3, 6], [3, 6]]
+    assert sampled[0][1]["weights"] == sampled[1][1]["weights"]  # its codes before are those of the checkpoint
 
     other = tiny(text, tmp_path / "again", format="fp8_block", steps=8, resume=True)
     assert train.main(other)["train_loss"] < 6  # one rank, another format

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -92,8 +91,7 @@ def steps(
     return outcome
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@given(data=st.data())
+@given(world=st.sampled_from([1, 2, 3]), data=st.data())
 def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -> None:
     """Any format, cut, mix of parameter groups, dtype of gradients and moments, and a skipped step."""
     cases = tuple(replace(case, nominal_master=False) for case in data.draw(models(world)))

@@ -58,6 +58,7 @@ def own_id(golden: dict[str, Any]) -> str:
     return f"{golden['format']}-{settings['element']}-{golden['nominal']}-{golden['content']}"
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("golden", OWN, ids=own_id)
 def test_own_goldens(backend_anywhere: str, golden: dict[str, Any]) -> None:
     settings = model.Settings(**golden["settings"])

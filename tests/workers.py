@@ -3,7 +3,8 @@
 A case is an importable function with its arguments; every rank calls it, inside a process group of gloo, or of NCCL with a GPU a
 rank, and what each returned comes back by rank. A failure on any rank, and a case that is late, fails the test and replaces the
 processes: nothing of a broken collective is left for the next case. Processes are forked from a server that has torch imported, and
-has not touched a GPU, so a new pool costs little: with NCCL some seconds for what each process sets up on its GPU.
+has not touched a GPU, so a new pool costs little: with NCCL some seconds for what each process sets up on its GPU. Where lines are
+counted, rank 0's are too.
 """
 
 import multiprocessing
@@ -20,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from coverage import Coverage
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 START_SECONDS = 120.0
@@ -73,7 +76,8 @@ class Pool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             name = f"rank {rank} of {self.world}"
-            arguments = (rank, self.world, self.backend, store, theirs)
+            counted = rank == 0 and Coverage.current() is not None
+            arguments = (rank, self.world, self.backend, store, theirs, counted)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=name)
             process.start()
             theirs.close()
@@ -135,10 +139,13 @@ def join(rank: int, world: int, backend: str, store: str, limit: timedelta) -> N
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
 
 
-def _serve(rank: int, world: int, backend: str, store: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, backend: str, store: str, connection: Connection, counted: bool) -> None:
     """The life of a worker: join the group, answer cases until an empty message."""
     import torch.distributed as dist
 
+    coverage = Coverage(data_suffix=True) if counted else None
+    if coverage:
+        coverage.start()
     join(rank, world, backend, store, timedelta(seconds=COLLECTIVE_SECONDS))
     connection.send_bytes(pickle.dumps((True, None)))
     while message := connection.recv_bytes():
@@ -147,5 +154,10 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
             answer = pickle.dumps((True, function(*args)))
         except BaseException:  # a rank must answer whatever happens to it
             answer = pickle.dumps((False, traceback.format_exc()))
+            if coverage:  # the process is about to be replaced
+                coverage.save()
         connection.send_bytes(answer)
     dist.destroy_process_group()
+    if coverage:
+        coverage.stop()
+        coverage.save()

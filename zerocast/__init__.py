@@ -3,7 +3,8 @@
 The names below are the public surface; each is documented where it is defined.
 """
 
-from zerocast import backends, fsdp2, gemm, products
+from zerocast import backends, fsdp2, gemm, metrics, products
+from zerocast import whole_weight as _  # noqa: F401 - torch's operators learn what to do with a weight
 from zerocast.formats import FormatSpec, get_format
 from zerocast.freshness import set_debug
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
@@ -30,6 +31,7 @@ __all__ = [
     "fsdp2",
     "gemm",
     "get_format",
+    "metrics",
     "post_all_gather_processing",
     "products",
     "quantize_",

@@ -1,4 +1,4 @@
-"""MasterSource: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify`.
+"""MasterSource: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify` and `zerocast.metrics`.
 
 An optimizer, a plan or a host offers it by one method, `master_sources()`: a source for each group that masters are sharded over,
 or for each part of a model whose bytes are there together. A parameter says who that is by `master_owner`.

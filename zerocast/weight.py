@@ -1,8 +1,8 @@
 """QuantizedWeight: the bytes, scales and amaxes of one weight behind the logical shape and the nominal dtype.
 
-Linear products run from the rowwise copy, their input gradients from the columnwise copy (`zerocast.compute`). Every other operator
-raises: nothing silently dequantizes. What moves or copies a weight as a whole (detach, clone, deepcopy, pickling, a device change)
-moves its own bytes, not the flat buffer that they may lie in.
+Linear products run from the rowwise copy, their input gradients from the columnwise copy (`zerocast.compute`). What moves or copies
+a weight as a whole (`zerocast.whole_weight`, deepcopy, pickling) moves its own bytes, not the flat buffer that they may lie in.
+Every other operator raises: nothing silently dequantizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,8 @@ from zerocast.layout import BUFFERS
 from zerocast.weight_state import WeightState
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 class QuantizedWeight(Tensor):
@@ -149,6 +151,7 @@ class QuantizedWeight(Tensor):
         self.state.freshness.check_whole()
         if debugging():
             self._check_masters()
+        self.state.check_direction(columnwise)
         if columnwise and self._makes_columnwise:
             self.wait()
             backend, row_scale = backends.choose(self.device), self.rowwise_scale_inv
@@ -229,8 +232,12 @@ class QuantizedWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
         """Copies this weight's own bytes, not the flat buffer that they may be part of."""
-        copy = memo[id(self)] = _restore(*self._payload(Tensor.clone))
+        copy = memo[id(self)] = self.copied(Tensor.clone)
         return copy
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """A weight of its own whose buffers are what `copy` gives for this one's."""
+        return _restore(*self._payload(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)` takes it."""
@@ -249,6 +256,8 @@ class QuantizedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
         names = [name for name in BUFFERS if self.state.buffers[name] is not None]
+        if self.state.only:
+            raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, context
 
@@ -271,8 +280,8 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Whole-weight moves only."""
-        handler = _WHOLE.get(func)
+        """What `define` was told of; everything else raises."""
+        handler = _HANDLERS.get(func)
         if handler is None:
             raise RuntimeError(
                 f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, mm, addmm and matmul; "
@@ -302,57 +311,6 @@ def _restore(
 torch.serialization.add_safe_globals([_restore])
 
 
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
-    if not isinstance(target, QuantizedWeight):
-        raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
-    ours = target.shape, target.format, target.dtype
-    if not isinstance(source, QuantizedWeight) or (source.shape, source.format, source.dtype) != ours:
-        raise RuntimeError(
-            f"cannot copy {source!r:.200} into {target!r}: give a QuantizedWeight of the same shape and format, or "
-            "load the high-precision values before quantize_, or into the optimizer's masters"
-        )
-    target.wait()
-    source.wait()
-    target.state.take(source.state)
-    return target
-
-
-def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
-    if dtype not in (None, weight.dtype):
-        raise RuntimeError(f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}")
-    return _restore(*weight._payload(lambda t: t.to(device or t.device, copy=True)))
-
-
-def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
-    if tuple(shape) != tuple(weight.shape):
-        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
-    return weight.share()
-
-
-def _same_strides(
-    weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
-) -> QuantizedWeight:
-    if tuple(stride) != weight.stride() or storage_offset:
-        raise RuntimeError(f"cannot view {weight!r} with strides {tuple(stride)}: its codes have one layout")
-    return _same_shape(weight, size)
-
-
 def define(op: Any, handler: Callable[..., Any]) -> None:
-    """What an op of ours does when a QuantizedWeight is among its arguments."""
-    _WHOLE[op] = handler
-
-
-_aten = torch.ops.aten
-_WHOLE: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: QuantizedWeight.share,
-    _aten.alias.default: QuantizedWeight.share,
-    _aten.view.default: _same_shape,
-    _aten.as_strided.default: _same_strides,
-    _aten.t.default: QuantizedWeight.transposed,
-    _aten.mm.default: compute.product_below_autograd,
-    _aten.addmm.default: lambda bias, x, weight: compute.product_below_autograd(x, weight, bias),
-    _aten.expand.default: _same_shape,  # expand_as(itself), by which hosts reach a parameter's gradient accumulator
-    _aten.clone.default: lambda weight, **kwargs: _to_copy(weight),
-    _aten.copy_.default: _copy,
-    _aten._to_copy.default: _to_copy,
-}
+    """What an operator does when a QuantizedWeight is among its arguments."""
+    _HANDLERS[op] = handler

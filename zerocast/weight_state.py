@@ -31,8 +31,8 @@ class WeightState:
 
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
     `was_cast` remembers casts that its present freshness does not count. With `columnwise_on_demand` a copy that derives from the
-    rowwise bytes is made by each product that reads it, and not kept. `choices` keeps what `zerocast.gemm` decided for the
-    storage as it lies now.
+    rowwise bytes is made by each product that reads it, and not kept. `only` names the direction that is there, where just
+    one is. `choices` keeps what `zerocast.gemm` decided for the storage as it lies now.
     """
 
     format: FormatSpec
@@ -43,6 +43,7 @@ class WeightState:
     columnwise_cast: int = 0
     was_cast: bool = False
     columnwise_on_demand: bool = False
+    only: str = ""
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
@@ -71,6 +72,16 @@ class WeightState:
     def ever_cast(self) -> bool:
         """Whether the bytes come from a cast, or from loading or copying a weight that was cast."""
         return self.was_cast or self.freshness.cast > 0
+
+    def check_direction(self, columnwise: bool) -> None:
+        """RuntimeError if just the other direction is there."""
+        wanted = "columnwise" if columnwise else "rowwise"
+        if self.only not in ("", wanted):
+            raise RuntimeError(
+                f"the {wanted} codes of this {self.format} weight of shape {self.matrix_shape} were not gathered, only the "
+                f"{self.only} ones: with one_direction a forward pass reads rowwise codes and a backward pass columnwise ones, "
+                "so prepare without it where a forward pass is recomputed"
+            )
 
     def columnwise_is_fresh(self) -> bool:
         """Whether there is a columnwise copy, made from the last cast."""

@@ -4,17 +4,23 @@ import torch
 from torch import nn
 
 import zerocast
+from examples.gpt_pretrain import fsdp2
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.model import GPT
+
+Optimizer = zerocast.ZeroAdamW | fsdp2.Fsdp2AdamW
 
 
 def build_model(config: TrainConfig, device: torch.device) -> GPT:
     """Make the same model on every rank: block matrices in the chosen format, embedding in BF16, norms in FP32.
 
-    Quantizing comes first, from FP32 values, which zerocast keeps until the optimizer has made masters of them.
+    Quantizing comes first, from FP32 values, which zerocast keeps until the optimizer has made masters of them. Under FSDP2 the
+    FP32 parameters stay and are the masters.
     """
     torch.manual_seed(config.seed)
     model = GPT(config.model).to(device)
+    if config.parallel != "zero":
+        return fsdp2.shard(model, config, device)
     if config.format != "bf16":
         recipe = zerocast.Recipe({"blocks.*.weight": config.format}, default="identity")
         zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
@@ -24,15 +30,18 @@ def build_model(config: TrainConfig, device: torch.device) -> GPT:
     return model
 
 
-def build_optimizer(model: GPT, config: TrainConfig) -> zerocast.ZeroAdamW:
+def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
     """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks decay."""
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         is_matrix = name.startswith("blocks.") and parameter.dim() >= 2
         (matrices if is_matrix else others).append((name, parameter))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if config.parallel != "zero":
+        return fsdp2.Fsdp2AdamW(model, groups, config)
     return zerocast.ZeroAdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -43,3 +52,12 @@ def build_optimizer(model: GPT, config: TrainConfig) -> zerocast.ZeroAdamW:
             deterministic=config.deterministic,
         ),
     )
+
+
+@torch.no_grad()
+def forget_masters(optimizer: zerocast.ZeroAdamW) -> None:
+    """Round the masters of quantized weights to what the weights hold now, as if nothing but the weights were kept."""
+    for owned in (owned for source in optimizer.master_sources() for owned in source.masters):
+        if owned.weight.format.element is not None and owned.master is not None:
+            held = owned.weight.dequantize().view(-1)
+            owned.master.copy_(held[owned.span.start : owned.span.stop])

@@ -7,6 +7,7 @@ from typing import Literal
 from examples.gpt_pretrain.model import GPTConfig
 
 Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,21 @@ class TrainConfig:
 
     format: Format = "bf16"
     """Format of the matrices in the transformer blocks; bf16 quantizes nothing."""
+    parallel: Parallel = "zero"
+    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in two replicas; fsdp2_tp: with each MLP sliced in two."""
+    late_steps: int = 0
+    """So many last steps are trained in `late_format`."""
+    late_format: Format = "bf16"
+    """Format of the late steps; the run goes over to it through a checkpoint."""
     out: Path = Path("runs/gpt")
     """Folder for metrics.jsonl, tensorboard/ and checkpoints/."""
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; by default the source of Python's standard library."""
     model: GPTConfig = field(default_factory=GPTConfig)
+    gemm: Literal["auto", "dequantize", "scaled_mm"] = "auto"
+    """How products with quantized weights run: auto takes tensor cores where there are any, which quantizes inputs as well."""
+    keep_masters: bool = True
+    """Without it the FP32 master of a quantized weight is forgotten after each step: a control, to see what masters are for."""
 
     steps: int = 300
     """Optimizer steps."""
@@ -59,6 +70,8 @@ class TrainConfig:
     """Steps between two validations; there is always one after the last step."""
     eval_sequences: int = 64
     """Validation sequences, over all ranks."""
+    measure_every: int = 0
+    """Steps between two looks at what casts do to the weights, and at where the time of a step goes; 0 takes none."""
     checkpoint_every: int = 0
     """Steps between two checkpoints, the last step included; 0 writes none."""
     resume: bool = False
@@ -70,6 +83,19 @@ class TrainConfig:
         for name in ("steps", "batch_size", "grad_accum", "log_every", "eval_every", "eval_sequences", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if min(self.warmup_steps, self.checkpoint_every) < 0:
-            steps = self.warmup_steps, self.checkpoint_every
-            raise ValueError(f"warmup_steps and checkpoint_every cannot be negative, got {steps}")
+        for name in ("warmup_steps", "measure_every", "checkpoint_every", "late_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.format == "bf16" and not self.keep_masters:
+            raise ValueError("keep_masters is about quantized weights, and with format bf16 there are none")
+        if self.parallel != "zero" and (self.measure_every or not self.keep_masters):
+            raise ValueError(f"measure_every and keep_masters look at the masters of ZeroAdamW, not of {self.parallel}")
+
+    @property
+    def slices(self) -> int:
+        """Ranks that work on the same batch."""
+        return 2 if self.parallel == "fsdp2_tp" else 1
+
+    def format_at(self, step: int) -> Format:
+        """What the weights are in during a step, counted from 0."""
+        return self.late_format if step >= self.steps - self.late_steps else self.format

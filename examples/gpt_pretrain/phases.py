@@ -1,10 +1,12 @@
 """Where the time of a step goes, phase by phase, for one weight format after another.
 
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.phases
+    torchrun --nproc-per-node 2 -m examples.gpt_pretrain.phases --parallel fsdp2
 
 Two looks at the same steps. The timeline is what passes on the device between marks around forward, backward, norm and step, the
 median over many steps; reductions run within backward and end there. The profile adds up what the kernels of each stage of the step
-take, by the operator that launched them; a collective's kernel waits for the other ranks, and that counts.
+take, by the operator that launched them; a collective's kernel waits for the other ranks, and that counts. Under FSDP2 masters
+are cast and gathered in the forward pass, and gathered once more in the backward pass.
 
 On a CPU both are times of the calling thread: gloo works in threads of its own, so collectives show up where they are waited for.
 Needs torch alone.
@@ -14,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,16 +27,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerocast
-from examples.gpt_pretrain.build import build_model, build_optimizer
-from examples.gpt_pretrain.config import Format, TrainConfig
+from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer
+from examples.gpt_pretrain.config import Format, Parallel, TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import TrafficCounter, count_parameters
+from examples.gpt_pretrain.measure import count_parameters, traffic_counter
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from examples.gpt_pretrain.world import World
 
 TIMELINE = ("forward", "backward", "norm", "step")  # backward: with the reduce-scatter
 REST = "rest"
 STAGES = {
+    "zerocast::partial_amax": "Adam + amax",
     "zerocast::adam_amax": "Adam + amax",
     "zerocast::adam_step": "Adam + amax",
     "c10d::allreduce_": "all-reduce",
@@ -43,6 +46,7 @@ STAGES = {
     "zerocast::roll_history": "scales + cast",
     "c10d::_allgather_base_": "all-gather",
     "zerocast::transpose": "columnwise",
+    "zerocast::transposed": "columnwise",
 }
 REDUCE_SCATTER = "c10d::_reduce_scatter_base_"  # of the profile of backward
 PHASES = (*dict.fromkeys(STAGES.values()), REST)
@@ -59,7 +63,7 @@ class Effort:
     profiled: int = 5
 
 
-def take_step(model: GPT, optimizer: zerocast.ZeroAdamW, batch: Batch, mark: Callable[[], None] = lambda: None) -> None:
+def take_step(model: GPT, optimizer: Optimizer, batch: Batch, mark: Callable[[], None] = lambda: None) -> None:
     """One step of training; calls `mark` before, between and after the phases of `TIMELINE`."""
     mark()
     with record_function("forward"):
@@ -81,24 +85,26 @@ def measure(config: TrainConfig, world: World, corpus: Corpus, effort: Effort) -
     """Train a few steps; milliseconds and bytes a step, as this rank sees them."""
     model = build_model(config, world.device)
     optimizer = build_optimizer(model, config)
-    batch = corpus.train_batch(config.batch_size, seed=config.seed, step=0, micro_step=0, rank=world.rank)
+    batch = corpus.train_batch(
+        config.batch_size, seed=config.seed, step=0, micro_step=0, rank=world.share(config.slices).rank
+    )
     batch = batch.to(world.device)
     for _ in range(effort.warm_up):
         take_step(model, optimizer, batch)
-    with TrafficCounter(model) as traffic:
+    with traffic_counter(model) as traffic:
         take_step(model, optimizer, batch)
+    timeline = _timeline(model, optimizer, batch, world.device, effort.timed)
     return {
         "parameters": count_parameters(model),
-        "timeline_ms": _timeline(model, optimizer, batch, world.device, effort.timed),
+        "timeline_ms": timeline,
+        "tokens_per_s": batch.tokens.numel() * world.share(config.slices).size / timeline["total"] * 1e3,
         "profile_ms": _profile(model, optimizer, batch, world.device, effort.profiled),
         "traffic_bytes": dict(sorted(traffic.nbytes.items())),
         "skipped_steps": optimizer.skipped_steps,
     }
 
 
-def _timeline(
-    model: GPT, optimizer: zerocast.ZeroAdamW, batch: Batch, device: torch.device, steps: int
-) -> dict[str, float]:
+def _timeline(model: GPT, optimizer: Optimizer, batch: Batch, device: torch.device, steps: int) -> dict[str, float]:
     """Median milliseconds between marks. The device is never waited for in between, so that the host may run ahead."""
     moments: list[Moment] = []
 
@@ -128,9 +134,7 @@ def _milliseconds(start: Moment, end: Moment) -> float:
     return elapsed
 
 
-def _profile(
-    model: GPT, optimizer: zerocast.ZeroAdamW, batch: Batch, device: torch.device, steps: int
-) -> dict[str, float]:
+def _profile(model: GPT, optimizer: Optimizer, batch: Batch, device: torch.device, steps: int) -> dict[str, float]:
     """Mean milliseconds of kernels a step; on a CPU, of operators."""
     _synchronize(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -139,12 +143,14 @@ def _profile(
             take_step(model, optimizer, batch)
         _synchronize(device)
     total, own = ("device", "self_device") if device.type == "cuda" else ("cpu", "self_cpu")
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
         if event.device_type.name != "CPU":
             continue  # the shadow that a range casts on the device
-        if event.name == "step":
-            _add_up(event, f"{total}_time_total", f"{own}_time_total", found)
+        if event.name in STAGES and not _is_within(event, "norm"):
+            found[STAGES[event.name]] += getattr(event, f"{total}_time_total")
+        elif event.name == "step":
+            found[REST] += _rest(event, f"{own}_time_total")
         elif event.name == "norm":
             found["norm"] += getattr(event, f"{total}_time_total")
         elif event.name == REDUCE_SCATTER:
@@ -152,14 +158,19 @@ def _profile(
     return {name: found[name] / 1e3 / steps for name in ("reduce-scatter", "norm", *PHASES)}
 
 
-def _add_up(event: Any, total: str, own: str, found: Counter[str]) -> None:
-    """Sort the microseconds of a range in the trace by the stages in it; what belongs to no stage is the rest."""
+def _is_within(event: Any, name: str) -> bool:
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        if event.name == name:
+            return True
+    return False
+
+
+def _rest(event: Any, own: str) -> float:
+    """Microseconds of a range in the trace that belong to no stage."""
     if event.name in STAGES:
-        found[STAGES[event.name]] += getattr(event, total)
-        return
-    found[REST] += getattr(event, own)
-    for child in event.cpu_children:
-        _add_up(child, total, own, found)
+        return 0.0
+    return float(getattr(event, own)) + sum(_rest(child, own) for child in event.cpu_children)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -176,6 +187,7 @@ def table(results: Results) -> str:
         rows += [(title.format(name), [f"{run[part][name]:.3f}" for run in runs.values()]) for name in names]
     gathered = [run["traffic_bytes"].get("weight_gather", 0) / 1e6 for run in runs.values()]
     rows.append(("all-gather of weights, MB", [f"{megabytes:.1f}" for megabytes in gathered]))
+    rows.append(("tokens/s, all ranks", [f"{run['tokens_per_s']:,.0f}" for run in runs.values()]))
     return "\n".join(f"| {name} | {' | '.join(cells)} |" for name, cells in rows)
 
 
@@ -184,6 +196,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m examples.gpt_pretrain.phases", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--formats", nargs="+", choices=get_args(Format), default=["bf16", "fp8_block", "nvfp4"])
+    add("--parallel", choices=get_args(Parallel), default="zero")
     add("--layers", type=int, default=16, help="with --width 1024, 201 M parameters")
     add("--width", type=int, default=1024)
     add("--heads", type=int, default=16)
@@ -204,7 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         corpus, effort, runs = Corpus.load((), shape.context), Effort(timed=chosen.steps), {}
         for name in chosen.formats:
-            config = TrainConfig(format=name, model=shape, batch_size=chosen.batch_size, bucket_size=chosen.bucket_size)
+            config = TrainConfig(
+                format=name,
+                parallel=chosen.parallel,
+                model=shape,
+                batch_size=chosen.batch_size,
+                bucket_size=chosen.bucket_size,
+            )
             runs[name] = measure(config, world, corpus, effort)
         if world.rank == 0:
             _report(chosen, world, runs)

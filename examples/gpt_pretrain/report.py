@@ -1,13 +1,10 @@
 """What the demo shows at its end: the same numbers as a table, as a picture and as JSON."""
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
@@ -29,9 +26,8 @@ def collect(records: Mapping[str, Sequence[Record]], seconds: Mapping[str, float
             base = runs[BASELINE][f"{side}_loss"] if BASELINE in runs else None
             run[f"{side}_gap_to_{BASELINE}"] = None if base is None else run[f"{side}_loss"] - base
     start = next(iter(records.values()))[0]
-    machine = {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     settings = {key: start[key] for key in ("ranks", "device", "parameters", "text", "config")}
-    return {"seconds": sum(seconds.values()), "machine": machine, "settings": settings, "runs": runs}
+    return {"seconds": sum(seconds.values()), "machine": start["machine"], "settings": settings, "runs": runs}
 
 
 def _run(records: Sequence[Record], seconds: float) -> Record:
@@ -45,21 +41,14 @@ def _run(records: Sequence[Record], seconds: float) -> Record:
         "tokens_per_s": end["tokens_per_s"],
         "skipped_steps": end["skipped_steps"],
         "seconds": seconds,
-        "train_curve": _curve(records, "train"),
-        "validation_curve": _curve(records, "validation"),
+        "train_curve": curve(records, "train"),
+        "validation_curve": curve(records, "validation"),
     }
 
 
-def _curve(records: Sequence[Record], event: str) -> list[tuple[int, float]]:
+def curve(records: Sequence[Record], event: str) -> list[tuple[int, float]]:
+    """(step, loss) of every record of one kind."""
     return [(record["step"], record["loss"]) for record in records if record["event"] == event]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def table(results: Results) -> Table:
@@ -106,7 +95,7 @@ def _plot_losses(axes: Axes, runs: Mapping[str, Record]) -> None:
     for (name, run), color, style in zip(runs.items(), COLORS, STYLES, strict=False):
         steps, losses = zip(*run["train_curve"], strict=True)
         axes.plot(steps, losses, color=color, alpha=0.15, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), style, color=color, label=name)
+        axes.plot(steps, smooth(losses), style, color=color, label=name)
         axes.plot(*zip(*run["validation_curve"], strict=True), "o", color=color, fillstyle="none")
     axes.set(xlabel="step", ylabel="nats a byte", title="training loss, smoothed; circles: validation")
     axes.legend()
@@ -119,7 +108,7 @@ def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
     for (name, run), color, style in zip(runs.items(), COLORS, STYLES, strict=False):
         steps, losses = zip(*run["train_curve"], strict=True)
         gaps = [loss - base for loss, base in zip(losses, baseline, strict=True)]
-        axes.plot(steps, _smooth(gaps), style, color=color, label=name)
+        axes.plot(steps, smooth(gaps), style, color=color, label=name)
     axes.set(xlabel="step", ylabel="nats a byte", title=f"training loss less that of {BASELINE}, smoothed")
     axes.grid(alpha=0.3)
 
@@ -141,7 +130,7 @@ def _plot_bytes(axes: Axes, runs: Mapping[str, Record]) -> None:
     axes.set(xlabel="bytes a parameter", title="measured on buffers and collectives")
 
 
-def _smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
+def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
     """Average exponentially over about ten values, without the bias of the start."""
     average, weight, out = 0.0, 0.0, []
     for value in values:

@@ -2,8 +2,9 @@
 
     python -m examples.gpt_pretrain.train --format nvfp4
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --checkpoint-every 100
+    torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --parallel fsdp2
 
-Quantized training shows in `build.py`. The rest is the loop that one would write anyway.
+Quantized training shows in `build.py`, FSDP2 in `fsdp2.py`. The rest is the loop that one would write anyway.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 import torch
 import tyro
@@ -21,13 +23,15 @@ from torch import Tensor
 
 import zerocast
 from examples.gpt_pretrain import checkpoint
-from examples.gpt_pretrain.build import build_model, build_optimizer
+from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import TrafficCounter, bytes_per_parameter, count_parameters
+from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, traffic_counter
 from examples.gpt_pretrain.model import GPT
 from examples.gpt_pretrain.run_log import Record, RunLog
 from examples.gpt_pretrain.world import World
+from zerocast.bench import machine
+from zerocast.metrics import NOT_MEASURED, Measurement, Meter
 
 FINAL_WINDOW = 20  # records of the training loss that make the final one: the loss of a single batch is noise
 
@@ -42,21 +46,31 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def train_step(
-    model: GPT, optimizer: zerocast.ZeroAdamW, batches: Sequence[Batch], *, lr: float, grad_clip: float
+    model: GPT,
+    optimizer: Optimizer,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    grad_clip: float,
+    measured: Measurement = NOT_MEASURED,
 ) -> tuple[Tensor, Tensor]:
     """Make one optimizer step. Returns this rank's mean loss and the global gradient norm before clipping."""
     total = torch.zeros((), device=batches[0].tokens.device)
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
-            loss = model.loss(batch.tokens, batch.targets) / len(batches)
-            loss.backward()
+            with measured.phase("forward"):
+                loss = model.loss(batch.tokens, batch.targets) / len(batches)
+            with measured.phase("backward"):
+                loss.backward()
         total += loss.detach()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = optimizer.clip_grad_norm_(grad_clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    with measured.phase("norm"):
+        norm = optimizer.clip_grad_norm_(grad_clip)
+    with measured.phase("step"):
+        optimizer.step()
+        optimizer.zero_grad()
     return total, norm
 
 
@@ -64,8 +78,8 @@ def train_step(
 def evaluate(model: GPT, corpus: Corpus, config: TrainConfig, world: World) -> float:
     """Mean loss over the same validation sequences at any step, shared out over the ranks."""
     total = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, number of sequences
-    sequences = max(config.eval_sequences, world.size)
-    for batch in corpus.validation_batches(config.batch_size, sequences, rank=world.rank, ranks=world.size):
+    sequences, place = max(config.eval_sequences, world.size), world.share(config.slices)
+    for batch in corpus.validation_batches(config.batch_size, sequences, rank=place.rank, ranks=place.size):
         loss = model.loss(batch.tokens.to(world.device), batch.targets.to(world.device))
         count = len(batch.tokens)
         total += torch.stack([loss.double() * count, torch.full_like(total[1], count)])
@@ -81,7 +95,7 @@ class Trainer:
     world: World
     corpus: Corpus
     model: GPT
-    optimizer: zerocast.ZeroAdamW
+    optimizer: Optimizer
     log: RunLog
     step: int
     seconds: float = 0.0  # in training steps since the last record
@@ -90,11 +104,17 @@ class Trainer:
     speeds: list[float] = field(default_factory=list)
     validation_loss: float = math.nan
     traffic: dict[str, float] = field(default_factory=dict)
+    meter: Meter | None = None
+
+    def __post_init__(self) -> None:
+        self._make_meter()
 
     def run(self) -> Record:
         """Train to the last step. Returns the summary that also ends the log."""
         config, measured = self.config, min(self.step + 1, self.config.steps - 1)
         while self.step < config.steps:
+            if config.late_steps and self.step == config.steps - config.late_steps:
+                self._switch()
             self._advance(measure=self.step == measured)
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 self._validate()
@@ -102,19 +122,41 @@ class Trainer:
                 checkpoint.save(self.optimizer, config.out, self.step)
         return self._summarize()
 
+    def _switch(self) -> None:
+        """Go on in the late format, as any run would go on from a checkpoint of this one."""
+        checkpoint.save(self.optimizer, self.config.out, self.step)
+        del self.model, self.optimizer
+        self.model, self.optimizer = build(self.config, self.world, self.step)
+        checkpoint.load_newest(self.optimizer, self.config.out)
+        self._make_meter()
+
+    def _make_meter(self) -> None:
+        """Only the config's `parallel=zero` has a meter, and weights that are not quantized give it times alone."""
+        every, optimizer = self.config.measure_every, self.optimizer
+        self.meter = Meter(optimizer, every) if every and isinstance(optimizer, zerocast.ZeroAdamW) else None
+
+    def _measured(self) -> AbstractContextManager[Measurement]:
+        return self.meter.step() if self.meter else nullcontext(NOT_MEASURED)
+
     def _batches(self) -> list[Batch]:
-        at = {"seed": self.config.seed, "step": self.step, "rank": self.world.rank}
+        rank = self.world.share(self.config.slices).rank
+        at = {"seed": self.config.seed, "step": self.step, "rank": rank}
         micro_steps = range(self.config.grad_accum)
         batches = [self.corpus.train_batch(self.config.batch_size, micro_step=i, **at) for i in micro_steps]
         return [batch.to(self.world.device) for batch in batches]
 
     def _advance(self, measure: bool) -> None:
         """Make one step and time it. The one under the traffic counter is not the first, which builds things lazily."""
-        config, counter, began = self.config, TrafficCounter(self.model), time.perf_counter()
+        config, counter, began = self.config, traffic_counter(self.model), time.perf_counter()
         lr = learning_rate(config, self.step)
-        with counter if measure else nullcontext():
-            loss, norm = train_step(self.model, self.optimizer, self._batches(), lr=lr, grad_clip=config.grad_clip)
+        options = {"lr": lr, "grad_clip": config.grad_clip}
+        with self._measured() as measured, counter if measure else nullcontext():
+            loss, norm = train_step(self.model, self.optimizer, self._batches(), **options, measured=measured)
+        if not config.keep_masters and isinstance(self.optimizer, zerocast.ZeroAdamW):
+            forget_masters(self.optimizer)
         self.step += 1
+        if measured.sample:
+            self.log.write("measured", self.step, **measured.sample.scalars(), weights=measured.sample.by_weight())
         is_record = self.step % config.log_every == 0 or self.step == config.steps
         mean_loss = self.world.sum(loss).item() / self.world.size if is_record else math.nan  # waits for the device
         self.seconds += time.perf_counter() - began
@@ -127,7 +169,8 @@ class Trainer:
 
     def _record(self, loss: float, norm: float, lr: float) -> None:
         config = self.config
-        tokens_a_step = config.batch_size * config.grad_accum * config.model.context * self.world.size
+        sequences = config.batch_size * config.grad_accum * self.world.share(config.slices).size
+        tokens_a_step = sequences * config.model.context
         step_seconds = self.seconds / self.steps_timed
         speed = tokens_a_step / step_seconds
         self.seconds, self.steps_timed = 0.0, 0
@@ -159,6 +202,23 @@ class Trainer:
         return summary
 
 
+def build(config: TrainConfig, world: World, step: int) -> tuple[GPT, Optimizer]:
+    """Make model and optimizer for the format of a step."""
+    config = dataclasses.replace(config, format=config.format_at(step))
+    model = build_model(config, world.device)
+    return model, build_optimizer(model, config)
+
+
+def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
+    """Begin at step 0, or where the newest checkpoint is."""
+    model, optimizer = build(config, world, 0)
+    step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+    if config.format_at(step) != config.format_at(0):
+        model, optimizer = build(config, world, step)
+        checkpoint.load_newest(optimizer, config.out)
+    return step, model, optimizer
+
+
 def make_deterministic() -> None:
     """Ask torch for kernels that repeat bit for bit; reductions between ranks follow `ZeroConfig.deterministic`."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
@@ -172,14 +232,17 @@ def main(config: TrainConfig) -> Record:
     world = World.join(config.device)
     try:
         corpus = Corpus.load(config.data, config.model.context)
-        model = build_model(config, world.device)
-        optimizer = build_optimizer(model, config)
-        step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+        step, model, optimizer = start(config, world)
         log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
         facts = {"ranks": world.size, "device": str(world.device), "parameters": count_parameters(model)}
-        log.write("start", step, **facts, text=corpus.fingerprint, config=dataclasses.asdict(config))
+        where = {
+            "machine": machine.describe(world.device),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        log.write("start", step, **facts, **where, text=corpus.fingerprint, config=dataclasses.asdict(config))
         log.say(f"{config.format}: {facts}, {len(corpus.train):,} bytes of text, from step {step} to {config.steps}")
-        summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
+        with zerocast.gemm.use(config.gemm):
+            summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
         log.close()
         return summary
     finally:

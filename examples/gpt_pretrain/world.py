@@ -31,6 +31,10 @@ class World:
             dist.init_process_group("nccl" if use_cuda else "gloo", device_id=place if use_cuda else None)
         return cls(rank, size, place)
 
+    def share(self, slices: int) -> "World":
+        """Number the groups of `slices` neighbouring ranks, which work on the same batches."""
+        return World(self.rank // slices, self.size // slices, self.device)
+
     def sum(self, value: Tensor) -> Tensor:
         """Add `value` up over all ranks, in place, for every rank."""
         if dist.is_initialized():

@@ -9,7 +9,7 @@ import torch
 from zerocast.cli import main
 
 REPORTS = Path(__file__).parent / "reports"
-OF_THE_CPU = ("cpu_stages", "plan_host_time", "step_memory")
+OF_THE_CPU = ("cpu_stages", "plan_host_time", "fsdp2_refresh", "step_memory")
 
 if __name__ == "__main__":
     if torch.cuda.is_available():

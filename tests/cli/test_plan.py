@@ -13,6 +13,7 @@ from tests.optim.memory import live_bytes
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
+from tests.worlds import worlds
 from zerocast import ZeroConfig
 from zerocast.cli import main
 from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
@@ -59,7 +60,7 @@ def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int]]:
     return live_bytes() - before, sent
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world):
     config = ZeroConfig(bucket_size=2**17)

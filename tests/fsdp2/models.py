@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +22,13 @@ from zerocast.fsdp2.master_parameter import MasterParameter
 DELAYED = "fp8_delayed:amax_history_len=4"
 FORMATS = tuple(fmt for fmt in casts.FORMATS if fmt != "identity")
 SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1, 1))  # formats for any shape
+FEW = ("nvfp4", DELAYED, "fp8_block:power_of_2_scale=False")  # where the format is not what a test is about
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def slow(*values: Any) -> Any:
+    """A test parameter of the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Block(nn.Sequential):
@@ -60,15 +67,22 @@ class Net(nn.Module):
         return x
 
 
+def place() -> str:
+    """Where the ranks of a case compute: on GPUs where their group is NCCL's."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 @functools.cache
-def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None, device: str = "cpu") -> DeviceMesh:
+def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A mesh of all ranks, by default with one dimension, made once a process."""
-    return init_device_mesh(device, shape or (dist.get_world_size(),), mesh_dim_names=names)
+    return init_device_mesh(place(), shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def sharded(model: Any, recipe: dict[str, str] | None = None, *, prepare: bool = True, **options: Any) -> Any:
     """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for."""
     options = {"mesh": mesh(), "mp_policy": BF16, **options}
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(place())
     if prepare:
         zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe if recipe is None else recipe))
     for block in model.blocks:
@@ -79,7 +93,7 @@ def sharded(model: Any, recipe: dict[str, str] | None = None, *, prepare: bool =
 def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tensor:
     """Inputs of a step, other ones on every rank."""
     rank = dist.get_rank() if rank is None else rank
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank)).to(place())
 
 
 def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None = None) -> None:
@@ -123,7 +137,7 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
 def expected(master: Tensor, owner: Master) -> casts.Bytes:
     """The unsharded cast of a whole master, by the scale that the last cast had."""
     scale = float(owner.delayed["cast_scale"]) if owner.delayed else 1.0
-    return casts.unsharded(str(owner.format), master, owner.shard.nominal, scale)
+    return casts.unsharded(str(owner.format), master.cpu(), owner.shard.nominal, scale)
 
 
 def complaints(model: nn.Module, what: str) -> list[str]:

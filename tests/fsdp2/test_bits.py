@@ -11,10 +11,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp2 import models
-from tests.fsdp2.models import FORMATS, SMALL, Net
+from tests.fsdp2.models import FEW, FORMATS, SMALL, Net, slow
 from tests.workers import Ranks
 
-WORLDS = [1, 2, 3, 4]
+PLACES = [
+    (1, 96),
+    (2, 160),
+    (3, 96),
+    (4, 32),
+]  # ranks and rows: boundaries on blocks and in them, empty shards of scales
+MORE_PLACES = [(world, hidden) for hidden in (32, 96, 160) for world in (1, 2, 3, 4) if (world, hidden) not in PLACES]
+
+
+SOME = (*FEW, "mxfp8")  # one of each rule for scales; every format is in the first test
 
 
 def trained(formats: tuple[str, ...], width: int, hidden: int, options: dict[str, Any], steps: int = 2) -> list[str]:
@@ -33,15 +42,12 @@ def check(ranks: Ranks, world: int, *case: Any) -> None:
     assert ranks(world)(trained, *case) == [[]] * world
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("hidden", [32, 96, 160])
+@pytest.mark.parametrize(("world", "hidden"), [*PLACES, *(slow(*place) for place in MORE_PLACES)])
 def test_every_format(ranks: Ranks, world: int, hidden: int) -> None:
-    """Boundaries on blocks, in the middle of them, and on 4 ranks empty shards of the scales of a 32-row weight."""
     check(ranks, world, FORMATS, 64, hidden, {})
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("hidden", [1, 129])
+@pytest.mark.parametrize(("world", "hidden"), [(4, 1), (2, 129), slow(2, 1), slow(4, 129)])
 def test_fewer_rows_than_ranks_and_odd_rows(ranks: Ranks, world: int, hidden: int) -> None:
     check(ranks, world, SMALL, 130, hidden, {})
 
@@ -56,23 +62,24 @@ def test_any_shape(ranks: Ranks, world: int, data: st.DataObject) -> None:
     check(ranks, world, (fmt,), width, hidden, {}, 1)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "reshard"), [(None, False), (torch.float16, True), slow(None, True), slow(torch.float16, False)]
+)
 def test_reshard_and_dtype(ranks: Ranks, reshard: bool, dtype: torch.dtype | None) -> None:
     options = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-    check(ranks, 2, FORMATS, 64, 96, options)
+    check(ranks, 2, SOME, 64, 96, options)
 
 
 def test_cpu_offload(ranks: Ranks) -> None:
-    check(ranks, 2, FORMATS, 64, 96, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    check(ranks, 2, SOME, 64, 96, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
 
 def on_mesh(shape: tuple[int, int]) -> list[str]:
     """Hybrid sharding: replicas by shards."""
-    return trained(FORMATS, 64, 96, {"mesh": models.mesh(shape, ("replicate", "shard"))})
+    return trained(SOME, 64, 96, {"mesh": models.mesh(shape, ("replicate", "shard"))})
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), slow((4, 1))])
 def test_replicas(ranks: Ranks, shape: tuple[int, int]) -> None:
     world = shape[0] * shape[1]
     assert ranks(world)(on_mesh, shape) == [[]] * world
@@ -92,14 +99,14 @@ class Checkpointed(Net):
 
 def gradients(make: type[nn.Module], reshard: bool, micro_batches: int) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Complaints after accumulating, and the gradient shards."""
-    model = models.sharded(make(FORMATS, 64, 96), reshard_after_forward=reshard)
+    model = models.sharded(make(SOME, 64, 96), reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(2):
         for index in range(micro_batches):
             model.set_requires_gradient_sync(index == micro_batches - 1)
             x = models.batch(10 * step + index, 64).requires_grad_()
             model(x).float().square().mean().backward()
-        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        grads = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
     return models.complaints(model, "accumulated"), grads
@@ -122,9 +129,9 @@ def test_accumulation(ranks: Ranks, reshard: bool) -> None:
 def from_meta() -> list[str]:
     """Initialised after sharding, each rank its own rows."""
     with torch.device("meta"):
-        model = Net(FORMATS, 64, 96)
+        model = Net(SOME, 64, 96)
     model = models.sharded(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=models.place())
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
@@ -134,7 +141,7 @@ def from_meta() -> list[str]:
     return found + models.complaints(model, "from meta, after a step")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [slow(2), 4])
 def test_meta_initialisation(ranks: Ranks, world: int) -> None:
     assert ranks(world)(from_meta) == [[]] * world
 
@@ -151,7 +158,7 @@ OPTIMIZERS = {
 
 def stepped_by(name: str) -> list[str]:
     """Two steps of an optimizer, and what it keeps: no state of our classes."""
-    model = models.sharded(Net(FORMATS, 64, 96))
+    model = models.sharded(Net(FEW, 64, 96))
     optimizer = OPTIMIZERS[name](model.parameters())
     before = {name: parameter.full_tensor() for name, (parameter, _) in models.masters(model).items()}
     models.train(model, optimizer, range(2), 64)

@@ -42,8 +42,9 @@ def losses(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> t
     return found, {name: casts.sha(p.full_tensor()) for name, (p, _) in models.masters(model).items()}
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("how", ["blocks", "whole"])
+@pytest.mark.parametrize(
+    ("how", "reshard"), [("blocks", True), ("whole", False), models.slow("blocks", False), models.slow("whole", True)]
+)
 def test_compiled_equals_eager(ranks: Ranks, how: str, reshard: bool) -> None:
     formats = ("nvfp4", models.DELAYED, "mxfp8", "fp8_block")
     eager = ranks(2)(losses, "eager", "", formats, reshard)

@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
@@ -32,54 +34,58 @@ class MLP(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192) -> nn.Module:
-    """Two slices, each sharded over half of the ranks."""
-    model = MLP(hidden)
-    mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
+def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int = 1) -> nn.Module:
+    """Two slices, each sharded over half of the ranks of a replica."""
+    model = MLP(hidden).to(models.place())
+    shape = replicas, dist.get_world_size() // 2 // replicas, 2
+    mesh = models.mesh(shape, ("replicate", "dp", "tp"))
     flat = mesh["dp", "tp"]._flatten("all") if with_mesh else None
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}), weight_mesh=flat)
-    return fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16)
+    return fully_shard(model, mesh=mesh["replicate", "dp"] if replicas > 1 else mesh["dp"], mp_policy=models.BF16)
 
 
-def slices(fmt: str, hidden: int) -> tuple[list[str], Tensor]:
+def complaints(model: nn.Module, when: str) -> list[str]:
+    """Where a gathered slice is not its part of the unsharded cast."""
+    found, local = [], dist.get_rank() % 2
+    tensors = models.masters(model)
+    whole = {name: (p.full_tensor().cpu(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}
+    for name, weight in models.unsharded(model):
+        master, owner, placement = whole[name]
+        scale = torch.tensor([float(owner.delayed["cast_scale"]) if owner.delayed else 1.0])
+        expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
+        codes = casts.raw(expected.rowwise_data).reshape(expected.rowwise_data.shape)
+        codes = np.array_split(codes, 2, placement.dim)[local]
+        if not (casts.raw(weight.rowwise_data.clone()).reshape(codes.shape) == codes).all():
+            found.append(f"{when}: codes of {name}")
+        if weight.amax is not None and not torch.equal(weight.amax.cpu(), expected.amax):
+            found.append(f"{when}: amax of {name} is {weight.amax} and {expected.amax} unsharded")
+        value = casts.cast_whole(str(owner.format), master, scale=float(scale)).dequantize()
+        if not torch.equal(weight.dequantize().cpu(), value.chunk(2, placement.dim)[local]):
+            found.append(f"{when}: values of {name}")
+    return found
+
+
+def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]:
     """Complaints about gathered slices at the start and after a step, and what the model makes of an input."""
-    model = parallel(fmt, hidden=hidden)
+    model = parallel(fmt, hidden=hidden, replicas=replicas)
     x = models.batch(0, WIDTH, rank=0)
-    found = []
     with torch.no_grad():
-        y = model(x).clone()
-    for when in ("start", "later"):
-        tensors = models.masters(model)
-        whole = {name: (p.full_tensor(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}
-        for name, weight in models.unsharded(model):
-            master, owner, placement = whole[name]
-            scale = torch.tensor([float(owner.delayed["cast_scale"]) if owner.delayed else 1.0])
-            expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
-            local = dist.get_rank() % 2
-            codes = casts.raw(expected.rowwise_data).reshape(expected.rowwise_data.shape)
-            codes = np.array_split(codes, 2, placement.dim)[local]
-            mine = casts.raw(weight.rowwise_data.clone()).reshape(codes.shape)
-            if not (mine == codes).all():
-                found.append(f"{when}: codes of {name}")
-            if weight.amax is not None and not torch.equal(weight.amax, expected.amax):
-                found.append(f"{when}: amax of {name} is {weight.amax} and {expected.amax} unsharded")
-            whole_value = casts.cast_whole(str(owner.format), master, scale=float(scale)).dequantize()
-            if not torch.equal(weight.dequantize(), whole_value.chunk(2, placement.dim)[local]):
-                found.append(f"{when}: values of {name}")
-        model(x).float().square().mean().backward()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        if any(p.grad is None or p.grad.full_tensor().abs().max() == 0 for p in model.parameters()):
-            found.append("a parameter without gradient")
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, y
+        y = model(x).cpu()
+    found = complaints(model, "start")
+    model(x).float().square().mean().backward()
+    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=0.1)
+    if any(p.grad is None or p.grad.full_tensor().abs().max() == 0 for p in model.parameters()):
+        found.append("a parameter without gradient")
+    optimizer.step()
+    return found + complaints(model, "after a step"), y
 
 
-@pytest.mark.parametrize("world", [2, 4])
+SLICED = [("nvfp4", 192), ("nvfp4", 160), ("mxfp8", 192), ("fp8_block", 256), ("fp8_current", 192), (DELAYED, 192)]
+
+
 @pytest.mark.parametrize(
-    ("fmt", "hidden"),
-    [("nvfp4", 192), ("nvfp4", 160), ("mxfp8", 192), ("fp8_block", 256), ("fp8_current", 192), (DELAYED, 192)],
+    ("fmt", "hidden", "world"), [*((*case, 4) for case in SLICED), *(models.slow(*case, 2) for case in SLICED)]
 )
 def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
     """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in one reduction."""
@@ -93,6 +99,35 @@ def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
         if fmt != DELAYED:
             expected = single(models.batch(0, WIDTH, rank=0)).float()
             assert (y.float() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_slices_in_replicas(ranks: Ranks) -> None:
+    """Hybrid sharding over tensor parallelism: amaxes are reduced over one replica's slices."""
+    assert [found for found, _ in ranks(4)(slices, "nvfp4", 192, 2)] == [[]] * 4
+
+
+def one_mesh(fmt: str) -> list[str]:
+    """Parameters that are DTensors on the mesh of all dimensions, of which FSDP2 is told its own."""
+    model = MLP().to(models.place())
+    mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
+    sliced = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+    for name, parameter in list(model.named_parameters()):
+        value = distribute_tensor(parameter.detach(), mesh, [Replicate(), sliced[name]], src_data_rank=None)
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(value))
+    weight_mesh = mesh["dp", "tp"]._flatten("weights")
+    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}), weight_mesh=weight_mesh)
+    dims = fsdp.DataParallelMeshDims(shard="dp")
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, mp_policy=models.BF16)
+    return complaints(model, "on one mesh")
+
+
+@pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch's fully_shard takes no mesh of all dimensions"
+)
+@pytest.mark.parametrize("fmt", ["nvfp4", models.slow("mxfp8"), models.slow("fp8_current")])
+def test_one_mesh_of_all_dimensions(ranks: Ranks, fmt: str) -> None:
+    assert ranks(4)(one_mesh, fmt) == [[]] * 4
 
 
 def reductions(fmt: str) -> list[int]:

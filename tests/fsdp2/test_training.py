@@ -1,5 +1,7 @@
 """The GPT of the examples under FSDP2: tied embedding, norms, a frozen layer, two optimizers; and what it learns."""
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +9,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import checkpoint
 
 import zerocast
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from tests import casts
 from tests.fsdp2 import models
+from tests.fsdp2.test_freshness import CHANGES
+from tests.fsdp2.test_fused_adamw import digests
 from tests.workers import Ranks
+from zerocast.fsdp2 import TrainingState
 
 SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=64, context=32)
 MIXED = {
@@ -25,18 +36,20 @@ MIXED = {
 }
 
 
-def gpt(recipe: dict[str, str] | None, frozen: str = "") -> Any:
+def gpt(recipe: dict[str, str] | None, frozen: str = "", replicas: int = 1, **options: Any) -> Any:
     """The model, sharded by block; `frozen` begins the names of what does not learn."""
+    mesh = models.mesh((replicas, dist.get_world_size() // replicas), ("replicate", "shard"))
+    options = {"mesh": mesh if replicas > 1 else mesh["shard"], "mp_policy": models.BF16, **options}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = GPT(SMALL)
+        model: Any = GPT(SMALL).to(models.place())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or not name.startswith(frozen))
     if recipe:
         zerocast.fsdp2.prepare(model, zerocast.Recipe(recipe))
     for block in model.blocks:
-        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
-    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     register_fsdp_forward_method(model, "loss")
     return model
 
@@ -48,6 +61,7 @@ def text(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     stride = torch.randint(1, 4, (rows, 1), generator=generator)
     noise = torch.randint(0, 4, (rows, SMALL.context + 1), generator=generator)
     tokens = (start + stride * torch.arange(SMALL.context + 1)) % 61 * 4 + noise
+    tokens = tokens.to(models.place())
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -62,22 +76,27 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def step_all(model: Any, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
-    """Steps with clipping."""
+    """Steps of two accumulated batches, with clipping."""
     for step in steps:
-        model.loss(*text(step, dist.get_rank())).backward()
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            model.loss(*text(2 * step + part, dist.get_rank())).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def trained() -> list[str]:
-    """Complaints over three steps of two optimizers beside a frozen block."""
-    model = gpt(MIXED, frozen="blocks.2.")
+def trained(steps: int = 2, recompute: bool = False, **options: Any) -> list[str]:
+    """Complaints over steps of two optimizers beside a frozen block."""
+    model = gpt(MIXED, frozen="blocks.2.", **options)
+    if recompute:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     optimizers = two_optimizers(model)
     before = {name: p.full_tensor().clone() for name, (p, _) in models.masters(model).items()}
     found = models.complaints(model, "start")
-    for step in range(3):
+    for step in range(steps):
         step_all(model, optimizers, range(step, step + 1))
         found += models.complaints(model, f"step {step}")
     moved = {name for name, (p, _) in models.masters(model).items() if not torch.equal(p.full_tensor(), before[name])}
@@ -85,9 +104,88 @@ def trained() -> list[str]:
     return found + [f"{name} moved or stayed" for name in moved.symmetric_difference(set(before) - frozen)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [models.slow(1), models.slow(2), 3])
 def test_frozen_layer_and_two_optimizers(ranks: Ranks, world: int) -> None:
     assert ranks(world)(trained) == [[]] * world
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "replicas": (4, {"replicas": 2}),
+    "replicas alone": (2, {"replicas": 2}),
+    "left gathered": (2, {"reshard_after_forward": False}),
+    "offloaded": (2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "recomputed": (2, {"recompute": True}),
+    "fp16": (2, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)}),
+}
+
+
+def in_a_way(name: str) -> list[str]:
+    """Complaints over a step."""
+    return trained(steps=1, **WAYS[name][1])
+
+
+@pytest.mark.parametrize("name", [models.slow(name) if name in ("fp16", "replicas alone") else name for name in WAYS])
+def test_every_way_to_shard(ranks: Ranks, name: str) -> None:
+    world = WAYS[name][0]
+    assert ranks(world)(in_a_way, name) == [[]] * world
+
+
+def changed(name: str) -> list[str]:
+    """Complaints after a change of all masters of a GPT that has trained."""
+    model = gpt(MIXED, frozen="blocks.2.")
+    step_all(model, two_optimizers(model), range(1))
+    before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
+    CHANGES[name](model)
+    same = [key for key, (p, _) in models.masters(model).items() if torch.equal(p.full_tensor(), before[key])]
+    return same + models.complaints(model, name)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("load_in_place", "set_full_state") else models.slow(name) for name in CHANGES]
+)
+def test_changes_are_cast(ranks: Ranks, name: str) -> None:
+    assert ranks(2)(changed, name) == [[], []]
+
+
+def changed_on_one() -> str:
+    """What every rank says after a change on one."""
+    model = gpt(MIXED)
+    step_all(model, two_optimizers(model), range(1))
+    models.complaints(model, "")
+    if dist.get_rank() == 1:
+        CHANGES["write_data"](model)
+    try:
+        model.loss(*text(0, dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_change_on_one_rank_raises_on_all(ranks: Ranks) -> None:
+    assert all("was changed on ranks [1]" in message for message in ranks(3)(changed_on_one))
+
+
+def interrupted(path: str) -> list[str]:
+    """What differs between 4 steps and 2 + save + load + 2, through the library's checkpoints."""
+    runs = []
+    for _ in range(3):
+        model = gpt(MIXED)
+        optimizers = two_optimizers(model)
+        runs.append((model, optimizers, TrainingState(model, optimizers)))
+    (whole, optimizers, state), first, second = runs
+    step_all(whole, optimizers, range(4))
+    step_all(first[0], first[1], range(2))
+    zerocast.optim.save(first[2], path)
+    zerocast.optim.load(second[2], path)
+    step_all(second[0], second[1], range(2, 4))
+    expected, found = digests(state.state_dict()), digests(second[2].state_dict())
+    return [name for name in expected if expected[name] != found[name]] + models.complaints(second[0], "resumed")
+
+
+@pytest.mark.parametrize("world", [2, models.slow(3)])
+def test_resume_is_exact(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    """Two optimizers, a tied embedding, delayed scaling."""
+    assert ranks(world)(interrupted, str(tmp_path / "it")) == [[]] * world
 
 
 def saved(path: str) -> dict[str, str]:
@@ -131,9 +229,11 @@ def final_loss(fmt: str | None, keep_masters: bool) -> float:
         if not keep_masters:
             with torch.no_grad():
                 for parameter, owner in models.masters(model).values():
-                    whole = casts.cast_whole(str(owner.format), parameter.full_tensor()).dequantize().float()
+                    whole = casts.cast_whole(str(owner.format), parameter.full_tensor().cpu()).dequantize().float()
                     parameter.copy_(
-                        torch.distributed.tensor.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                        torch.distributed.tensor.distribute_tensor(
+                            whole.to(models.place()), parameter.device_mesh, parameter.placements
+                        )
                     )
     with torch.no_grad():
         losses = [model.loss(*text(10_000 + i, 0, rows=16)).item() for i in range(4)]

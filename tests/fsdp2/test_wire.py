@@ -15,11 +15,11 @@ PER_ELEMENT = {"nvfp4": 0.504, "fp8_current": 1.0, "fp8_block": 1.0003, "mxfp8":
 
 def gathered_bytes(fmt: str) -> float:
     """Bytes an element that the shards of one large weight put into its gather."""
-    weight = nn.Linear(1024, 1024, bias=False)
+    weight = nn.Linear(1024, 1024, bias=False, device=models.place())
     zerocast.fsdp2.prepare(weight, zerocast.Recipe({"weight": fmt}))
     fully_shard(weight, mesh=models.mesh(), mp_policy=models.BF16)
     with traffic.Traffic() as seen, torch.no_grad():
-        weight(torch.zeros(1, 1024))
+        weight(torch.zeros(1, 1024, device=models.place()))
     (size,) = seen.sent["all-gather"][-1:]
     return size * models.mesh().size() / 1024**2
 

@@ -12,6 +12,7 @@ from tests.host_traffic import HostTraffic
 from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
+from tests.worlds import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends, weight_state
 from zerocast.optim import captured
 
@@ -47,7 +48,7 @@ def test_replaying_equals_stepping(device, case):
     assert compare(dataclasses.replace(case, device=device)) == 1
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", worlds(2, slow=[3]))
 @pytest.mark.parametrize("name", ["clipped", "overlap", "bf16 moments"])
 def test_on_several_ranks(ranks, world, name):
     assert ranks(world)(compare, CASES[name]) == [1] * world

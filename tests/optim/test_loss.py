@@ -93,8 +93,13 @@ def reference(ranks):
     return functools.cache(lambda world, grad_dtype: np.array(ranks(1)(unsharded, world, 100, grad_dtype)[0]))
 
 
-WORLDS = [(world, "nominal gradients") for world in (1, 2, 3, 4)] + [(3, "overlap")]
-WORLDS += [pytest.param(3, case, marks=pytest.mark.slow) for case in ("stage 1", "fp32 gradients", "one bucket")]
+LONG = [
+    (2, "nominal gradients"),
+    (4, "nominal gradients"),
+    *((3, case) for case in CASES if case != "nominal gradients"),
+]
+WORLDS = [(1, "nominal gradients"), (3, "nominal gradients")]
+WORLDS += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG]
 
 
 @pytest.mark.parametrize(("world", "case"), WORLDS)

@@ -14,6 +14,7 @@ import zerocast
 from tests.optim.memory import NewStorages, allocations, live_bytes
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
+from tests.worlds import worlds
 from zerocast import ZeroAdamW, ZeroConfig, get_format, layout
 from zerocast.optim import gradients
 
@@ -115,8 +116,7 @@ def later_steps(deterministic: bool, overlap: bool) -> list[tuple[int, int]]:
     return found[2:]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("deterministic", "overlap"), [(False, True), (True, False)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_later_step_allocates_nothing_large(ranks, world, deterministic, overlap):
     shard = 4 * (4 * 1024 * 512 + 512 * 512) // world
@@ -176,6 +176,7 @@ def predicted(specs: tuple[Spec, ...], world: int, bucket_size: int, moment_dtyp
 
 def held(bucket_size: int, moment_dtype: torch.dtype) -> int:
     """Bytes that a model and its optimizer live on between steps."""
+    gc.collect()  # the garbage of earlier cases must not leave in between
     before = live_bytes()
     config = ZeroConfig(bucket_size=bucket_size, moment_dtype=moment_dtype)
     trainer = Trainer(Run(MODEL, options=(ADAM,), config=config))
@@ -187,7 +188,7 @@ def held(bucket_size: int, moment_dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize("moment_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", worlds(1, 2, slow=[4]))
 def test_the_total_is_what_arithmetic_says(ranks, world, moment_dtype):
     terms = predicted(MODEL, world, 2**18, moment_dtype)
     for found in ranks(world)(held, 2**18, moment_dtype):

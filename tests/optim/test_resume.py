@@ -14,6 +14,7 @@ from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.undistributed import F32, Undistributed
+from tests.worlds import worlds
 from zerocast import ZeroConfig, optim
 
 LIBRARY_ORDER = ZeroConfig(bucket_size=4096)
@@ -76,7 +77,7 @@ def interrupted(run: Run, path: str, by_hand: bool) -> None:
     casts.assert_same_bytes(snapshot(second), snapshot(whole), f"rank {whole.rank}, 20 steps")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_resume_is_exact(ranks, tmp_path, world, run):
     by_hand = world == 2  # torch.distributed.checkpoint, else `optim.save` and `optim.load`

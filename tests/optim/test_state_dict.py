@@ -22,6 +22,7 @@ from tests.optim.probe import BF16, FP32, MIXED, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, weight_bytes
 from tests.optim.test_resume import snapshot, train, with_dcp_load, with_dcp_save
 from tests.optim.undistributed import Undistributed
+from tests.worlds import worlds
 from zerocast import ZeroConfig, optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -90,7 +91,7 @@ torch.save(state, path + ".pt")
 """
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", worlds(3, slow=[1]))
 def test_tools_without_zerocast_read_it(ranks, tmp_path, world):
     path = tmp_path / "checkpoint"
     ranks(world)(shapes, str(path))
@@ -170,7 +171,7 @@ def switch(path: str) -> None:
         previous = trainer
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", worlds(2, slow=[1]))
 def test_formats_can_be_switched(ranks, tmp_path, world):
     ranks(world)(switch, str(tmp_path / "checkpoint"))
 
@@ -236,10 +237,9 @@ BREAK: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("kind", BREAK)
 def test_what_does_not_fit_is_refused_everywhere(ranks, kind):
     assert broken(kind, 0)[0] == "ValueError"
-    for culprit in (0, 1):
-        for name, message in ranks(2)(broken, kind, culprit):
-            assert name == "ValueError"
-            assert f"rank {culprit}" in message
+    for name, message in ranks(2)(broken, kind, 1):
+        assert name == "ValueError"
+        assert "rank 1" in message
 
 
 def cut_otherwise() -> str:

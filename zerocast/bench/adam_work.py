@@ -10,7 +10,7 @@ from zerocast.adam_update import AdamUpdate
 from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.workload import Workload
-from zerocast.optim.adam import Hyperparameters
+from zerocast.hyperparameters import Hyperparameters
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10

@@ -17,8 +17,11 @@ from zerocast.cli.world import joined
 def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
     """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside TransformerEngine where it is installed.
 
-    Prints a Markdown table and writes it with JSON and a plot. Exit status: 1 if a row of ours fails or has grown by more than
-    the threshold, 2 for a wish that cannot be met.
+    Prints a Markdown table and writes it with JSON and a plot.
+
+    Example: zerocast bench --only "A cast" --compare stored.json
+
+    Exit status: 0, 1 if a row of ours fails or has grown by more than the threshold, 2 for a wish that cannot be met.
     """
     if config.trace is not None:
         return _trace(config.trace, config)

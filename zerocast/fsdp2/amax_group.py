@@ -4,17 +4,21 @@ Each rank has the amaxes of the block rows that it touches. Of these only the te
 between shards cuts concern other ranks: they are packed, reduced, and put back. If there are none, nothing is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zerocast import backends
-from zerocast.batch import Batches
+from zerocast.batch import Batch, Batches
+from zerocast.fsdp2.delayed import DelayedShards
 from zerocast.fsdp2.shard_weight import ShardWeight
-from zerocast.fsdp2.wire import ALIGNMENT
+from zerocast.fsdp2.stack import Stack, by_geometry
 from zerocast.group import Group
-from zerocast.layout import round_up
+from zerocast.shard import MasterShard
+
+MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
 
 
 @dataclass(frozen=True)
@@ -32,25 +36,37 @@ class Reduction:
 
 
 class AmaxGroup:
-    """Weights with one reduction, the same list on every rank, all on one device."""
+    """Weights with one reduction, the same list on every rank, all on one device.
+
+    `measured` names the weights whose amaxes an optimizer step has left in the packed buffer, up to date until somebody writes.
+    """
 
     def __init__(self, weights: Sequence[ShardWeight], reduction: Reduction) -> None:
         self.weights, self.reduction = weights, reduction
-        self._delayed = [weight for weight in weights if weight.delayed]
+        self.measured: frozenset[str] = frozenset()
         device = weights[0].master.device
-        backend = backends.choose(device)
-        sizes = [round_up(weight.wire.nbytes, ALIGNMENT) for weight in weights]
+        self.backend = backends.choose(device)
+        self._delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], device)
+        self.places = self._places()
+        self._shards: dict[str, MasterShard] = {}
+        copies = []
+        classes = by_geometry(weights)
+        sizes = [len(members) * members[0].wire.nbytes for members in classes]
         self.sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        batches, copies = Batches(device, backend), []
-        places = self._places()
-        for weight, part in zip(weights, self.sent.split(sizes), strict=True):
-            shard = weight.bind(part[: weight.wire.nbytes])
-            if weight.takes_part:
-                batches.of(shard.weight).add_shard(shard, places[weight.name])
-                copies += weight.outgoing_scales()
-        self._batches = batches.freeze()
+        for members, part in zip(classes, self.sent.split(sizes), strict=True):
+            stack = Stack(members, part.view(len(members), -1))
+            self._shards |= {w.name: shard for w, shard in zip(members, stack.shards, strict=True) if w.takes_part}
+            copies += stack.copies
         self._targets, self._sources = [target for target, _ in copies], [source for _, source in copies]
-        self._pack(places, device)
+        self._batches = self._batch(list(self._shards))
+        self._unmeasured: dict[frozenset[str], list[Batch]] = {frozenset(): self._batches}
+        self._pack(self.places, device)
+
+    def _batch(self, names: Iterable[str]) -> list[Batch]:
+        batches = Batches(self.weights[0].master.device, self.backend)
+        for name in names:
+            batches.of(self._shards[name].weight).add_shard(self._shards[name], self.places[name])
+        return batches.freeze()
 
     def _places(self) -> dict[str, tuple[int, int]]:
         """Where the amaxes of each weight begin in the packed buffer: first those with a ghost row, one behind another."""
@@ -96,31 +112,41 @@ class AmaxGroup:
         self._packed = torch.zeros(self._size, dtype=dtype, device=device)
         self.reduced = torch.zeros(size, dtype=dtype, device=device)
 
+    def measuring(self, names: frozenset[str]) -> Tensor:
+        """The packed buffer, for a step that leaves the amaxes of these weights there; `places` says where."""
+        if not self.measured or self.measured & names:
+            self._packed.zero_()
+            self.measured = frozenset()
+        self.measured |= names
+        return self._packed
+
     @torch.no_grad()
     def cast(self, repeat: bool) -> None:
         """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed scales of the last cast."""
-        scales = [weight.delayed["scale"] for weight in self._delayed]
-        cast_scales = [weight.delayed["cast_scale"] for weight in self._delayed]
-        kept = [scale.clone() for scale in scales]
-        if scales and repeat:
-            torch._foreach_copy_(scales, cast_scales)
-        elif scales:
-            torch._foreach_copy_(cast_scales, scales)
-        self._packed.zero_()
-        for batch in self._batches:
-            batch.partial_amax(self._packed)
+        self._measure_the_rest()
         if self.reduced.numel():
             self._reduce()
-        for batch in self._batches:
-            batch.compute_scales(self._packed, None)
-        for batch in self._batches:
-            batch.partial_cast(self._packed, None)
-            if not repeat:
-                batch.roll_history(None)
-        if scales and repeat:
-            torch._foreach_copy_(scales, kept)
+        with self._delayed.cast(repeat):
+            for batch in self._batches:
+                batch.compute_scales(self._packed, None)
+            for batch in self._batches:
+                batch.partial_cast(self._packed, None)
+                if not repeat:
+                    batch.roll_history(None)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
+
+    def _measure_the_rest(self) -> None:
+        """Amaxes of the masters that no step has measured."""
+        measured, self.measured = self.measured, frozenset()
+        if not measured:
+            self._packed.zero_()
+        if measured not in self._unmeasured:
+            if len(self._unmeasured) > MOST_TABLES:
+                self._unmeasured = {frozenset(): self._batches}
+            self._unmeasured[measured] = self._batch(name for name in self._shards if name not in measured)
+        for batch in self._unmeasured[measured]:
+            batch.partial_amax(self._packed)
 
     def _reduce(self) -> None:
         """The one collective of a cast."""

@@ -11,11 +11,13 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from zerocast.agreement import agree, roll_call
 from zerocast.fsdp2 import torch_fsdp
@@ -38,8 +40,10 @@ class Casts:
         self.generation = 0
         self.steps = 0  # casts after an optimizer step
         self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
+        self.groups: list[AmaxGroup] = []
+        self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
-        self._groups: list[AmaxGroup] = []
+        self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
         self._written = False
 
     @property
@@ -50,11 +54,20 @@ class Casts:
             raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
         return model
 
-    def make_due(self) -> None:
-        """Cast before the next gather, and let there be one: weights left gathered are freed."""
+    def make_due(self, by: Optimizer | None = None) -> None:
+        """Cast before the next gather, and let there be one: weights left gathered are freed. `by` is who stepped."""
         self.due = self._stepped = True
-        if self._groups:
-            torch_fsdp.reshard(self.model)
+        if by not in self.measuring:
+            self.forget_measured()
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        torch_fsdp.reshard(group() for group in self._gathering)
+
+    def forget_measured(self) -> None:
+        """Amaxes that a step has left are no longer those of the masters."""
+        for group in self.groups:
+            group.measured = frozenset()
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
@@ -71,7 +84,7 @@ class Casts:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
         if not self._written:
             self._written = True
-            torch_fsdp.reshard(self.model)
+            self._free_gathered()
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
@@ -97,21 +110,18 @@ class Casts:
                 )
                 master.seeded = False
         self.due, self._stepped = True, False
-        torch_fsdp.reshard(self.model)
+        self._free_gathered()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
 
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
-        if not self._reductions:
-            self._reductions = list(self._agree())
-        if not self._groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
-            self._groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
+        self.bind()
         with self._or_as_before():
             self._seed()
         with self._or_as_before():
-            for group in self._groups:
+            for group in self.groups:
                 group.cast(repeat)
         self.generation += 1
         self.steps += not repeat
@@ -143,6 +153,14 @@ class Casts:
         """Who shares the amax of a weight that was cast."""
         return next(reduction for reduction, held in self._reductions if any(one.master is master for one in held))
 
+    def bind(self) -> None:
+        """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
+        if not self._reductions:
+            self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
+            self._reductions = list(self._agree())
+        if not self.groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
+            self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
+
     def _seed(self) -> None:
         """Give delayed scales that nobody has set the amax of the present master: a cast of its own, once."""
         delayed = [master for master in self.masters if master.delayed]
@@ -152,7 +170,7 @@ class Casts:
         for master in delayed:
             if not master.seeded:
                 master.delayed["amax_history"].zero_()
-        for group in self._groups:
+        for group in self.groups:
             group.cast(repeat=False)
         for tensor, value in kept:
             tensor.copy_(value)
@@ -163,7 +181,7 @@ class Casts:
 
     def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        held = [one for group in torch_fsdp.groups(self.model) for one in held_by(group, self)]
+        held = [one for group in self._gathering for one in held_by(group(), self)]
         missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
         if missing:
             raise RuntimeError(

@@ -23,6 +23,8 @@ class Gathered:
     def __init__(self, shard: ShardWeight, outputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._wire, shards = shard.wire, shard.shards
         codes, self._side = self._wire.gathered(outputs)
+        if self._wire.one_direction:
+            codes = codes * 2  # one storage, and what was gathered last is in it
         buffers = dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
         if self._wire.amax_offset is not None:
             buffers["amax"] = self._scalar(self._wire.amax_offset)
@@ -60,10 +62,17 @@ class Gathered:
         return sent.reshape(-1, scales.across)[: -(-self._wire.shards.rows // scales.height)]
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Put the gathered scales where products read them; what was derived from earlier bytes is forgotten."""
+    def fill(self, columnwise: bool) -> None:
+        """Put the gathered scales where products read them; what was derived from earlier bytes is forgotten.
+
+        `columnwise` is the direction that came, where only one did.
+        """
         self.weight.state.freshness.cast += 1
+        if self._wire.one_direction:
+            self.weight.state.only = "columnwise" if columnwise else "rowwise"
         for scales, buffer, padding in zip(self._wire.scales, self.inner, self._padding, strict=True):
+            if self._wire.one_direction and scales.side != columnwise:
+                continue
             entries = self._in_order(scales)
             if scales.repeat:
                 entries = entries.repeat_interleave(scales.height, 0)

@@ -1,14 +1,14 @@
 """Master: one prepared weight: its format, its shard on this rank, what it sends and what it makes of what arrives."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
 from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
@@ -28,6 +28,9 @@ class Casting(Protocol):
     def before_gather(self) -> None:
         """Cast if that is due."""
 
+    def forget_measured(self) -> None:
+        """A master is written to, whose amaxes may have been taken."""
+
     def first_write(self) -> None:
         """A master that was up to date is written to."""
 
@@ -38,11 +41,14 @@ class Casting(Protocol):
 class Master:
     """A weight of a prepared model by its parameter `name`; every MasterParameter made of it points here.
 
-    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards.
+    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards; `one_direction` that of a weight with
+    codes of its own in each direction only those are sent that the pass reads.
     """
 
-    def __init__(self, name: str, fmt: FormatSpec, casts: Casting, sliced: bool) -> None:
+    def __init__(self, name: str, fmt: FormatSpec, casts: Casting, sliced: bool, one_direction: bool) -> None:
         self.name, self.format, self.casts, self.sliced = name, fmt, casts, sliced
+        self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
+        self.is_backward: Callable[[], bool] = bool  # whether FSDP2 gathers for a backward pass
         self.delayed: dict[str, Tensor] = {}
         self.seeded = False  # whether the delayed scale comes from an amax
         self.written_to = False
@@ -81,8 +87,10 @@ class Master:
         """Note a write, if it went to the memory that is cast: FSDP2 and optimizers make other tensors of the same class."""
         if torch._guards.TracingContext.try_get() is not None:
             return  # compiled: what runs later is not seen here, the optimizer's hook is
-        ours = self._shard is not None and data.untyped_storage().data_ptr() == self._address
-        if ours and not self.written_to:
+        if self._shard is None or data.untyped_storage().data_ptr() != self._address:
+            return
+        self.casts.forget_measured()
+        if not self.written_to:
             self.written_to = True
             self.casts.first_write()
 
@@ -93,6 +101,7 @@ class Master:
         if master.device == shard.master.device:  # else it is FSDP2's copy of an offloaded shard
             moved = master.untyped_storage().data_ptr() != self._address
             self.written_to = self.written_to or moved
+        self._columnwise = self.is_backward()
         outputs = tuple(part.to(master.device, non_blocking=True) for part in self._outputs())
         self._mesh, self._sent = mesh, self.casts.generation
         return outputs
@@ -103,10 +112,11 @@ class Master:
         self._said = EMPTY if empty else WRITTEN if self.written_to else CLEAN
         header = self._said, self.casts.generation
         if header != self._header:
-            _, side = shard.wire.parts(shard.buffer)
-            side[:8].view(torch.int32).copy_(torch.tensor(header, dtype=torch.int32))
+            _, sides = shard.wire.parts(shard.buffer)
+            for side in sides:
+                side[:8].view(torch.int32).copy_(torch.tensor(header, dtype=torch.int32))
             self._header = header
-        return shard.wire.outputs(shard.buffer)
+        return shard.wire.outputs(shard.buffer, self._columnwise)
 
     def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None) -> Any:
         """(weight, buffers that FSDP2 allocates and frees with it), refilled in place where `out` is given."""
@@ -117,7 +127,7 @@ class Master:
             self._gathered.weight.state.freshness = self.freshness
         if self._is_stale(self._gathered):
             self._gather(outputs)
-        self._gathered.fill()
+        self._gathered.fill(self._columnwise)
         return self._gathered.weight, self._gathered.inner
 
     def _is_stale(self, gathered: Gathered) -> bool:

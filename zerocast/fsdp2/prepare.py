@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
@@ -20,11 +19,18 @@ from zerocast.fsdp2.sources import VerifyEvery
 from zerocast.model import check_weight
 from zerocast.recipe import Recipe
 
-_prepared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_Ref = weakref.ReferenceType[Casts]  # parameters keep casts alive, and casts know modules
+_prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
+_within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()  # looked for once
 
 
 def prepare(
-    model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None = None, verify_every: int | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    weight_mesh: DeviceMesh | None = None,
+    one_direction: bool = False,
+    verify_every: int | None = None,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes. Call it before `fully_shard`; returns `model`.
 
@@ -38,9 +44,13 @@ def prepare(
     so many steps compare all gathered bytes with an unsharded cast of the masters, as `zerocast.verify` does, and raise
     VerificationError on every rank of the shard group if any differ.
 
+    With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered rowwise for a forward pass and
+    columnwise for a backward pass, half the bytes each time. A pass that reads the other direction raises RuntimeError: a forward
+    pass that is recomputed (activation checkpointing), torch.compile.
+
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the format cannot take, an
-    embedding and a weight that is sharded already, and TypeError for one that is not FP32. What only FSDP2 decides is checked
-    at the first gather.
+    embedding and a weight that is sharded already, and TypeError for one that is not FP32 or lies beside one that is not. What only
+    FSDP2 decides is checked at the first gather.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -54,7 +64,7 @@ def prepare(
             continue
         _check(model, name, parameter, fmt)
         sliced = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-        master = chosen.setdefault(parameter, Master(name, fmt, casts, sliced))
+        master = chosen.setdefault(parameter, Master(name, fmt, casts, sliced, one_direction))
         if master.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {master.format} and {fmt}")
     casts.masters = list(chosen.values())
@@ -66,7 +76,8 @@ def prepare(
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
             module.register_load_state_dict_post_hook(_Loaded(mine))
-    _prepared.add(model)
+    _prepared[model] = weakref.ref(casts)
+    _within.clear()
     if verify_every is not None:
         model.register_forward_pre_hook(VerifyEvery(casts, verify_every))
     return model
@@ -101,11 +112,17 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
         casts.load_delayed(state)
 
 
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `prepare` was given this module, or one in it."""
+    if model not in _within:
+        _within[model] = [_prepared[module] for module in model.modules() if module in _prepared]
+    return bool(_within[model])
+
+
 def _casts_of(model: nn.Module) -> list[Casts]:
-    if not any(module in _prepared for module in model.modules()):
+    if not is_prepared(model):
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
-    sharded = [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
-    return _casts_behind([*sharded, *model.parameters()])
+    return [casts for casts in (reference() for reference in _within[model]) if casts is not None]
 
 
 def _casts_behind(parameters: Iterable[Any]) -> list[Casts]:
@@ -125,6 +142,13 @@ def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> N
             f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and give fully_shard a "
             "MixedPrecisionPolicy with the dtype to compute in"
         )
+    beside = model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False)
+    for other, p in beside:
+        if p.requires_grad and parameter.requires_grad and p.dtype != parameter.dtype:
+            raise TypeError(
+                f"{name} is {parameter.dtype} and {other} beside it {p.dtype}, and FSDP2 takes one dtype a group: make both "
+                "float32 and leave precision to its MixedPrecisionPolicy"
+            )
     check_weight(model, name, parameter, fmt, local.shape)
 
 
@@ -167,7 +191,7 @@ class _Loaded:
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for casts in _casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        casts.make_due()
+        casts.make_due(optimizer)
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -5,6 +5,7 @@ come from the tensor amax, which the stage takes as the largest amax of the weig
 the end, whose amaxes hold the reduced tensor amax, makes it find that.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from zerocast.weight import QuantizedWeight
 class ShardWeight:
     """`master` is this rank's FP32 rows of a weight `shape` (local to its tensor-parallel rank), `shards` says which rows.
 
-    `delayed` holds scale and amax_history for delayed scaling and is empty otherwise.
+    `delayed` holds scale and amax_history for delayed scaling and is empty otherwise. `one_direction` is that of its `Wire`.
     """
 
     name: str
@@ -34,12 +35,13 @@ class ShardWeight:
     shards: RowShards
     rank: int
     delayed: dict[str, Tensor]
+    one_direction: bool
     wire: Wire = field(init=False)
     buffer: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.rows, self.columns = layout.matrix_shape(self.shape)
-        self.wire = Wire(self.format, self.shards, self.columns)
+        self.wire = Wire(self.format, self.shards, self.columns, self.one_direction)
         blocks = [block[0] for block in (self.format.block, self.format.columnwise_block) if block]
         self.height = max(blocks, default=1)
         touched = self.shards.touched(self.rank, self.height)
@@ -78,44 +80,44 @@ class ShardWeight:
             found.append((self.format.columnwise_block[0], self.columns, self.amaxes[0]))
         return found
 
-    def bind(self, buffer: Tensor) -> MasterShard:
-        """Make the small weight over `buffer`, `wire.nbytes` zero bytes; what the stages are given."""
+    def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
+        """Make the small weight over `buffer`, `wire.nbytes` zero bytes, and `scales` buffers; what the stages are given."""
         self.buffer = buffer
-        codes, side = self.wire.parts(buffer)
-        buffers = dict(self.delayed)
+        codes, (side, *_) = self.wire.parts(buffer)
+        buffers = {**self.delayed, **scales}
         buffers["rowwise_data"] = codes[0]
         if self.wire.amax_offset is not None:
             buffers["amax"] = side[self.wire.amax_offset :][:4].view(torch.float32)
         if self.wire.scale_offset is not None:
             buffers["rowwise_scale_inv"] = side[self.wire.scale_offset :][:4].view(torch.float32)
         own = self.format.columnwise is Columnwise.OWN_GRID
-        shape = (self.cast_rows, self.columns)
-        specs = layout.buffers(self.format, shape, self.nominal)
-        for scales in self.wire.scales:
-            spec = specs[scales.name]
-            assert spec is not None
-            buffers[scales.name] = torch.full(spec.shape, spec.padding, dtype=spec.dtype, device=buffer.device)
         if own:
             buffers["columnwise_data"] = codes[1]
-        weight = QuantizedWeight.of_buffers(shape, self.format, self.nominal, buffers)
+        weight = QuantizedWeight.of_buffers((self.cast_rows, self.columns), self.format, self.nominal, buffers)
+        data = (codes[0], codes[1]) if own else codes[0]
+        return MasterShard(weight, self.master.view(-1) if self.span.numel else None, self.span, data)
+
+    @property
+    def span(self) -> Span:
+        """The elements of the small weight that this rank holds."""
         held = self.shards.span(self.rank)
         start = (held.start - self.first_row) * self.columns
-        span = Span(start, start + held.numel * self.columns) if held.numel else Span(0, 0)
-        data = (codes[0], codes[1]) if own else codes[0]
-        self._local = weight
-        return MasterShard(weight, self.master.view(-1) if held.numel else None, span, data)
+        return Span(start, start + held.numel * self.columns) if held.numel else Span(0, 0)
 
-    def outgoing_scales(self) -> list[tuple[Tensor, Tensor]]:
-        """(target in the side channel, source in the small weight) of the scales of the block rows owned here."""
-        _, side = self.wire.parts(self.buffer)
+    def outgoing_scales(self, buffers: Tensor, made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(targets in the side channels, sources) of the scales of the block rows owned here, for weights like this one.
+
+        `buffers` `[weights, bytes]` and the scale buffers `made` `[weights, ...]` belong to weights of the same geometry.
+        """
+        _, sides = self.wire.parts(buffers)
         pairs = []
         for scales in self.wire.scales:
             owned = self.shards.owned(self.rank, scales.height)
-            source = self._local.state.buffers[scales.name]
-            assert source is not None
             first = owned.start - self.first_row // scales.height
+            source = made[scales.name]
             if scales.repeat:
-                source = source[:: scales.height]
+                source = source[:, :: scales.height]
             if owned.numel:
-                pairs.append((scales.of(side)[: owned.numel], source[first : first + owned.numel, : scales.across]))
+                source = source[:, first : first + owned.numel, : scales.across]
+                pairs.append((scales.of(sides[scales.side])[:, : owned.numel], source))
         return pairs

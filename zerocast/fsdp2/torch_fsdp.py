@@ -1,7 +1,7 @@
 """What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,9 +23,9 @@ def groups(model: nn.Module) -> Iterator[Any]:
                     yield group
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(groups: Iterable[Any]) -> None:
     """Free what is left gathered from an earlier forward pass, so that the next one gathers again."""
-    for group in groups(model):
+    for group in groups:
         if group.is_unsharded:
             group._to_sharded()
 
@@ -42,6 +42,16 @@ def gathered(group: Any) -> Iterator[None]:
     finally:
         if not before:
             group._to_sharded()
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Whether a parameter group gathers again for the backward pass."""
+    return group.post_forward_mesh_info is not None
+
+
+def gathers_for_backward(group: Any) -> bool:
+    """Whether a gather of now is for a backward pass, prefetched or not."""
+    return bool(group._training_state.name == "PRE_BACKWARD")
 
 
 def unversioned(tensor: Tensor) -> AbstractContextManager[None]:

@@ -5,6 +5,9 @@ need no copy. The last output is the side channel: a header, the scalars of the 
 the rank owns, without the padding and replication of formats.md, which are made after the gather.
 
 A shard group of one rank sends everything as one output: FSDP2 takes only the first one there (torch 2.11 and 2.13).
+
+With `one_direction` a weight whose directions are different codes sends either, never both: behind the codes of each lies what goes
+with them.
 """
 
 from collections.abc import Sequence
@@ -23,7 +26,7 @@ HEADER = 16  # bytes: two int32 and room
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of one direction in the side channel: `count` block rows of `across` entries from byte `offset` on.
+    """The scales of one direction in side channel number `side`: `count` block rows of `across` entries from byte `offset` on.
 
     `name` is that of the weight's buffer; `repeat` says that the buffer repeats them for every row of a block.
     """
@@ -35,6 +38,7 @@ class Scales:
     repeat: bool
     offset: int
     count: int
+    side: int
 
     @property
     def nbytes(self) -> int:
@@ -50,49 +54,60 @@ class Scales:
 class Wire:
     """The layout for a weight of `columns` columns whose rows are sharded."""
 
-    def __init__(self, fmt: FormatSpec, shards: RowShards, columns: int) -> None:
-        self.format, self.shards, self.columns = fmt, shards, columns
+    def __init__(self, fmt: FormatSpec, shards: RowShards, columns: int, one_direction: bool = False) -> None:
+        self.format, self.shards, self.columns, self.one_direction = fmt, shards, columns, one_direction
         self.row_bytes = columns // fmt.elements_per_byte
         self.code_bytes = shards.chunk * self.row_bytes
         self.directions = 2 if fmt.columnwise is Columnwise.OWN_GRID else 1
         self.scales: list[Scales] = []
-        self._side = HEADER
+        self._sides = [HEADER] * (self.directions if one_direction else 1)
         self.amax_offset = self._scalar(fmt.has_tensor_amax)
         self.scale_offset = self._scalar(fmt.block is None)
-        self._add_scales("rowwise_scale_inv", fmt.block)
-        self._add_scales("columnwise_scale_inv", fmt.columnwise_block)
-        self.side_bytes = round_up(self._side, ALIGNMENT)
+        self._add_scales("rowwise_scale_inv", fmt.block, 0)
+        self._add_scales("columnwise_scale_inv", fmt.columnwise_block, len(self._sides) - 1)
+        self.side_bytes = round_up(max(self._sides), ALIGNMENT)
         self._code_slot = round_up(self.code_bytes, ALIGNMENT)
-        self.nbytes = self.directions * self._code_slot + self.side_bytes
+        self.nbytes = self.directions * self._code_slot + len(self._sides) * self.side_bytes
 
     def _scalar(self, present: bool) -> int | None:
-        offset = self._side
-        self._side += 4 if present else 0
+        offset = self._sides[0]
+        self._sides[0] += 4 if present else 0
         return offset if present else None
 
-    def _add_scales(self, name: str, block: Block | None) -> None:
+    def _add_scales(self, name: str, block: Block | None, side: int) -> None:
         if block is None:
             return
         dtype = torch.float32 if self.format.scale_rule is ScaleRule.FP32 else torch.uint8
         across = amax_grid(block, self.shards.rows, self.columns)[1]
         repeat = self.format.scale_rule is ScaleRule.TWO_LEVEL
-        scales = Scales(name, block[0], across, dtype, repeat, self._side, self.shards.most_owned(block[0]))
-        self._side = round_up(self._side + scales.nbytes, 4)
+        scales = Scales(
+            name, block[0], across, dtype, repeat, self._sides[side], self.shards.most_owned(block[0]), side
+        )
+        self._sides[side] = round_up(self._sides[side] + scales.nbytes, 4)
         self.scales.append(scales)
 
-    def parts(self, buffer: Tensor) -> tuple[list[Tensor], Tensor]:
-        """(codes by direction, side channel) of a rank's `buffer` of `nbytes` bytes."""
-        starts = range(0, self.directions * self._code_slot, self._code_slot or 1)
-        return [buffer[start : start + self.code_bytes] for start in starts], buffer[-self.side_bytes :]
+    def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """(codes by direction, side channels) of a rank's `buffer` of `nbytes` bytes, or of buffers `[..., nbytes]`."""
+        pieces = buffer.split(self.nbytes // len(self._sides), -1)
+        starts = range(0, self.directions // len(self._sides) * self._code_slot, self._code_slot or 1)
+        codes = [piece[..., start : start + self.code_bytes] for piece in pieces for start in starts]
+        return codes, [piece[..., -self.side_bytes :] for piece in pieces]
 
-    def outputs(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """What the hook hands to FSDP2."""
-        codes, side = self.parts(buffer)
-        return (buffer,) if self.shards.world == 1 else (*codes, side)
+    def outputs(self, buffer: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
+        """What the hook hands to FSDP2; `columnwise` chooses where one direction is sent."""
+        codes, sides = self.parts(buffer)
+        if self.one_direction:
+            codes, sides = [codes[columnwise]], [sides[columnwise]]
+            buffer = buffer.chunk(2)[columnwise]
+        return (buffer,) if self.shards.world == 1 else (*codes, *sides)
 
     def gathered(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """(codes by direction `[rows, row bytes]`, side channels `[world, bytes]`) of what FSDP2 gathered."""
         flat = [output.view(-1) for output in outputs]
-        codes, side = self.parts(flat[0]) if self.shards.world == 1 else (flat[:-1], flat[-1])
+        codes, side = flat[:-1], flat[-1]
+        if self.shards.world == 1:
+            sent = self.directions // len(self._sides)
+            codes = [side[index * self._code_slot :] for index in range(sent)]
+            side = side[-self.side_bytes :]
         size = self.shards.rows * self.row_bytes
         return [c[:size].view(self.shards.rows, self.row_bytes) for c in codes], side.view(-1, self.side_bytes)

@@ -11,8 +11,9 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,7 +24,6 @@ from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim.clear_writer import ClearWriter, reasons
 from zerocast.optim.manifest import FileSum, Manifest
 from zerocast.optim.safe_reader import SafeReader
-from zerocast.optim.zero_adamw import ZeroAdamW
 
 AnyPath = str | os.PathLike[str]
 SAVES, LOADS = (
@@ -33,7 +33,27 @@ SAVES, LOADS = (
 PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
-def save(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
+class Checkpointed(Protocol):
+    """What has a state that checkpoints hold: a ZeroAdamW, or `zerocast.fsdp2.TrainingState`."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that write and read together; None for one process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name, under the keys of `zerocast.optim.state`. RuntimeError where they belong to different steps."""
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """The same, whatever they belong to: what is loaded is read into them."""
+
+    def overwriting(self) -> contextlib.AbstractContextManager[None]:
+        """Within, that state is overwritten; what raises in here leaves it half-way."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state that was loaded."""
+
+
+def save(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
     """Write the optimizer's state into `path`, a new or empty folder, every rank its part; `extra` holds a few plain tensors.
 
     All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
@@ -42,7 +62,7 @@ def save(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None
     write(state_of(optimizer, extra), Path(path), group_of(optimizer))
 
 
-def load(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
+def load(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
     """Read what `save` wrote, on any number of ranks, and make the weights from it; `extra` is filled in place.
 
     All ranks call it. Raises ValueError, with nothing changed, for files that are not what was written and for a tensor that is
@@ -54,7 +74,7 @@ def load(optimizer: ZeroAdamW, path: AnyPath, extra: Mapping[str, Tensor] | None
     read(optimizer, Path(path), extra)
 
 
-def read(optimizer: ZeroAdamW, path: Path, extra: Mapping[str, Tensor] | None) -> None:
+def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None) -> None:
     """What `load` does once the files are known to be what was written."""
     reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
@@ -105,12 +125,12 @@ def remove(folder: Path, group: Group) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def state_of(optimizer: ZeroAdamW, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
+def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """What a checkpoint holds."""
     return {**optimizer.state_dict(), "extra": dict(extra or {})}
 
 
-def group_of(optimizer: ZeroAdamW) -> Group:
+def group_of(optimizer: Checkpointed) -> Group:
     """The ranks that write and read together."""
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 

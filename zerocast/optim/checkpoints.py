@@ -24,8 +24,8 @@ from torch import Tensor
 from zerocast.agreement import agree
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim import checkpoint
+from zerocast.optim.checkpoint import Checkpointed
 from zerocast.optim.sharded_tensor import TensorShard
-from zerocast.optim.zero_adamw import ZeroAdamW
 
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"step_(\d{8,})")
@@ -58,7 +58,7 @@ class Checkpoints:
         """Where the checkpoint of a step is."""
         return self._folder / f"step_{step:08d}"
 
-    def save(self, optimizer: ZeroAdamW, step: int, extra: Mapping[str, Tensor] | None = None) -> None:
+    def save(self, optimizer: Checkpointed, step: int, extra: Mapping[str, Tensor] | None = None) -> None:
         """Write the state after `step` steps, in place of one of the same step; all ranks call it.
 
         RuntimeError on every rank, and all older checkpoints kept, when any rank cannot write; asynchronously, at the next `save`,
@@ -80,7 +80,7 @@ class Checkpoints:
         if saving is not None:
             saving.wait()
 
-    def load(self, optimizer: ZeroAdamW, step: int | None = None, extra: Mapping[str, Tensor] | None = None) -> int:
+    def load(self, optimizer: Checkpointed, step: int | None = None, extra: Mapping[str, Tensor] | None = None) -> int:
         """Read a checkpoint into the optimizer and its weights; all ranks call it. Returns its step.
 
         Without `step`, the newest one whose files are what was written; damaged ones are logged and passed over. Raises

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerocast.adam_update import AdamUpdate
 from zerocast.group import Group
-from zerocast.optim.adam import Hyperparameters
+from zerocast.hyperparameters import Hyperparameters
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.weights import ShardedWeights

@@ -20,8 +20,8 @@ from zerocast import backends
 from zerocast.agreement import agree
 from zerocast.freshness import debugging
 from zerocast.group import Group, GroupLike
+from zerocast.hyperparameters import Hyperparameters
 from zerocast.master_source import MasterSource
-from zerocast.optim.adam import Hyperparameters
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig

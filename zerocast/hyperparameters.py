@@ -30,9 +30,10 @@ class Hyperparameters:
                     self._known[row][column] = float(value)  # not before it is true
 
     def scalars(self, step: Tensor) -> Tensor:
-        """f32 `[groups, 8]` for step number `step` (int64[1], counted from 1), in the order of `zerocast/backends/README.md`.
+        """f32 `[groups, 8]` for step numbers `step`, `[1]` or one a group, counted from 1.
 
-        Bias corrections are taken in f64 on the device, each scalar is rounded once to f32.
+        In the order of `zerocast/backends/README.md`. Bias corrections are taken in f64 on the device, each scalar is rounded
+        once to f32.
         """
         lr, weight_decay, beta1, beta2, eps = self._values.unbind(1)
         t = step.double()

@@ -1,0 +1,109 @@
+"""The GPT under FSDP2: sharded, replicated or tensor parallel, with the calls that the training loop makes of a ZeroAdamW.
+
+What is quantized, the update and the checkpoints are those of the ZeRO run, so either goes on from what the other saved.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocast
+from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.model import GPT
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
+    """Shard an FP32 model by block; `prepare` is all that FSDP2 alone would not have."""
+    mesh = _mesh(config, device)
+    weight_mesh = None
+    if "tp" in (mesh.mesh_dim_names or ()):
+        for block in model.blocks:  # attention stays whole: the rows of its qkv are not sorted by head
+            parallelize_module(block, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+        weight_mesh = mesh["shard", "tp"]._flatten("weight")
+        mesh = mesh["shard"]
+    if config.format != "bf16":
+        zerocast.fsdp2.prepare(model, zerocast.Recipe({"blocks.*.weight": config.format}), weight_mesh=weight_mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
+    """All ranks: shards, replicas by shards, or shards by slices. ValueError for ranks that do not make it."""
+    if not dist.is_initialized():
+        raise ValueError(f"--parallel {config.parallel} needs torchrun, also for one process")
+    ranks = dist.get_world_size()
+    if config.parallel == "fsdp2":
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    if ranks % 2:
+        raise ValueError(f"--parallel {config.parallel} halves the ranks, there are {ranks}")
+    if config.parallel == "hsdp":
+        return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("shard", "tp"))
+
+
+class Fsdp2AdamW:
+    """`zerocast.fsdp2.FusedAdamW` over a sharded model, as the loop calls a ZeroAdamW."""
+
+    def __init__(self, model: GPT, groups: list[dict[str, Any]], config: TrainConfig) -> None:
+        self._model = model
+        groups = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+        betas = config.beta1, config.beta2
+        self._adamw = zerocast.fsdp2.FusedAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        self._state = zerocast.fsdp2.TrainingState(model, self._adamw)
+        self.step, self.zero_grad = self._adamw.step, self._adamw.zero_grad
+        self.state_to_overwrite, self.overwriting = self._state.state_to_overwrite, self._state.overwriting
+        self.skipped_steps = 0  # FSDP2 has no check of gradients
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of now: loading a state puts others in their place."""
+        groups: list[dict[str, Any]] = self._adamw.param_groups
+        return groups
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients accumulate and are not reduced."""
+        model: Any = self._model
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's, for parameters on several meshes."""
+        by_mesh: dict[DeviceMesh, list[DTensor]] = {}
+        for parameter in self._model.parameters():
+            assert isinstance(parameter, DTensor)
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+        norms: list[Any] = [
+            nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]) for some in by_mesh.values()
+        ]
+        norm: Tensor = torch.stack([norm.full_tensor() for norm in norms]).norm()
+        for parameters in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that save and load together."""
+        return self._state.process_group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Under the keys of ZeroAdamW's."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """From either."""
+        self._state.load_state_dict(state_dict)

@@ -1,0 +1,67 @@
+"""What the runs of a study amount to: losses, and gaps to the baseline of the same seed with their spread."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from examples.gpt_pretrain.report import curve
+from examples.gpt_pretrain.run_log import Record
+from examples.gpt_pretrain.study.plan import BASELINE, Job, Size
+
+Outcome = dict[str, Any]
+SAME = ("text", "machine", "parameters", "device", "ranks")  # what runs must share to be compared
+
+
+def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outcome:
+    """Everything of the table and the picture, as plain data, from the records of all runs.
+
+    A gap is a run's validation loss less that of the baseline of the same seed, which saw the same initial values and the same
+    batches; its spread over the seeds is the sample standard deviation. ValueError for runs on other machines, texts or versions.
+    """
+    starts = [records[0] for records in runs.values()]
+    for key in SAME:
+        found = {json.dumps(start[key], sort_keys=True) for start in starts}
+        if len(found) > 1:
+            raise ValueError(f"runs that differ in {key} are not comparable: {' and '.join(sorted(found))}")
+    variants: dict[str, dict[str, Any]] = {}
+    for job, records in runs.items():
+        variants.setdefault(job.variant, {})[str(job.seed)] = _run(records)
+    return {
+        "size": name,
+        "ranks": size.ranks,
+        "config": json.loads(json.dumps(dataclasses.asdict(size.config), default=str)),
+        **{key: starts[0][key] for key in SAME},
+        "dates": [min(start["date"] for start in starts), max(start["date"] for start in starts)],
+        "variants": {
+            variant: {**_across(by_seed, variants[BASELINE]), "seeds": by_seed} for variant, by_seed in variants.items()
+        },
+    }
+
+
+def _run(records: Sequence[Record]) -> dict[str, Any]:
+    end = records[-1]
+    return {
+        "validation_loss": end["validation_loss"],
+        "train_loss": end["train_loss"],
+        "skipped_steps": end["skipped_steps"],
+        "tokens_per_s": end["tokens_per_s"],
+        "train_curve": curve(records, "train"),
+    }
+
+
+def _across(by_seed: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    losses = [run["validation_loss"] for run in by_seed.values()]
+    gaps = [run["validation_loss"] - baseline[seed]["validation_loss"] for seed, run in by_seed.items()]
+    return {
+        "validation_loss": statistics.fmean(losses),
+        "validation_loss_deviation": _deviation(losses),
+        "gap": statistics.fmean(gaps),
+        "gap_deviation": _deviation(gaps),
+        "gaps": gaps,
+    }
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,104 @@
+"""The outcome of a study as a table in Markdown and as a picture."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from examples.gpt_pretrain.report import COLORS, STYLES, smooth
+from examples.gpt_pretrain.study.outcome import Outcome
+from examples.gpt_pretrain.study.plan import BASELINE
+
+LINEAR = 0.02  # nats a byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
+
+
+def table(outcome: Outcome) -> str:
+    """A row a variant; gaps as mean ± standard deviation, then seed by seed."""
+    seeds = list(next(iter(outcome["variants"].values()))["seeds"])
+    heads = ["weights", "validation loss", f"gap to {BASELINE}", *(f"seed {seed}" for seed in seeds), "skipped steps"]
+    rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for name, found in outcome["variants"].items():
+        loss = f"{found['validation_loss']:.4f} ± {found['validation_loss_deviation']:.4f}"
+        skipped = sum(run["skipped_steps"] for run in found["seeds"].values())
+        if name == BASELINE:
+            gaps = [""] * (1 + len(seeds))
+        else:
+            gaps = [f"{found['gap']:+.4f} ± {found['gap_deviation']:.4f}", *(f"{gap:+.4f}" for gap in found["gaps"])]
+        rows.append([f"`{name}`", loss, *gaps, str(skipped)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def markdown(outcome: Outcome, command: str) -> str:
+    """The table with what it was measured on and the command that makes it."""
+    machine, config = outcome["machine"], outcome["config"]
+    tokens = (
+        config["steps"] * config["batch_size"] * config["grad_accum"] * config["model"]["context"] * outcome["ranks"]
+    )
+    facts = [
+        f"`{command}`",
+        f"{outcome['parameters']:,} parameters, {config['steps']} steps, {tokens:,} bytes of text a run "
+        f"(fingerprint {outcome['text']}), {outcome['ranks']} ranks on {outcome['device']}",
+        f"{machine['device']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, "
+        f"torch {machine['torch']}, zerocast {machine['zerocast']}",
+        f"first run {outcome['dates'][0]}, last {outcome['dates'][1]}",
+    ]
+    head = "\n".join(f"* {fact}" for fact in facts)
+    note = (
+        "Loss in nats a byte over validation text that is never trained on. A gap is a run's loss less that of the "
+        f"`{BASELINE}` run of the same seed; ± is the sample standard deviation over the seeds."
+    )
+    return (
+        f"<!-- written by examples.gpt_pretrain.study -->\n\n{head}\n\n{table(outcome)}\n{note}\n\n![gaps](gap.png)\n"
+    )
+
+
+def plot(outcome: Outcome, path: Path) -> None:
+    """Draw the final gap of every run, and the gap of the training loss as it goes."""
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
+    final, course = figure.subplots(1, 2, width_ratios=(1, 1.3))
+    _plot_final(final, outcome)
+    _plot_course(course, outcome)
+    figure.savefig(path, dpi=120)
+
+
+def _plot_final(axes: Axes, outcome: Outcome) -> None:
+    names = [name for name in outcome["variants"] if name != BASELINE]
+    for row, (name, color) in enumerate(zip(names, COLORS[1:], strict=False)):
+        found = outcome["variants"][name]
+        axes.errorbar(found["gap"], row, xerr=found["gap_deviation"], fmt="s", color=color, capsize=4)
+        axes.plot(found["gaps"], [row + 0.18] * len(found["gaps"]), "o", color=color, fillstyle="none")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(
+        xlabel="nats a byte", title=f"validation loss less that of {BASELINE}\nsquare: mean ± deviation; circles: seeds"
+    )
+    axes.axvline(0, color=COLORS[0], linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=LINEAR)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3)
+
+
+def _plot_course(axes: Axes, outcome: Outcome) -> None:
+    """Batches of a step are the same in all runs of a seed, so a difference is that of the weights and not of the text."""
+    baseline = outcome["variants"][BASELINE]["seeds"]
+    names = [name for name in outcome["variants"] if name != BASELINE]
+    for name, color, style in zip(names, COLORS[1:], STYLES[1:], strict=False):
+        seeds = outcome["variants"][name]["seeds"]
+        curves = [_gaps(run["train_curve"], baseline[seed]["train_curve"]) for seed, run in seeds.items()]
+        steps = [step for step, _ in next(iter(seeds.values()))["train_curve"]]
+        by_step = list(zip(*curves, strict=True))
+        axes.plot(steps, [statistics.fmean(gaps) for gaps in by_step], style, color=color, label=name)
+        axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=color, alpha=0.15, linewidth=0)
+    axes.set(
+        xlabel="step",
+        ylabel="nats a byte",
+        title=f"training loss less that of {BASELINE}, smoothed\nmean and range of the seeds",
+    )
+    axes.set_yscale("symlog", linthresh=LINEAR)
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _gaps(run: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, float]]) -> list[float]:
+    return smooth([loss - base for (_, loss), (_, base) in zip(run, baseline, strict=True)], keep=0.95)

@@ -1,0 +1,49 @@
+"""Every Python block of README.md and of the site runs, and what it asserts holds; a broken one fails."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.page import Page, markdown_files, pages
+from tests.megatron.host_on_cpu import WHY_NOT
+from tests.workers import Ranks, RanksFailed
+
+CASES = [pytest.param(page, world, id=f"{page}-{world}") for page in pages() for world in page.worlds]
+PYTHON_WITHOUT_FENCE = re.compile(r"^ {4}(?:from \w|import \w|@|.*\bzerocast(?:\.\w+)+\()", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$|^<!--.*?-->$", re.MULTILINE | re.DOTALL)
+
+
+def run(ranks: Ranks, page: Page, world: int, folder: Path) -> list[int]:
+    return [page.run(str(folder))] if world == 1 else ranks(world)(page.run, str(folder))
+
+
+@pytest.mark.parametrize(("page", "world"), CASES)
+def test_blocks_run(ranks: Ranks, page: Page, world: int, tmp_path: Path) -> None:
+    if page.host and WHY_NOT:
+        pytest.skip(WHY_NOT)
+    assert min(run(ranks, page, world, tmp_path)) >= page.visible_blocks
+
+
+def test_no_page_is_passed_over() -> None:
+    found = {str(page) for page in pages()}
+    assert {"README.md", "docs/quickstart/zero.md", "docs/formats/nvfp4.md", "zerocast/fsdp2/README.md"} <= found
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(Page(path)))
+def test_python_is_in_fences(path: Path) -> None:
+    """Indented Python would not be run."""
+    prose = FENCED.sub("", path.read_text())
+    assert PYTHON_WITHOUT_FENCE.search(prose) is None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_broken_block_fails(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    page = Page(tmp_path / "page.md")
+    page.path.write_text(
+        "# A page\n\n```python\nimport zerocast\n```\n\nThen:\n\n```python\nzerocast.quantise_(None)\n```\n"
+    )
+    with pytest.raises((AttributeError, RanksFailed)) as failure:
+        run(ranks, page, world, tmp_path)
+    shown = "".join(map(str, [failure.getrepr(), failure.value]))
+    assert "quantise_" in shown and "page.md" in shown

@@ -1,0 +1,82 @@
+"""Command lines of the documentation: their targets, modules, files and options exist.
+
+That the commands do what is said of them is tested where they are (`tests/cli`, `tests/test_examples.py`, `tests/megatron`).
+"""
+
+import importlib.util
+import inspect
+import re
+import shlex
+
+import pytest
+import tyro
+
+from tests.docs.page import ROOT, markdown_files
+from zerocast.cli import app, main
+
+SHELL = re.compile(r"^```sh\n(.*?)^```$|^( {4}.*?)$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^ *((?:zerocast|make|python|torchrun) .*)$", re.MULTILINE)
+NUMBER_OF_RANKS = ("--nproc-per-node", "--nproc_per_node")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every indented or fenced block."""
+    found = markdown_files()
+    return [(str(path.relative_to(ROOT)), line) for path in found for line in _commands_of(path.read_text())]
+
+
+def _commands_of(text: str) -> list[str]:
+    blocks = [fenced or indented for fenced, indented in SHELL.findall(text)]
+    return [line for block in blocks for line in COMMAND.findall(block)]
+
+
+def check(words: list[str]) -> None:
+    """Raise, or end the process as the parser does, if a command cannot be meant."""
+    program, *rest = words
+    if program == "make":
+        assert re.search(rf"^{re.escape(rest[0])}:", (ROOT / "Makefile").read_text(), re.MULTILINE), rest
+        return
+    if program == "torchrun" and rest[0] in NUMBER_OF_RANKS:
+        rest = rest[2:]
+    if program == "zerocast" or rest[:2] == ["-m", "zerocast"]:
+        name, *options = rest[2:] if rest[0] == "-m" else rest
+        config = inspect.signature(getattr(app, name)).parameters["config"].annotation
+        tyro.cli(config, args=options)
+    elif rest[0] == "-m":
+        assert importlib.util.find_spec(rest[1]) is not None, rest
+    else:
+        assert (ROOT / rest[0]).is_file(), rest
+
+
+def words_of(line: str) -> list[str]:
+    """As a shell reads them, without a comment and without what is redirected."""
+    return shlex.split(line.partition(" > ")[0], comments=True)
+
+
+@pytest.mark.parametrize(("page", "line"), commands(), ids=lambda value: value)
+def test_commands_exist(page: str, line: str) -> None:
+    check(words_of(line))
+
+
+@pytest.mark.parametrize(
+    "line", ["zerocast plan --modle x", "zerocast bake", "make dinner", "python -m zerocast.nothing", "python no.py"]
+)
+def test_a_wrong_command_is_found(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, AttributeError, AssertionError, ModuleNotFoundError)):
+        check(words_of(line))
+    capsys.readouterr()
+
+
+def test_commands_are_found() -> None:
+    assert {page for page, _ in commands()} >= {"README.md", "zerocast/cli/README.md", "examples/README.md"}
+
+
+def test_the_plan_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers beside the command are those that it prints."""
+    text = (ROOT / "zerocast/cli/README.md").read_text()
+    (line,) = (line for line in _commands_of(text) if line.startswith("zerocast plan"))
+    assert main(words_of(line.partition(" --png")[0])[1:]) == 0
+    printed = [row.split() for row in capsys.readouterr().out.splitlines()]
+    shown = [row.split() for row in re.findall(r"^ {6}(\w.* \d+\.\d{3})$", text, re.MULTILINE)]
+    assert len(shown) >= 9
+    assert [row for row in shown if row not in printed] == []

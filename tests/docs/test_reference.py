@@ -1,0 +1,54 @@
+"""The reference has every public name, once, and every page of docs/ is in the navigation."""
+
+import ast
+import inspect
+import re
+
+import pytest
+
+from tests.docs.page import ROOT
+from zerocast.cli import app
+
+ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", "integrations.megatron")
+ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
+
+
+def public_names(package: str) -> list[str]:
+    """`__all__`, without importing a host."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return [f"{package}.{name}" for name in names]
+
+
+def entries() -> list[str]:
+    return [name for path in sorted((ROOT / "docs/reference").glob("*.md")) for name in ENTRY.findall(path.read_text())]
+
+
+@pytest.mark.parametrize("package", SURFACES)
+def test_every_public_name_has_an_entry(package: str) -> None:
+    """A function that is called as its module is listed as `module.function`, or the module would be shown."""
+    found = entries()
+    names = {name: ELSEWHERE.get(name, name) for name in public_names(package)}
+    counts = {
+        name: found.count(entry) + found.count(f"{entry}.{entry.rpartition('.')[2]}") for name, entry in names.items()
+    }
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+def test_every_command_has_its_options() -> None:
+    found, commands = entries(), (ROOT / "zerocast/cli/app.py").read_text()
+    for name in re.findall(r"^commands\.command\((\w+)\)", commands, re.MULTILINE):
+        annotated = inspect.signature(getattr(app, name)).parameters["config"].annotation
+        config = getattr(annotated, "__origin__", annotated)
+        assert any(entry.endswith(f".{config.__name__}") for entry in found), name
+
+
+def test_pages_are_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []

@@ -1,0 +1,91 @@
+"""The troubleshooting page quotes messages that the source has, and has an entry for what the source raises."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.page import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+GAP = "…"
+FIRST_CELL = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
+LOGGED = re.compile(r"`([^`]*)`")
+OURS = "AssertionError", "StopIteration"  # what we did, not a user
+
+
+def template(node: ast.AST) -> str:
+    """A string expression with gaps for what is only known when it runs."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) if isinstance(part, ast.Constant) else GAP for part in node.values)
+    return GAP
+
+
+def plain(text: str) -> str:
+    """Formats of the logging module are gaps too; code marks inside a message cannot be quoted."""
+    return re.sub(r"%[sdr]", GAP, text).replace("`", "")
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for folder in ("zerocast", "integrations"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def strings() -> set[str]:
+    """Every string of the library."""
+    return {
+        plain(template(node))
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Constant, ast.JoinedStr))
+    }
+
+
+def raised() -> list[tuple[str, str]]:
+    """(place, message) of what is raised with a text of its own."""
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                message = plain(template(node.exc.args[0]))
+                if ast.unparse(node.exc.func) not in OURS and message.replace(GAP, "").strip(" :"):
+                    found.append((f"{path.relative_to(ROOT)}:{node.lineno}", message))
+    return found
+
+
+def quoted() -> list[str]:
+    return FIRST_CELL.findall(PAGE.read_text())
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    return strings()
+
+
+def test_every_quoted_message_is_in_the_source(known: set[str]) -> None:
+    assert len(quoted()) > 150
+    assert [message for message in quoted() if not any(message in text for text in known)] == []
+
+
+def test_logged_messages_are_in_the_source(known: set[str]) -> None:
+    lines = " ".join(PAGE.read_text().split("\n\n")).split("Logged")[1:]
+    found = [message for line in lines for message in LOGGED.findall(line.split("## ")[0]) if GAP in message]
+    assert len(found) >= 4
+    assert [message for message in found if not any(message in text for text in known)] == []
+
+
+def test_a_message_that_is_in_no_source_is_found(known: set[str]) -> None:
+    assert not any("unknown format …; known by heart: …" in text for text in known)
+
+
+@pytest.mark.slow
+def test_every_error_has_an_entry() -> None:
+    """Exhaustive: whoever adds an error that a user may meet adds a row, `| message | cause | what to do |`."""
+    entries = quoted()
+    missing = [f"{place}: {message}" for place, message in raised() if not any(entry in message for entry in entries)]
+    assert missing == []

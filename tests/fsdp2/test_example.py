@@ -1,0 +1,95 @@
+"""The GPT example under FSDP2: every way to be parallel, resuming in another one, and a late phase in bf16."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt_pretrain import train
+from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.data import Corpus
+from examples.gpt_pretrain.model import GPTConfig
+from examples.gpt_pretrain.run_log import RunLog, read_records
+from examples.gpt_pretrain.world import World
+from tests.fsdp2 import models
+from tests.workers import Ranks
+
+TINY = GPTConfig(n_layer=1, n_head=2, n_embd=128, context=32)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """A few steps on text that is easily learnt."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    shape: dict[str, Any] = {"steps": 8, "batch_size": 4, "eval_sequences": 4, "warmup_steps": 2}
+    return TrainConfig(model=TINY, format="nvfp4", data=(path,), out=tmp_path, lr=3e-3, **shape)
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    """The summary of a run on the ranks of a pool."""
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device(models.place()))
+    corpus = Corpus.load(config.data, config.model.context)
+    step, model, optimizer = train.start(config, world)
+    log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
+    trainer = train.Trainer(config, world, corpus, model, optimizer, log, step)
+    summary = trainer.run()
+    log.close()
+    dist.barrier()
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "_adamw", optimizer)
+    return {**summary, "rates": [group["lr"] for group in inner.param_groups]}
+
+
+def losses(folder: Path) -> list[float]:
+    """Of the steps of a run."""
+    return [record["loss"] for record in read_records(folder / "metrics.jsonl") if record["event"] == "train"]
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "hsdp", "fsdp2_tp"])
+def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, parallel: Any) -> None:
+    """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for the backward pass."""
+    world = 2 if parallel == "fsdp2" else 4
+    zero = replace(config, out=config.out / "zero", grad_accum=2)
+    ranks(world // zero.slices if parallel != "fsdp2_tp" else 2)(run, zero)
+    found = ranks(world)(run, replace(zero, out=config.out / parallel, parallel=parallel))[0]
+    expected = losses(zero.out)
+    assert losses(config.out / parallel)[:4] == pytest.approx(expected[:4], rel=0.01)
+    assert losses(config.out / parallel) == pytest.approx(expected, rel=0.1)
+    assert expected[-1] < expected[0] - 0.8
+    gathered = found["traffic_bytes_per_parameter"]["weight_gather"]
+    forward = found["weight_bytes_per_parameter"]["forward"]
+    slices = (
+        2 if parallel == "fsdp2_tp" else 1
+    )  # of the MLP, which is two thirds of the blocks, a rank gathers its half
+    assert forward < 0.9
+    assert 1.5 * forward / slices < gathered < 2.2 * 2 * forward
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("zero", "fsdp2"), ("fsdp2", "zero"), models.slow("hsdp", "fsdp2_tp")])
+def test_resumes_in_another_way(ranks: Ranks, config: TrainConfig, saver: Any, loader: Any) -> None:
+    """From the middle of a run, with the losses that it had."""
+    world = 4 if "hsdp" in (saver, loader) else 2
+    config = replace(config, checkpoint_every=4, parallel=saver)
+    ranks(world)(run, config)
+    expected = losses(config.out)
+    shutil.rmtree(config.out / "checkpoints" / "step_00000008")
+    groups = ranks(world)(run, replace(config, parallel=loader, resume=True))[0]["rates"]
+    assert groups == [pytest.approx(train.learning_rate(config, 7))] * 2  # of the last step, also after loading
+    assert losses(config.out)[:4] == expected[:4]
+    close = 0.05 if loader == "fsdp2_tp" else 0.01  # whose ranks share batches, and so see half as many
+    assert losses(config.out)[:6] == pytest.approx(expected[:6], rel=close)
+    assert losses(config.out) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_late_phase_in_bf16(ranks: Ranks, config: TrainConfig) -> None:
+    """From step 5 on nothing is quantized, and the loss goes on falling; resumed there, it stays so."""
+    config = replace(config, parallel="fsdp2", late_steps=3, checkpoint_every=6)
+    late = ranks(2)(run, config)[0]
+    found = losses(config.out)
+    assert late["weight_bytes_per_parameter"]["forward"] == pytest.approx(2.0)
+    assert max(found[5:]) < min(found[:4])

@@ -1,0 +1,207 @@
+"""FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import FORMATS, Net
+from tests.optim.runs import ADAM
+from tests.workers import Ranks
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.optim import checkpoint
+
+WIDTH, HIDDEN, STEPS = 64, 96, 3
+
+
+def gradient(name: str, shape: Any, step: int) -> Tensor:
+    """A reduced gradient on which every run agrees, exact in bf16."""
+    seed = sum(map(ord, name)) + 1000 * step
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+
+
+def put_gradients(model: nn.Module, step: int) -> None:
+    """This rank's rows of them."""
+    for name, p in model.named_parameters():
+        whole = gradient(name, p.shape, step).to(p.device)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Of every whole tensor."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found |= digests(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = casts.sha(value.full_tensor() if isinstance(value, DTensor) else value)
+    return found
+
+
+def by_zero(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
+    """A ZeroAdamW on one process, saved before its last step; its state and bytes after that."""
+    model = Net(FORMATS, WIDTH, HIDDEN)
+    zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), **ADAM)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            zerocast.optim.save(optimizer, path)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
+        optimizer.step()
+    weights = {name: p for name, p in model.named_parameters() if isinstance(p, zerocast.QuantizedWeight)}
+    return digests(optimizer.state_dict()), {name: models.bytes_of(weight) for name, weight in weights.items()}
+
+
+def by_fsdp2(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
+    """The last step under FSDP2, from the same checkpoint, read by the reader that runs no code."""
+    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN))
+    optimizer = FusedAdamW(model.parameters(), lr=1.0)
+    state = TrainingState(model, optimizer)
+    checkpoint.load(state, path)
+    put_gradients(model, STEPS - 1)
+    optimizer.step()
+    gathered = {name: models.bytes_of(weight) for name, weight in models.unsharded(model)}
+    return digests(state.state_dict()), gathered
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_step_from_one_checkpoint(ranks: Ranks, tmp_path: Any, world: int) -> None:
+    """ZeroAdamW and FSDP2, the same injected gradient: equal masters, moments, delayed state, hyper-parameters and bytes."""
+    ((state, weights),) = ranks(1)(by_zero, str(tmp_path / "it"))
+    for found, gathered in ranks(world)(by_fsdp2, str(tmp_path / "it")):
+        assert found == state
+        for name, held in gathered.items():
+            casts.assert_same_bytes(held, {key: weights[name][key] for key in held}, name)
+
+
+class Stages(TorchDispatchMode):
+    """Counts calls of a stage."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.op, self.calls = getattr(torch.ops.zerocast, name).default, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One more."""
+        self.calls += func is self.op
+        return func(*args, **(kwargs or {}))
+
+
+def fused_step(model: Any, optimizer: Any, step: int) -> None:
+    put_gradients(model, step)
+    optimizer.step()
+
+
+def average(model: Any, optimizer: Any, step: int) -> None:
+    """A step, and then some masters are written to."""
+    fused_step(model, optimizer, step)
+    with torch.no_grad():
+        torch._foreach_mul_([p for name, (p, _) in models.masters(model).items() if "blocks.0" in name], 3.0)
+
+
+def step_twice(model: Any, optimizer: Any, step: int) -> None:
+    """No cast in between, and smaller weights after the second."""
+    fused_step(model, optimizer, step)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 50.0
+    fused_step(model, optimizer, step)
+
+
+def two_optimizers(model: Any, optimizer: Any, step: int) -> None:
+    """One of them somebody else's, after ours and before."""
+    put_gradients(model, step)
+    plain = torch.optim.SGD([p for name, (p, _) in models.masters(model).items() if "blocks.1" in name], lr=1.0)
+    optimizer.step()
+    plain.step()
+    optimizer.step()
+
+
+class Kernel(torch.optim.Optimizer):
+    """Writes as a kernel of somebody's own does, past torch's dispatcher."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Larger."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter._local_tensor.plain.mul_(3.0)
+
+
+def unseen_optimizer(model: Any, optimizer: Any, step: int) -> None:
+    """After ours, one whose writes nobody sees."""
+    fused_step(model, optimizer, step)
+    Kernel([p for name, (p, _) in models.masters(model).items() if "blocks.1" in name], {}).step()
+
+
+def some_frozen(model: Any, optimizer: Any, step: int) -> None:
+    """Two optimizers of ours beside weights that do not learn."""
+    put_gradients(model, step)
+    held = models.masters(model)
+    for name, (parameter, _) in held.items():
+        parameter.grad = None if "blocks.0" in name else parameter.grad
+    FusedAdamW([p for name, (p, _) in held.items() if "blocks.1" in name], lr=0.1).step()
+    FusedAdamW([p for name, (p, _) in held.items() if "blocks.1" not in name], lr=0.1).step()
+
+
+CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {  # and whether the pass has measured all there is
+    "step": (fused_step, True),
+    "write after a step": (average, False),
+    "two steps": (step_twice, True),
+    "two optimizers": (two_optimizers, True),
+    "unseen optimizer": (unseen_optimizer, False),
+    "frozen": (some_frozen, False),
+}
+
+
+def stepped() -> list[str]:
+    """Complaints about bytes after each case."""
+    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    found = models.complaints(model, "at the start")
+    for step, (name, (case, measured)) in enumerate(CASES.items()):
+        before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
+        case(model, optimizer, step)
+        with Stages("partial_amax") as stages:
+            found += models.complaints(model, name)
+        found += [] if (stages.calls == 0) == measured else [f"{name}: {stages.calls} passes over masters for amaxes"]
+        moved = [key for key, (p, _) in models.masters(model).items() if not torch.equal(p.full_tensor(), before[key])]
+        found += [] if moved else [f"{name}: nothing moved"]
+    return found
+
+
+def test_amaxes_come_from_the_step(ranks: Ranks) -> None:
+    """And are taken again where something else wrote since."""
+    assert ranks(2)(stepped) == [[], []]
+
+
+def trained_as_torch() -> float:
+    """The largest difference to torch's AdamW over some steps, beside the largest element of the master."""
+    ours, theirs = (models.sharded(Net(FORMATS[-3:], WIDTH, HIDDEN)) for _ in range(2))
+    optimizers = FusedAdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for step in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            fused_step(model, optimizer, step)
+        if step == 1:
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    pairs = zip(models.held(ours), models.held(theirs), strict=True)
+    whole = ((a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in whole)
+
+
+def test_goes_on_from_torchs_adamw(ranks: Ranks) -> None:
+    """Within rounding: torch's own implementations differ from each other."""
+    assert all(difference < 1e-6 for difference in ranks(2)(trained_as_torch))
+
+
+def test_masters_are_fp32_on_one_device() -> None:
+    with pytest.raises(TypeError, match=r"masters are float32, a parameter is torch\.bfloat16"):
+        FusedAdamW([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
+    with pytest.raises(ValueError, match="lie on one device"):
+        FusedAdamW([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])

@@ -1,0 +1,220 @@
+"""Counts of casts: what ranks find on their parts is what plain numpy finds on the whole."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from tests import casts
+from tests.matrices import matrix
+from tests.metrics import plain
+from tests.optim.runs import Run, Trainer
+from tests.optim.undistributed import Undistributed, mean
+from tests.workers import Ranks
+from zerocast import QuantizedWeight, get_format
+from zerocast.group import Group
+from zerocast.layout import Span
+from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.metrics import CastCounts, CastMeter, owned_part
+
+SHAPE = (160, 160)
+FORMATS = (
+    "fp8_delayed:amax_history_len=4",
+    "fp8_delayed:element=e5m2",
+    "fp8_current",
+    "fp8_current:element=e5m2",
+    "fp8_block",
+    "fp8_block:power_of_2_scale=False",
+    "mxfp8",
+    "nvfp4",
+)
+CONTENTS = ("wide", "nan", "inf", "steep")
+SCALES = {"fp8_delayed:amax_history_len=4": 300.0, "fp8_delayed:element=e5m2": 40000.0}  # too large: they clip
+
+
+def content_of(content: str, seed: int) -> NDArray[np.float32]:
+    if content != "steep":
+        return matrix(content, *SHAPE, seed)
+    down, across = (np.arange(extent, dtype=np.float32) // 16 for extent in SHAPE)
+    fall = np.exp2(-3 * down)[:, None] * np.exp2(-0.22 * across)  # the scales of nvfp4 run out
+    return (matrix("normal", *SHAPE, seed) * fall).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight of FORMATS and CONTENTS, cast twice."""
+
+    fmt: str
+    content: str
+    nominal: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.fmt} {self.content} {self.nominal}"
+
+    def masters(self) -> list[NDArray[np.float32]]:
+        """Before, and after some of it has moved."""
+        first = content_of(self.content, 3)
+        moved = np.random.default_rng(4).random(SHAPE) < 0.3
+        return [first, np.where(moved, content_of(self.content, 5), first)]
+
+    def weights(self) -> list[QuantizedWeight]:
+        scale = SCALES.get(self.fmt, 1.0)
+        return [casts.cast_whole(self.fmt, torch.from_numpy(m), self.nominal, scale=scale) for m in self.masters()]
+
+    def span(self, rank: int, ranks: int, number: int) -> Span:
+        """Any cut, odd ones too; every third weight belongs to one rank alone."""
+        size = SHAPE[0] * SHAPE[1]
+        cuts = sorted(np.random.default_rng(number).integers(0, size, ranks - 1).tolist())
+        cuts = [0, *(cuts if number % 3 else [size] * (ranks - 1)), size]
+        return Span(cuts[rank], cuts[rank + 1])
+
+
+CASES = [
+    Case(fmt, content, nominal)
+    for number, (fmt, content) in enumerate((fmt, content) for fmt in FORMATS for content in CONTENTS)
+    for nominal in [(torch.bfloat16, torch.float32, torch.float16)[number % 3]]
+]
+
+
+class Owner:
+    """Masters in arbitrary spans, which no optimizer would choose."""
+
+    def __init__(self) -> None:
+        self.group = Group.of(None)
+        held = [(case, case.masters(), case.weights()) for case in CASES]
+        self.weights = {case.name: weights for case, _, weights in held}
+        self.masters = []
+        for number, (case, masters, weights) in enumerate(held):
+            span = case.span(self.group.rank, self.group.size, number)
+            part = torch.from_numpy(masters[1]).view(-1)[span.start : span.stop].clone()
+            self.masters.append(OwnedMaster(case.name, weights[0], part if span.numel else None, span))
+
+    def master_sources(self) -> list[MasterSource]:
+        return [MasterSource(self.group, tuple(self.masters))]
+
+    def cast_again(self) -> None:
+        for before, now in self.weights.values():
+            for name, tensor in before.state.buffers.items():
+                if tensor is not None:
+                    tensor.copy_(now.state.buffers[name])
+
+
+def measured(piece: int) -> tuple[dict[str, CastCounts], dict[str, CastCounts]]:
+    """After the second cast, and once more with nothing done in between."""
+    before, owned_part.PIECE = owned_part.PIECE, piece
+    owner = Owner()
+    meter = CastMeter(owner)
+    owner.cast_again()
+    found = meter.measure(), meter.measure()
+    owned_part.PIECE = before
+    return found
+
+
+def agrees(found: CastCounts, expected: dict[str, float], what: str) -> None:
+    exact = dataclasses.asdict(found)
+    for name in ("square_error", "square_sum"):
+        assert exact.pop(name) == pytest.approx(expected.pop(name), rel=1e-10, nan_ok=True), (what, name)
+    assert exact == expected, what
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[Case, dict[str, float], dict[str, float]]]:
+    """What to find after the second cast, and after nothing more."""
+    found = []
+    for case in CASES:
+        master, (before, now) = case.masters()[1], map(plain.buffers_of, case.weights())
+        found.append((case, plain.counts(case.fmt, master, before, now), plain.counts(case.fmt, master, now, now)))
+    return found
+
+
+@pytest.mark.parametrize(("world", "piece"), [(1, 2**20), (2, 4096), (3, 1000)])
+def test_every_count_is_that_of_the_whole_master(ranks: Ranks, expected: Any, world: int, piece: int) -> None:
+    by_rank = ranks(world)(measured, piece)
+    for found in by_rank:
+        assert str(found) == str(by_rank[0])  # all alike, NaN too
+    first, again = by_rank[0]
+    for case, moved, still in expected:
+        agrees(first[case.name], dict(moved), case.name)
+        agrees(again[case.name], dict(still), case.name)
+
+
+def test_the_cases_have_something_to_count(expected: Any) -> None:
+    for fmt in FORMATS:
+        parts = [counts for case, counts, _ in expected if case.fmt == fmt]
+        total = {name: sum(counts[name] for counts in parts) for name in ("flushed", "nonfinite", "unchanged")}
+        assert min(total.values()) > 0, fmt
+        assert total["unchanged"] < sum(counts["elements"] for counts in parts), fmt
+    for case, counts, _ in expected:
+        if case.content in ("wide", "nan") and case.fmt.startswith("fp8_delayed"):
+            assert counts["saturated"] > 0, case
+        if case.content == "wide" and case.fmt.startswith(("fp8_current", "fp8_block", "mxfp8")):
+            assert counts["saturated"] == 0, case
+        if case.content == "steep" and case.fmt == "nvfp4":
+            assert counts["saturated"] > 0, case
+
+
+def trained(steps: int) -> list[tuple[dict[str, CastCounts], dict[str, dict[str, float]]]]:
+    """Steps of a ZeroAdamW with counts after each, beside those of the undistributed masters."""
+    run = Run()
+    trainer, reference = Trainer(run), Undistributed(run.specs)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    quantized = {spec.name: spec for spec in run.specs if spec.fmt != "plain"}
+    weights: dict[str, Any] = {name: trainer.probe.get_parameter(name) for name in quantized}
+    meter, before = CastMeter(trainer.optimizer), {name: plain.buffers_of(w) for name, w in weights.items()}
+    found = []
+    for step in range(steps):
+        trainer.step(step)
+        gradients = {
+            spec.name: [mean([spec.gradient(step, rank) for rank in range(ranks)], spec)] for spec in run.specs
+        }
+        reference.step(gradients, run.options_at(step), run.max_norm)
+        now = {name: plain.buffers_of(weight) for name, weight in weights.items()}
+        expected = {
+            name: plain.counts(spec.fmt, reference.master[name].reshape(spec.shape), before[name], now[name])
+            for name, spec in quantized.items()
+        }
+        found.append((meter.measure(), expected))
+        before = now
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_counts_of_an_optimizer_are_those_of_its_unsharded_masters(ranks: Ranks, world: int) -> None:
+    for steps in ranks(world)(trained, 4):
+        assert len(steps) == 4
+        for step, (found, expected) in enumerate(steps):
+            assert set(found) == set(expected)
+            for name, counts in found.items():
+                agrees(counts, dict(expected[name]), f"{name} after step {step}")
+        shares = {name: counts.scalars()["unchanged_percent"] for name, counts in steps[-1][0].items()}
+        assert shares["unused"] > 99  # it decays, and so does its scale
+        assert shares["nv"] < 90
+
+
+def test_parts_add_up_and_become_shares() -> None:
+    parts = [CastCounts(100, 1, 2, 3, 40, 9.0, 100.0, 5.0), CastCounts(300, 0, 2, 1, 60, 16.0, 300.0, 7.0)]
+    together = CastCounts.together(parts)
+    assert together == CastCounts(400, 1, 4, 4, 100, 25.0, 400.0, 7.0)
+    assert together.scalars() == {
+        "saturated_percent": 1.0,
+        "flushed_percent": 1.0,
+        "unchanged_percent": 25.0,
+        "cast_error": 0.25,
+        "amax": 7.0,
+        "nonfinite": 1,
+    }
+    assert CastCounts.together([]).scalars()["cast_error"] == 0.0
+
+
+@pytest.mark.parametrize(("element", "top"), [("e4m3", 0x7E), ("e5m2", 0x7B)])
+def test_where_a_code_type_ends(element: str, top: int) -> None:
+    fp8 = get_format(f"fp8_current:element={element}").element
+    assert fp8
+    assert owned_part.largest_code(fp8) == top
+    assert owned_part.overshoot(fp8) * fp8.max == pytest.approx(plain.LIMITS[element])

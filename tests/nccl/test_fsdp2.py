@@ -1,0 +1,97 @@
+"""FSDP2 over NCCL: the cases of `tests/fsdp2`, which compute on GPUs where their group is NCCL's, and gathers beside compute."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import zerocast
+from tests.devices import gpus
+from tests.fsdp2 import (
+    models,
+    test_bits,
+    test_checkpoints,
+    test_freshness,
+    test_fused_adamw,
+    test_tensor_parallel,
+    test_training,
+    test_wire,
+)
+from tests.fsdp2 import (
+    test_one_direction as one_way,
+)
+from tests.fsdp2.models import FORMATS, SMALL
+
+pytestmark = gpus(2)
+SECONDS = 120.0  # the first case compiles Triton's kernels
+CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
+    "every format": (test_bits.trained, FORMATS, 64, 96, {}),
+    "boundaries on blocks": (test_bits.trained, FORMATS, 64, 64, {}),
+    "empty shards": (test_bits.trained, SMALL, 130, 1, {}),
+    "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
+    "replicas": (test_bits.on_mesh, (2, 1)),
+    "meta": (test_bits.from_meta,),
+    **{name: (test_bits.stepped_by, name) for name in test_bits.OPTIMIZERS},
+    **{
+        f"{name} on all ranks": (test_freshness.changed, name, 64, 96, FORMATS, True) for name in test_freshness.CHANGES
+    },
+    "compiled optimizer": (test_freshness.compiled_steps, "adamw"),
+    "refresh after one rank": (test_freshness.refreshed_after_one_rank,),
+    "fused step": (test_fused_adamw.stepped,),
+    "gpt, two optimizers": (test_training.trained,),
+}
+
+
+@pytest.mark.parametrize("case", CLEAN.values(), ids=CLEAN)
+def test_bytes_are_the_unsharded_cast(gpu_ranks, case):
+    assert gpu_ranks(2)(*case, timeout=SECONDS) == [[], []]
+
+
+@pytest.mark.parametrize(("fmt", "hidden"), test_tensor_parallel.SLICED)
+def test_slices(gpu_ranks, fmt, hidden):
+    assert [found for found, _ in gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)] == [[], []]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_accumulation(gpu_ranks, reshard):
+    found = gpu_ranks(2)(test_bits.gradients, test_bits.Checkpointed, reshard, 3, timeout=SECONDS)
+    assert [complaints for complaints, _ in found] == [[], []]
+
+
+def test_resume_is_exact(gpu_ranks, tmp_path):
+    assert gpu_ranks(2)(test_checkpoints.interrupted, str(tmp_path), timeout=SECONDS) == [[], []]
+
+
+@pytest.mark.parametrize("fmt", test_wire.PER_ELEMENT)
+def test_bytes_an_element(gpu_ranks, fmt):
+    found = gpu_ranks(2)(test_wire.gathered_bytes, fmt, timeout=SECONDS)
+    assert found == pytest.approx([test_wire.PER_ELEMENT[fmt]] * 2, abs=5e-4)
+
+
+def test_one_direction(gpu_ranks):
+    case = 128, 2
+    both = gpu_ranks(2)(one_way.trained, False, *case, timeout=SECONDS)
+    one = gpu_ranks(2)(one_way.trained, True, *case, timeout=SECONDS)
+    assert [digests for digests, *_ in one] == [digests for digests, *_ in both]
+
+
+def overlap() -> float:
+    """Microseconds in which a kernel of NCCL's all-gather ran beside one of a product, over three steps of a larger model."""
+    model = models.sharded(models.Net(("nvfp4",) * 6, 2048, 8192))
+    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters())
+    models.train(model, optimizer, range(2), 2048)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        models.train(model, optimizer, range(2, 5), 2048)
+        torch.cuda.synchronize()
+    kernels = [(event.name, event.time_range) for event in profiler.events() if event.device_type.name == "CUDA"]
+    gathers = [time for name, time in kernels if "AllGather" in name]
+    others = [time for name, time in kernels if "nccl" not in name.lower()]
+    shared = (min(a.end, b.end) - max(a.start, b.start) for a in gathers for b in others)
+    assert gathers and others, {name for name, _ in kernels}
+    return float(sum(max(0.0, both) for both in shared))
+
+
+def test_gathers_run_beside_compute(gpu_ranks):
+    assert all(microseconds > 0 for microseconds in gpu_ranks(2)(overlap, timeout=SECONDS))

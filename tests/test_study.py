@@ -1,0 +1,216 @@
+"""The study: what is fixed in its plan, that nothing is trained twice, and that its numbers are those of the runs."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import tyro
+
+from examples.gpt_pretrain.build import build_model, build_optimizer, forget_masters
+from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.model import GPTConfig
+from examples.gpt_pretrain.run_log import Record
+from examples.gpt_pretrain.study import __main__ as command
+from examples.gpt_pretrain.study import plan, runs, show
+from examples.gpt_pretrain.study.outcome import collect
+from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, VARIANTS, Job, Size, jobs
+from tests.workers import Ranks
+
+TINY = Size(1, TrainConfig(model=GPTConfig(1, 2, 128, 32), steps=3, batch_size=2, eval_sequences=4, device="cpu"))
+
+
+def records_of(job: Job, validation_loss: float = 2.0, **changes: Any) -> list[Record]:
+    """What a run leaves behind."""
+    start = {
+        "event": "start",
+        "step": 0,
+        "ranks": job.ranks,
+        "device": "cpu",
+        "parameters": 7,
+        "machine": {
+            "device": "a processor",
+            "cores": 2,
+            "system": "Linux",
+            "python": "3",
+            "torch": "2",
+            "zerocast": "0",
+        },
+        "date": f"2026-01-0{1 + job.seed}T00:00:00+00:00",
+        "text": "abc",
+        "config": json.loads(json.dumps(dataclasses.asdict(job.config), default=str)),
+        **changes,
+    }
+    steps = range(1, job.config.steps + 1)
+    curve = [
+        {"event": "train", "step": step, "loss": validation_loss + 1 / step, "tokens_per_s": 5.0} for step in steps
+    ]
+    end = {"validation_loss": validation_loss, "train_loss": 3.0, "skipped_steps": 0, "tokens_per_s": 5.0}
+    return [start, *curve, {"event": "end", "step": job.config.steps, **end}]
+
+
+def put(job: Job, out: Path, records: Sequence[Record]) -> None:
+    folder = out / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_plan_compares_like_with_like() -> None:
+    for size in SIZES.values():
+        planned = list(jobs(size))
+        assert len(planned) == len({job.name for job in planned}) == len(VARIANTS) * len(SEEDS) == 18
+        for seed in SEEDS:
+            of_seed = [job.config for job in planned if job.seed == seed]
+            alike = {dataclasses.replace(config, format="nvfp4", keep_masters=True) for config in of_seed}
+            assert len(alike) == 1
+            assert next(iter(alike)).gemm == "dequantize"
+        formats = {job.config.format for job in planned if job.config.keep_masters}
+        assert formats == {"bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"}
+        assert {job.variant for job in planned if not job.config.keep_masters} == {CONTROL}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_gets_the_options_that_were_planned(size: str) -> None:
+    for job in jobs(SIZES[size]):
+        assert tyro.cli(TrainConfig, args=runs.command_line(job.config)) == job.config
+    texts = dataclasses.replace(TINY.config, data=(Path("a"), Path("b c")))
+    assert tyro.cli(TrainConfig, args=runs.command_line(texts)) == texts
+
+
+def test_a_run_is_finished_when_it_ended_as_planned(tmp_path: Path) -> None:
+    job = next(jobs(TINY))
+    assert runs.finished(job, tmp_path) is None
+    whole = records_of(job)
+    put(job, tmp_path, whole[:-1])
+    assert runs.finished(job, tmp_path) is None
+    put(job, tmp_path, whole)
+    assert runs.finished(job, tmp_path) == whole
+    elsewhere = dataclasses.replace(job, config=dataclasses.replace(job.config, out=Path("/elsewhere")))
+    assert runs.finished(elsewhere, tmp_path) == whole
+    longer = dataclasses.replace(job, config=dataclasses.replace(job.config, steps=4))
+    assert runs.finished(longer, tmp_path) is None
+    assert runs.finished(dataclasses.replace(job, ranks=2), tmp_path) is None
+
+
+def test_nothing_is_trained_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[str] = []
+
+    def train(job: Job, out: Path, _: Any) -> list[Record]:
+        trained.append(job.name)
+        put(job, out, records_of(job, 2.0 + 0.1 * len(trained)))
+        return records_of(job, 2.0 + 0.1 * len(trained))
+
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(command, "SIZES", {"cpu": TINY})
+    names = [job.name for job in jobs(TINY)]
+    arguments = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    for limit, total in ((2, 2), (0, 2), (15, 17)):
+        assert command.main([*arguments, "--limit", str(limit)]) == 0
+        assert trained == names[:total]
+        assert f"{total} of 18 runs are finished" in capsys.readouterr().out
+    assert not (tmp_path / "results").exists()
+    for _ in range(2):
+        assert command.main(arguments) == 0
+        assert trained == names
+    results = tmp_path / "results" / "cpu"
+    assert (results / "gap.png").read_bytes().startswith(b"\x89PNG")
+    assert "`python -m examples.gpt_pretrain.study --size cpu`" in (results / "table.md").read_text()
+    outcome = json.loads((results / "results.json").read_text())
+    assert show.table(outcome) in (results / "table.md").read_text()
+
+
+def losses(job: Job) -> float:
+    return {BASELINE: 2.0, "nvfp4": 2.1, CONTROL: 3.0}.get(job.variant, 2.0) + 0.01 * job.seed * len(job.variant)
+
+
+def test_gaps_are_those_of_the_same_seed() -> None:
+    found = collect("cpu", TINY, {job: records_of(job, losses(job)) for job in jobs(TINY)})
+    assert found["dates"] == ["2026-01-01T00:00:00+00:00", "2026-01-03T00:00:00+00:00"]
+    assert found["variants"][BASELINE]["gaps"] == [0.0, 0.0, 0.0]
+    assert found["variants"][BASELINE]["validation_loss"] == pytest.approx(2.04)
+    nvfp4 = found["variants"]["nvfp4"]  # 2.1 + 0.05 seed against 2.0 + 0.04 seed
+    assert nvfp4["gaps"] == pytest.approx([0.1, 0.11, 0.12])
+    assert nvfp4["gap"] == pytest.approx(0.11)
+    assert nvfp4["gap_deviation"] == pytest.approx(0.01)
+    row = next(line for line in show.table(found).splitlines() if line.startswith("| `nvfp4` "))
+    assert row == "| `nvfp4` | 2.1500 ± 0.0500 | +0.1100 ± 0.0100 | +0.1000 | +0.1100 | +0.1200 | 0 |"
+
+
+@pytest.mark.parametrize("change", [{"text": "xyz"}, {"machine": {"torch": "1"}}, {"ranks": 9}])
+def test_runs_of_two_machines_are_not_compared(change: dict[str, Any]) -> None:
+    made = {job: records_of(job) for job in jobs(TINY)}
+    last = list(made)[-1]
+    made[last] = records_of(last, **change)
+    with pytest.raises(ValueError, match=f"runs that differ in {next(iter(change))} are not comparable"):
+        collect("cpu", TINY, made)
+
+
+def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
+    """After a step, (name, what forgetting changes of the masters here, how far they are from the weights then)."""
+    config = dataclasses.replace(TINY.config, format=fmt)
+    model = build_model(config, torch.device("cpu"))
+    optimizer = build_optimizer(model, config)
+    tokens = torch.arange(64).view(2, 32)
+    model.loss(tokens, tokens).backward()
+    optimizer.step()
+    (source,) = optimizer.master_sources()
+    before = [owned.master.clone() for owned in source.masters]
+    forget_masters(optimizer)
+    found = []
+    for old, owned in zip(before, source.masters, strict=True):
+        held = owned.weight.dequantize().view(-1)[owned.span.start : owned.span.stop].float()
+        changes = [float((a - owned.master).abs().max()) if old.numel() else 0.0 for a in (old, held)]
+        found.append((owned.name, *changes))
+    if dist.is_initialized():
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, found)
+        found = [
+            (parts[0][0], max(p[1] for p in parts), max(p[2] for p in parts)) for parts in zip(*by_rank, strict=True)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_without_masters_there_is_nothing_but_the_weights(ranks: Ranks, world: int) -> None:
+    for found in ranks(world)(forgotten, "nvfp4"):
+        for name, changed, left in found:
+            if name.startswith("blocks.") and "norm" not in name:
+                assert changed > 1e-4, name
+                assert left == 0, name
+            else:
+                assert changed == 0, name  # only quantized weights are the study's
+
+
+def test_bf16_has_no_masters_to_forget() -> None:
+    with pytest.raises(ValueError, match="with format bf16 there are none"):
+        TrainConfig(format="bf16", keep_masters=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "SIZES", {"cpu": dataclasses.replace(TINY, ranks=2)})
+    monkeypatch.setattr(plan, "SEEDS", (0,))
+    monkeypatch.setattr(plan, "VARIANTS", {name: VARIANTS[name] for name in (BASELINE, "nvfp4", CONTROL)})
+    assert command.main(["--out", str(tmp_path), "--limit", "2"]) == 0
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    assert len(made) == 2
+    assert command.main(["--out", str(tmp_path)]) == 0
+    assert all(path.stat().st_mtime_ns == written for path, written in made.items())
+    outcome = json.loads((tmp_path / "cpu" / "results.json").read_text())
+    assert list(outcome["variants"]) == [BASELINE, "nvfp4", CONTROL]
+    for name, found in outcome["variants"].items():
+        records = [
+            json.loads(line) for line in (tmp_path / "cpu" / f"{name}-0" / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert found["validation_loss"] == records[-1]["validation_loss"]
+        assert math.isfinite(found["gap"])
+        assert len(found["seeds"]["0"]["train_curve"]) == TINY.config.steps
+    assert show.table(outcome) in capsys.readouterr().out

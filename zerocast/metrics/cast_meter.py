@@ -1,0 +1,91 @@
+"""CastMeter: what the last cast did to every quantized weight, from the masters owned here and the bytes that were cast from them.
+
+A rank looks at its own elements only; one all-gather of eight numbers a weight and rank makes the sums known to all. Between
+two looks nothing is done at all. To tell which codes have not moved since the last look, a rank keeps a copy of those that it
+owns: 1 byte an element of its shard, half of that for nvfp4.
+"""
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import Element
+from zerocast.group import Group
+from zerocast.layout import Span
+from zerocast.master_source import OwnsMasters
+from zerocast.metrics.cast_counts import CastCounts
+from zerocast.metrics.owned_part import OwnedPart, largest_code, overshoot
+
+FIELDS = len(CastCounts.__dataclass_fields__)
+
+
+class CastMeter:
+    """Counts over the quantized weights of whoever owns their masters: a ZeroAdamW, or anything else with `master_sources()`,
+    if there is one of them.
+
+    All ranks of the owner's group make one, and `measure` together. `identity` weights have no codes and are left out.
+    """
+
+    def __init__(self, owner: OwnsMasters) -> None:
+        self._owner = owner
+        self._group, parts = self._look()
+        self._before = {name: part.data().clone() for name, part in parts.items()}
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, CastCounts]:
+        """By name of the weight, over all ranks; on all of them alike. Waits for the device, and for gathers in flight."""
+        _, parts = self._look()
+        if not parts:
+            return {}
+        here = torch.stack([_count(part, self._before[name]) for name, part in parts.items()])
+        everywhere = here.new_empty(self._group.size, *here.shape)
+        self._group.all_gather_into(everywhere.view(-1), here.view(-1))
+        for name, part in parts.items():
+            self._before[name].copy_(part.data())
+        by_rank = [[_counts(row) for row in rows] for rows in everywhere.tolist()]
+        by_weight = zip(*by_rank, strict=True)
+        return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
+
+    def _look(self) -> tuple[Group, dict[str, OwnedPart]]:
+        (source,) = self._owner.master_sources()
+        quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
+        return source.group, {str(owned.name): OwnedPart(owned) for owned in quantized}
+
+
+def _counts(row: list[float]) -> CastCounts:
+    return CastCounts(*map(int, row[:5]), *row[5:])
+
+
+def _count(part: OwnedPart, before: Tensor) -> Tensor:
+    """One weight's `CastCounts` of what is owned here, f64[FIELDS] on the device."""
+    total = torch.zeros(FIELDS, dtype=torch.float64, device=before.device)
+    data = part.data()
+    for piece in part.pieces():
+        counts = _count_piece(part, piece, data, before)
+        amax = torch.maximum(total[-1], counts[-1])
+        total += counts
+        total[-1] = amax
+    return total
+
+
+def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> Tensor:
+    master, value, code = part.master(piece), part.values(piece), part.codes(piece, data)
+    magnitude, finite = master.abs(), master.isfinite()
+    at_top = (code & _magnitude_bits(part.element)) == largest_code(part.element)
+    beyond = (magnitude > value.abs() * overshoot(part.element)) & (value != 0)
+    error = torch.where(finite, value - master, 0.0)
+    finite_master = torch.where(finite, master, 0.0)
+    counts = [
+        torch.full((), piece.numel, device=master.device),
+        (~finite).sum(),
+        (at_top & beyond).sum(),
+        ((magnitude > 0) & (value == 0)).sum(),
+        (code == part.codes(piece, before)).sum(),
+        error.double().square().sum(),
+        finite_master.double().square().sum(),
+        torch.where(master.isnan(), 0.0, magnitude).max(),
+    ]
+    return torch.stack([count.double() for count in counts])
+
+
+def _magnitude_bits(element: Element) -> int:
+    return (1 << (element.bits - 1)) - 1

@@ -1,0 +1,76 @@
+"""Meter: measures one training step in so many, and leaves the others alone."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zerocast.master_source import OwnsMasters
+from zerocast.metrics.cast_meter import CastMeter
+from zerocast.metrics.sample import Sample
+from zerocast.metrics.step_trace import StepTrace
+
+
+@dataclass
+class Measurement:
+    """One step, measured or not. `sample` is there after a measured step, and None otherwise."""
+
+    _trace: StepTrace | None = None
+    sample: Sample | None = None
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Take the time of what runs within as that of phase `name`; nothing on a step that is not measured."""
+        return self._trace.phase(name) if self._trace else contextlib.nullcontext()
+
+
+NOT_MEASURED = Measurement()
+
+
+class Meter:
+    """Every `every`-th step: counts of all quantized weights, time of phases and stages, bytes of collectives.
+
+        meter = zerocast.metrics.Meter(optimizer, every=100)
+        for batch in batches:
+            with meter.step() as measured:
+                with measured.phase("backward"):
+                    model(batch).backward()
+                with measured.phase("step"):
+                    optimizer.step()
+            if measured.sample:
+                log(measured.sample.scalars())
+
+    Args:
+        owner: a ZeroAdamW, or anything else that shows its masters by `master_sources()`.
+        every: steps between two measurements; the `unchanged` codes are those that stayed what they were so long.
+
+    All ranks of the owner's group make one and take the same steps with it: a measurement ends with one small all-gather. On the
+    steps between nothing runs, nothing is sent and nothing waits for the device. Raises ValueError for `every` below 1.
+    """
+
+    def __init__(self, owner: OwnsMasters, every: int = 100) -> None:
+        if every < 1:
+            raise ValueError(f"every is at least 1, got {every}")
+        self._owner, self._every, self._steps = owner, every, 0
+        self._casts = CastMeter(owner)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[Measurement]:
+        """One training step, the optimizer's step included."""
+        self._steps += 1
+        if self._steps % self._every:
+            yield Measurement()
+            return
+        weights = list(self._weights())
+        trace = StepTrace(weights, weights[0].device)
+        measured = Measurement(trace)
+        with trace:
+            yield measured
+        times, nbytes = trace.milliseconds(), dict(sorted(trace.nbytes.items()))
+        measured.sample = Sample(self._casts.measure(), times, nbytes)
+
+    def _weights(self) -> Iterator[Tensor]:
+        """Everything that a gather of weights may write to."""
+        for owned in (owned for source in self._owner.master_sources() for owned in source.masters):
+            held = [owned.weight.state.buffers[name] for name in ("rowwise_data", "columnwise_data")]
+            yield from (tensor for tensor in held if tensor is not None)

@@ -1,0 +1,106 @@
+"""OwnedPart: the elements of one weight that this rank owns the masters of, in pieces, as masters, as codes and as values."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zerocast import backends, ops
+from zerocast.backends.reference.codec import decode, encode, unpack
+from zerocast.formats import Element, ScaleRule
+from zerocast.layout import Span, byte_range, round_up
+from zerocast.master_source import OwnedMaster
+
+PIECE = 2**20  # elements: a look at a weight needs some ten times as many bytes beside it, whatever its size
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """A quantized weight with the masters owned here. Reading its bytes waits for a gather in flight."""
+
+    owned: OwnedMaster
+
+    @property
+    def numel(self) -> int:
+        """Owned elements."""
+        return 0 if self.owned.master is None else self.owned.span.numel
+
+    @cached_property
+    def element(self) -> Element:
+        """The type of a code."""
+        element = self.owned.weight.format.element
+        assert element is not None, self.owned.name
+        return element
+
+    def data(self) -> Tensor:
+        """The bytes that hold the owned codes, as a view; 4-bit codes at the ends may share theirs with a neighbour."""
+        weight = self.owned.weight
+        first, last = byte_range(weight.format, weight.matrix_shape, self._span, weight.dtype)
+        return weight.rowwise_data.view(-1)[first:last]
+
+    def pieces(self) -> Iterator[Span]:
+        """Spans of the weight that end at whole rows of blocks, but at the ends of what is owned."""
+        rows, columns = self.owned.weight.matrix_shape
+        height = self._block_rows
+        step = max(1, PIECE // (columns * height)) * height
+        first = self._span.start // columns // height * height
+        for row in range(first, rows, step):
+            piece = Span(row * columns, (row + step) * columns).intersect(self._span)
+            if piece.numel:
+                yield piece
+
+    def master(self, piece: Span) -> Tensor:
+        """FP32 masters, flat."""
+        assert self.owned.master is not None
+        start = piece.start - self._span.start
+        return self.owned.master.detach()[start : start + piece.numel].float()
+
+    def codes(self, piece: Span, data: Tensor) -> Tensor:
+        """Codes out of `data`, bytes as `data()` gives them; flat uint8, one a byte."""
+        if self.owned.weight.format.elements_per_byte == 1:
+            start = piece.start - self._span.start
+            return data[start : start + piece.numel]
+        first = self._span.start // 2
+        both = unpack(data[piece.start // 2 - first : -(-piece.stop // 2) - first])
+        return both[piece.start % 2 : piece.start % 2 + piece.numel]
+
+    def values(self, piece: Span) -> Tensor:
+        """What the codes stand for, f32, flat."""
+        weight = self.owned.weight
+        rows, columns = weight.matrix_shape
+        first = piece.start // columns // self._block_rows * self._block_rows
+        last = min(rows, round_up(piece.stop, columns) // columns)
+        scale = weight.rowwise_scale_inv
+        if scale is not None and weight.format.block:  # FP32 scales have a row a block row, others a row a row
+            scale = scale[first // (self._block_rows if weight.format.scale_rule is ScaleRule.FP32 else 1) :]
+        data, backend = weight.rowwise_data[first:last], backends.choose(weight.device)
+        fixed = weight.amax, last - first, columns, False, torch.float32
+        value: Tensor = ops.dequantize(backend, str(weight.format), data, scale, *fixed)
+        start = piece.start - first * columns
+        return value.view(-1)[start : start + piece.numel]
+
+    @property
+    def _span(self) -> Span:
+        return self.owned.span if self.numel else Span(0, 0)
+
+    @property
+    def _block_rows(self) -> int:
+        block = self.owned.weight.format.block
+        return block[0] if block else 1
+
+
+@functools.cache
+def largest_code(element: Element) -> int:
+    """The code of the largest finite value."""
+    return int(encode(element, torch.tensor([element.max])))
+
+
+@functools.cache
+def overshoot(element: Element) -> float:
+    """The largest value and half of the step below it, over the largest value: what is further out was clipped."""
+    top = largest_code(element)
+    below, largest = decode(element, torch.tensor([top - 1, top], dtype=torch.uint8)).tolist()
+    return 1.0 + 0.5 * float(largest - below) / float(largest)

@@ -1,0 +1,59 @@
+"""Operators that take a weight as a whole: views of the same shape, copies, moves to another device, products below autograd."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import compute
+from zerocast.weight import QuantizedWeight, define
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
+    if not isinstance(target, QuantizedWeight):
+        raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
+    ours = target.shape, target.format, target.dtype
+    if not isinstance(source, QuantizedWeight) or (source.shape, source.format, source.dtype) != ours:
+        raise RuntimeError(
+            f"cannot copy {source!r:.200} into {target!r}: give a QuantizedWeight of the same shape and format, or "
+            "load the high-precision values before quantize_, or into the optimizer's masters"
+        )
+    target.wait()
+    source.wait()
+    target.state.take(source.state)
+    return target
+
+
+def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
+    if dtype not in (None, weight.dtype):
+        raise RuntimeError(f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}")
+    return weight.copied(lambda t: t.to(device or t.device, copy=True))
+
+
+def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
+    if tuple(shape) != tuple(weight.shape):
+        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
+    return weight.share()
+
+
+def _same_strides(
+    weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
+) -> QuantizedWeight:
+    if tuple(stride) != weight.stride() or storage_offset:
+        raise RuntimeError(f"cannot view {weight!r} with strides {tuple(stride)}: its codes have one layout")
+    return _same_shape(weight, size)
+
+
+_aten = torch.ops.aten
+define(_aten.detach.default, QuantizedWeight.share)
+define(_aten.alias.default, QuantizedWeight.share)
+define(_aten.view.default, _same_shape)
+define(_aten.as_strided.default, _same_strides)
+define(_aten.t.default, QuantizedWeight.transposed)
+define(_aten.mm.default, compute.product_below_autograd)
+define(_aten.addmm.default, lambda bias, x, weight: compute.product_below_autograd(x, weight, bias))
+define(_aten.expand.default, _same_shape)  # expand_as(itself), by which hosts reach a parameter's gradient accumulator
+define(_aten.clone.default, lambda weight, **kwargs: _to_copy(weight))
+define(_aten.copy_.default, _copy)
+define(_aten._to_copy.default, _to_copy)
