@@ -1,7 +1,7 @@
 """Agreement: what all ranks must have alike is compared once, and what is wrong on one rank raises on every rank, never a hang."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,17 @@ def _check_calls(by_rank: list[str]) -> None:
                 f"ranks make different calls: rank 0 {by_rank[0]}, rank {rank} {what}; every rank makes the same calls in the "
                 "same order"
             )
+
+
+def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
+    """What rank 0 gets from `work`, on every rank; what it raises is raised everywhere, as `agree` raises it with `what`."""
+    result, problem = None, None
+    if group.rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+    return agree(group, [], problem, result, what)[0]
 
 
 def _raise_difference(by_rank: list[list[str]]) -> None:

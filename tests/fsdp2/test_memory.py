@@ -53,7 +53,7 @@ def held(fmt: str) -> tuple[float, float]:
     return (sizes[1] - sizes[0]) / elements, sizes[0] / elements
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", slow("fp8_current"), "mxfp8", slow(DELAYED)])
+@pytest.mark.parametrize("fmt", ["nvfp4", *(slow(fmt) for fmt in EXTRA if fmt != "nvfp4")])
 def test_what_a_rank_holds(ranks: Ranks, fmt: str) -> None:
     for extra, plain in ranks(2)(held, fmt):
         print(

@@ -19,4 +19,3 @@ def seconds() -> dict[str, float]:
 def test_measuring_every_hundredth_step_costs_less_than_two_percent(ranks: Ranks) -> None:
     for found in ranks(2)(seconds, timeout=200.0):
         assert found["measuring"] - found["without"] < 0.02 * 100 * found["without"], found
-        assert found["resting"] < 1.25 * found["without"], found  # it is the same work; machines are noisy

@@ -46,7 +46,7 @@ class AmaxGroup:
         self.measured: frozenset[str] = frozenset()
         device = weights[0].master.device
         self.backend = backends.choose(device)
-        self._delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], device)
+        self.delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], device)
         self.places = self._places()
         self._shards: dict[str, MasterShard] = {}
         copies = []
@@ -126,7 +126,7 @@ class AmaxGroup:
         self._measure_the_rest()
         if self.reduced.numel():
             self._reduce()
-        with self._delayed.cast(repeat):
+        with self.delayed.cast(repeat):
             for batch in self._batches:
                 batch.compute_scales(self._packed, None)
             for batch in self._batches:

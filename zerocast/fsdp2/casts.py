@@ -134,14 +134,14 @@ class Casts:
     def _or_as_before(self) -> Iterator[None]:
         """Within, delayed scaling moves on; what raises puts it back, and the next gather casts as if this had never begun."""
         seeded = [master.seeded for master in self.masters]
-        state = [tensor for master in self.masters for tensor in master.delayed.values()]
-        kept = torch.cat(state) if state else torch.empty(0)
+        state = [tensor for group in self.groups for tensor in group.delayed.arenas]
+        kept = [tensor.clone() for tensor in state]
         try:
             yield
         except BaseException:
             for master, before in zip(self.masters, seeded, strict=True):
                 master.seeded = before
-            for tensor, value in zip(state, kept.split([tensor.numel() for tensor in state]), strict=True):
+            for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
             raise
 

@@ -112,6 +112,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
         casts.load_delayed(state)
 
 
+def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+    """Format and nominal dtype of each prepared weight by name; a dtype is known once the model was cast."""
+    masters = [master for casts in _casts_of(model) for master in casts.masters]
+    return {master.name: (master.format, master.shard.nominal) for master in masters}
+
+
 def is_prepared(model: nn.Module) -> bool:
     """Whether `prepare` was given this module, or one in it."""
     if model not in _within:

@@ -30,6 +30,16 @@ def reshard(groups: Iterable[Any]) -> None:
             group._to_sharded()
 
 
+def reshards_after_forward(group: Any) -> bool:
+    """Whether a parameter group gathers again for the backward pass."""
+    return group.post_forward_mesh_info is not None
+
+
+def gathers_for_backward(group: Any) -> bool:
+    """Whether a gather of now is for a backward pass, prefetched or not."""
+    return bool(group._training_state.name == "PRE_BACKWARD")
+
+
 @contextlib.contextmanager
 def gathered(group: Any) -> Iterator[None]:
     """Within, the parameters of a group are gathered; afterwards again only if they were before."""
@@ -42,16 +52,6 @@ def gathered(group: Any) -> Iterator[None]:
     finally:
         if not before:
             group._to_sharded()
-
-
-def reshards_after_forward(group: Any) -> bool:
-    """Whether a parameter group gathers again for the backward pass."""
-    return group.post_forward_mesh_info is not None
-
-
-def gathers_for_backward(group: Any) -> bool:
-    """Whether a gather of now is for a backward pass, prefetched or not."""
-    return bool(group._training_state.name == "PRE_BACKWARD")
 
 
 def unversioned(tensor: Tensor) -> AbstractContextManager[None]:

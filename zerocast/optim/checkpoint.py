@@ -10,26 +10,28 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 
-from zerocast.agreement import agree
+from zerocast.agreement import agree, from_rank_0
+from zerocast.formats import FormatSpec
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim.clear_writer import ClearWriter, reasons
-from zerocast.optim.manifest import FileSum, Manifest
-from zerocast.optim.safe_reader import SafeReader
+from zerocast.sources.manifest import FileSum, Manifest, Stored, check_files
+from zerocast.sources.safe_reader import SafeReader
+from zerocast.sources.source import dtype_name
 
 AnyPath = str | os.PathLike[str]
-SAVES, LOADS = (
-    "saves a checkpoint",
-    "loads a checkpoint",
-)  # what ranks are in the middle of, if they are not in the same call
+SAVES = "saves a checkpoint"  # what ranks are in the middle of, if not in the same call
 PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
@@ -40,14 +42,18 @@ class Checkpointed(Protocol):
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that write and read together; None for one process."""
 
+    @property
+    def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name; a checkpoint notes them."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, under the keys of `zerocast.optim.state`. RuntimeError where they belong to different steps."""
+        """Tensors by name, under the keys of `zerocast.optim.state`."""
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """The same, whatever they belong to: what is loaded is read into them."""
+        """The same, for a reader that fills it."""
 
-    def overwriting(self) -> contextlib.AbstractContextManager[None]:
-        """Within, that state is overwritten; what raises in here leaves it half-way."""
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Within, a reader does so, and `load_state_dict` takes over what it read."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that was loaded."""
@@ -59,7 +65,7 @@ def save(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | N
     All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
     nothing behind, when `path` holds anything already or any rank cannot write.
     """
-    write(state_of(optimizer, extra), Path(path), group_of(optimizer))
+    write(state_of(optimizer, extra), Path(path), group_of(optimizer), formats=formats_of(optimizer))
 
 
 def load(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
@@ -81,6 +87,8 @@ def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None
     state = {**optimizer.state_to_overwrite(), "extra": dict(extra or {})}
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
+    if not any(name.startswith("optim.") for name in saved):
+        raise ValueError(f"{path} holds masters and no optimizer state: zerocast.optim.load_masters takes them")
     problems = _unfit(saved, "", state) + _unknown(saved, state)
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
@@ -97,8 +105,19 @@ def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None
         optimizer.load_state_dict(state)
 
 
-def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = False) -> None:
-    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind."""
+def write(
+    state: Mapping[str, Any],
+    path: Path,
+    group: Group,
+    replace: bool = False,
+    formats: Mapping[str, Stored] | None = None,
+    planner: SavePlanner | None = None,
+) -> None:
+    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind.
+
+    `formats` are noted in the manifest; a `planner` may find the tensors elsewhere than in `state`.
+    """
+    path = path.absolute()  # "." has no name to write beside
     partial = path.with_name(path.name + PARTIAL)
     on_rank_0(group, lambda: _begin(path, partial, replace))
     try:
@@ -106,11 +125,12 @@ def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = Fa
             state_dict_saver.save(
                 dict(state),
                 storage_writer=ClearWriter(partial),
+                planner=planner,
                 process_group=group.handle,
                 no_dist=group.handle is None,
             )
         files = _hash_files(partial, group)
-        on_rank_0(group, lambda: _commit(path, partial, files))
+        on_rank_0(group, lambda: _commit(path, partial, Manifest(files, dict(formats or {}))))
     except CheckpointException as error:  # no Exception, and the same on every rank
         remove(partial, group)
         raise RuntimeError(f"{path} was not written: {reasons(error)}") from error
@@ -130,6 +150,11 @@ def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dic
     return {**optimizer.state_dict(), "extra": dict(extra or {})}
 
 
+def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
+    """The formats of quantized weights, for whoever looks at the checkpoint later."""
+    return {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in optimizer.formats.items()}
+
+
 def group_of(optimizer: Checkpointed) -> Group:
     """The ranks that write and read together."""
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
@@ -146,7 +171,7 @@ def _begin(path: Path, partial: Path, replace: bool) -> None:
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     """Of all files, each rank some of them."""
-    names = _from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()), SAVES)
+    names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()), SAVES)
     own, problem = {}, None
     try:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
@@ -156,8 +181,8 @@ def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     return {name: sums for part in parts for name, sums in part.items()}
 
 
-def _commit(path: Path, partial: Path, files: dict[str, FileSum]) -> None:
-    Manifest(files).write(partial)
+def _commit(path: Path, partial: Path, manifest: Manifest) -> None:
+    manifest.write(partial)
     _to_disk(partial)
     if _holds_anything(path):
         before = path.with_name(f"{path.name}.before{PARTIAL}")
@@ -182,32 +207,9 @@ def _to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_files(path: Path, group: Group) -> None:
-    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them."""
-    manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path), LOADS)
-    problem = None
-    if manifest:
-        try:
-            manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
-        except (OSError, ValueError) as error:
-            problem = error
-    agree(group, [], problem, what=LOADS)
-
-
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
     """Run on rank 0 while the others wait; what it raises is raised everywhere."""
-    _from_rank_0(group, lambda: work() and None, SAVES)
-
-
-def _from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
-    """What rank 0 gets from `work`, on every rank; what it raises, everywhere."""
-    result, problem = None, None
-    if group.rank == 0:
-        try:
-            result = work()
-        except Exception as error:
-            problem = error
-    return agree(group, [], problem, result, what)[0]
+    from_rank_0(group, lambda: work() and None, SAVES)
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:

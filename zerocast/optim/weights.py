@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zerocast.adam_update import AdamUpdate
 from zerocast.arena import into_arena
 from zerocast.batch import Batch
+from zerocast.formats import FormatSpec
 from zerocast.group import Group
 from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.optim.bucket import Bucket, Slot
@@ -54,6 +56,13 @@ class ShardedWeights:
         """The masters with the parameters as the model reads them now, wherever those lie."""
         owned = [self._owned(buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots]
         return MasterSource(self._group, tuple(owned))
+
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name."""
+        weights = {
+            s.name: w for buffer in self.buffers for s, w in zip(buffer.bucket.slots, buffer.weights, strict=True)
+        }
+        return {name: (w.format, w.dtype) for name, w in weights.items() if w.format.element is not None}
 
     def _owned(self, bucket: Bucket, slot: Slot) -> OwnedMaster:
         span, views = self._masters.owned(bucket, slot)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.agreement import agree
+from zerocast.formats import FormatSpec
 from zerocast.freshness import debugging
 from zerocast.group import Group, GroupLike
 from zerocast.hyperparameters import Hyperparameters
@@ -207,6 +208,11 @@ class ZeroAdamW(torch.optim.Optimizer):
     def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters of all parameters, for `zerocast.verify`."""
         return (self._weights.master_source(),)
+
+    @property
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name."""
+        return self._weights.formats()
 
     @property
     def skipped_steps(self) -> int:

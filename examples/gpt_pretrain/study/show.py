@@ -75,6 +75,7 @@ def _plot_final(axes: Axes, outcome: Outcome) -> None:
     )
     axes.axvline(0, color=COLORS[0], linewidth=0.8)
     axes.set_xscale("symlog", linthresh=LINEAR)
+    axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
 
