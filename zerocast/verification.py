@@ -116,6 +116,9 @@ def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, i
     held = dict(weight.state.buffers)
     if not weight.state.columnwise_is_fresh():
         held["columnwise_data"] = held["columnwise_scale_inv"] = None
+    if weight.state.only:  # the other direction's codes were not gathered
+        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.only]
+        held[f"{other}_data"] = held[f"{other}_scale_inv"] = None
     comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
     for name in UNDETERMINED:
         if name in comparisons:

@@ -209,3 +209,22 @@ def test_tensor_parallel_slices(ranks: Ranks) -> None:
 def test_every_is_checked() -> None:
     with pytest.raises(ValueError, match="verify_every is None or at least 1, got 0"):
         zerocast.fsdp2.prepare(nn.Linear(32, 32), zerocast.Recipe({"weight": "nvfp4"}), verify_every=0)
+
+
+def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
+    """Of mxfp8 weights that gather one direction at a time: what a forward pass reads, and a wrong byte in it."""
+    model = Net(("mxfp8",), 64, 96)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), one_direction=True)
+    models.sharded(model, prepare=False)
+    models.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2), 64)
+    quiet = verify(model)
+    shard = models.masters(model)["blocks.0.3.weight"][1].shard
+    if dist.get_rank() == 0:
+        shard.wire.parts(shard.buffer)[0][0].view(-1)[7] ^= 1
+    return quiet.ok, said(verify(model))
+
+
+def test_one_direction_at_a_time(ranks: Ranks) -> None:
+    for quiet, found in ranks(2)(one_direction):
+        assert quiet
+        assert found == [("blocks.0.3.weight", rank, "rowwise_data", 1, 7) for rank in (0, 1)]
