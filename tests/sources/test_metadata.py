@@ -58,6 +58,13 @@ def test_what_does_not_hold_together(folder: Path, case: str) -> None:
         open_source(folder)
 
 
+def test_a_memo_that_would_take_all_memory(folder: Path) -> None:
+    """Found by the fuzzer: one flipped byte, and 22 GB before the first error."""
+    (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
+    with pytest.raises(ValueError, match="it would remember 2,147,483,647 objects"):
+        open_source(folder)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("length", [0, 1, 10, 100, -1, -2])
 def test_metadata_that_breaks_off(folder: Path, length: int) -> None:

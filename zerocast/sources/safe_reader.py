@@ -7,8 +7,10 @@ It also looks at what metadata says before anything is read by it: where chunks 
 would otherwise stay what it was, without a word.
 """
 
+import io
 import math
 import pickle
+import pickletools
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -42,6 +44,9 @@ _METADATA_CLASSES = {
 }
 
 
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+
+
 def _memory_format(encoding: Any, name: str) -> Any:
     """What stands in for getattr, by which some releases of Python 3.11 pickle members of an enumeration."""
     if encoding is not _MEM_FORMAT_ENCODING:
@@ -70,8 +75,10 @@ class SafeReader(FileSystemReader):
         """The checkpoint's metadata."""
         place = self.fs.concat_path(self.path, ".metadata")
         with self.fs.create_stream(place, "rb") as stream:
+            content = stream.read()
             try:
-                metadata = _MetadataUnpickler(stream).load()
+                _check_memo(content)
+                metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             except pickle.UnpicklingError:
                 raise
             except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
@@ -85,6 +92,13 @@ class SafeReader(FileSystemReader):
         if problem:
             raise ValueError(f"{place} is damaged: {problem}")
         return metadata
+
+
+def _check_memo(content: bytes) -> None:
+    """ValueError for a pickle whose memo would have more places than the file has bytes: it is allocated before it is used."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in _PUTS and isinstance(argument, int) and argument > len(content):
+            raise ValueError(f"it would remember {argument:,} objects")
 
 
 def _problems(metadata: Metadata) -> Iterator[str]:
