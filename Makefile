@@ -49,7 +49,7 @@ sanitize-cpu: $(VENV)/.dev
 	ldd $(COPY)/zerocast/_C*.so | grep libasan # or nothing would be checked
 	cd $(COPY) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(abspath $(COPY)) \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  $(abspath $(BIN))/python -m pytest -q -k cpu -m "not slow" $(SANITIZED)
+	  $(abspath $(BIN))/python -m pytest -q -m "not slow" -k "cpu or test_casts" $(SANITIZED) tests/fuzz/test_casts.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -61,7 +61,7 @@ lint: $(VENV)/.dev
 
 # The site, in build/site; whatever is broken in it is an error. To read it while writing: .venv/bin/mkdocs serve
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

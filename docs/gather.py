@@ -2,7 +2,7 @@
 
 Every README and the other prose of the repository become pages at their own paths; pages of docs/ lie at the root of the site.
 Links are written as they hold in the repository, where people read them too, and are made to hold in the site: a folder stands for
-its README, and of a file that is no page the name alone is left.
+its README, and of a file that is no page the path alone is left.
 """
 
 import os
@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
     """Make the links of a page hold in the site; what is inside fences stays."""
     source = page.file.src_uri
     here = posixpath.dirname(Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix())
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]  # mkdocs says that it is broken
         uri = site_uri(path, files)
         if uri is None:
-            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else text
+            return text if posixpath.basename(path) in text else f"{text}, `{path}`"
         return f"{image}[{text}]({os.path.relpath(uri, posixpath.dirname(source))}{anchor or ''})"
 
     parts, end = [], 0

@@ -160,10 +160,11 @@ def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
     tokens = torch.arange(64).view(2, 32)
     model.loss(tokens, tokens).backward()
     optimizer.step()
-    before = [owned.master.clone() for owned in optimizer.master_source().masters]
+    (source,) = optimizer.master_sources()
+    before = [owned.master.clone() for owned in source.masters]
     forget_masters(optimizer)
     found = []
-    for old, owned in zip(before, optimizer.master_source().masters, strict=True):
+    for old, owned in zip(before, source.masters, strict=True):
         held = owned.weight.dequantize().view(-1)[owned.span.start : owned.span.stop].float()
         changes = [float((a - owned.master).abs().max()) if old.numel() else 0.0 for a in (old, held)]
         found.append((owned.name, *changes))

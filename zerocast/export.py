@@ -15,12 +15,15 @@ scales from a calibration. Layers that an engine fuses (query, key and value) ke
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from zerocast.formats import FormatSpec
 from zerocast.formats.element import E2M1, E4M3
 from zerocast.layout import amax_grid
 from zerocast.weight import QuantizedWeight
@@ -29,6 +32,15 @@ SHARD_BYTES = 5 * 10**9
 TOP = 2688.0  # 448 * 6, the largest scale times the largest code of nvfp4
 INDEX = "model.safetensors.index.json"
 Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to write, which is made when its turn comes; `format` is None unless it is a QuantizedWeight."""
+
+    numel: int
+    format: FormatSpec | None
+    make: Callable[[], Tensor]
 
 
 def export_safetensors(
@@ -40,24 +52,45 @@ def export_safetensors(
     are larger alone; one file at a time is copied to the host. Raises ValueError, with nothing written, for an unknown naming, a
     weight whose format has no place in it and a folder that holds anything; ModuleNotFoundError without the package safetensors.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415
+    items = {name: _item(tensor) for name, tensor in _tensors(model)}
+    return write_safetensors(items, Path(folder), naming, shard_bytes)
 
+
+def write_safetensors(
+    items: Mapping[str, Item], folder: Path, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """What `export_safetensors` does, for tensors that are not there yet. The folder has its name when all is in it."""
     if naming not in NAMINGS:
         raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
+    folder = folder.absolute()  # "." has no name to write beside
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty: export into a new folder")
-    tensors = dict(_tensors(model))
-    for name, tensor in tensors.items():
-        _check(name, tensor, naming)
-    shards = _shards(tensors, shard_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
+    for name, item in items.items():
+        _check(name, item.format, naming)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        files = _write(items, partial, naming, shard_bytes)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return [folder / file.name for file in files]
+
+
+def _write(items: Mapping[str, Item], folder: Path, naming: str, shard_bytes: int) -> list[Path]:
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    shards = _shards(items, shard_bytes)
     files: list[Path] = []
     places: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, 1):
         path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        parts = {key: part for name in names for key, part in _parts(name, tensors[name], naming).items()}
+        parts = {key: part for name in names for key, part in _parts(name, items[name].make(), naming).items()}
         save_file(parts, path, metadata={"format": "pt", "naming": naming})
         files.append(path)
         places |= {key: path.name for key in parts}
@@ -67,6 +100,10 @@ def export_safetensors(
     return [*files, folder / INDEX]
 
 
+def _item(tensor: Tensor) -> Item:
+    return Item(tensor.numel(), tensor.format if isinstance(tensor, QuantizedWeight) else None, lambda: tensor)
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, shared ones once, and persistent buffers."""
     saved = model.state_dict().keys()
@@ -74,20 +111,19 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _check(name: str, tensor: Tensor, naming: str) -> None:
-    if not isinstance(tensor, QuantizedWeight) or naming == "bf16":
+def _check(name: str, fmt: FormatSpec | None, naming: str) -> None:
+    if fmt is None or naming == "bf16":
         return
-    fmt = tensor.format
     if fmt.name not in NAMINGS[naming] or fmt.element not in (E2M1, E4M3):
         wanted = " and ".join(NAMINGS[naming])
         raise ValueError(f"{name} is {fmt}; {naming} has names for {wanted} with E2M1 or E4M3 codes: export it as bf16")
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+def _shards(items: Mapping[str, Item], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * 2  # the most that it becomes
+    for name, item in items.items():
+        nbytes = item.numel * 2  # about what it becomes
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0

@@ -23,11 +23,11 @@ class Hyperparameters:
         for row, group in enumerate(param_groups):
             for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
-                    self._values[row, column].copy_(value.detach().view(()))
                     self._known[row][column] = float("nan")  # whatever number comes next differs from it
+                    self._values[row, column].copy_(value.detach().view(()))
                 elif float(value) != self._known[row][column]:
-                    self._known[row][column] = float(value)
                     self._values[row, column].fill_(float(value))
+                    self._known[row][column] = float(value)  # not before it is true
 
     def scalars(self, step: Tensor) -> Tensor:
         """f32 `[groups, 8]` for step numbers `step`, `[1]` or one a group, counted from 1.

@@ -1,6 +1,8 @@
 """CastPlan: everything about a cast that does not change from step to step, worked out once."""
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ from zerocast.columnwise import ColumnwiseCopies
 from zerocast.freshness import Freshness
 from zerocast.group import Group, GroupLike
 from zerocast.layout import Span
+from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.shard import ShardData, own
 from zerocast.weight import QuantizedWeight
+
+CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
 
 
 class CastPlan:
@@ -61,19 +66,23 @@ class CastPlan:
         self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
-        self.freshness = Freshness()
+        self.freshness = Freshness(owner=weakref.ref(self))
         masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
         self.freshness.watch(masters, sharded=self.group.size > 1)
+        self._delayed = [i for i in self._cast if self.weights[i].scale is not None]
+        self._cast_scales = torch.ones(len(self._delayed), dtype=torch.float32, device=device)
         self._bind()
 
     def cast(self, skip: Tensor | None = None) -> None:
         """Cast the masters as they are now. One all-reduce, no host work a tensor.
 
         `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and
-        then calls `post_all_gather`.
+        then calls `post_all_gather`. A cast that raises half-way leaves weights that are not read before another one is complete.
         """
         self.ready()
-        self.launch(skip)
+        with self.freshness.writing("a cast", CAST_AGAIN), self._delayed_or_as_before():
+            self._keep_scales(skip)
+            self.launch(skip)
         self.freshness.count_cast()
 
     @property
@@ -108,6 +117,38 @@ class CastPlan:
         handle: RemovableHandle = optimizer.register_step_post_hook(lambda *_: self.cast())
         return handle
 
+    def master_sources(self) -> tuple[MasterSource, ...]:
+        """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
+        shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
+        left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
+        return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
+
+    def _owned(self, index: int) -> OwnedMaster:
+        shard = self._ownership.shards[index]
+        scale = None
+        if index in self._delayed:
+            place = self._delayed.index(index)
+            scale = self._cast_scales[place : place + 1]
+        return OwnedMaster(None, shard.weight, shard.master, shard.span, scale)
+
+    @contextlib.contextmanager
+    def _delayed_or_as_before(self) -> Iterator[None]:
+        """Within, delayed scaling moves on; what raises puts it back, so that the next cast is as if this had never begun."""
+        kept = [torch.cat(tensors) for tensors in self._delayed_state if tensors]
+        try:
+            yield
+        except BaseException:
+            for tensors, values in zip(self._delayed_state, kept, strict=False):
+                for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+                    tensor.copy_(value)
+            raise
+
+    def _keep_scales(self, skip: Tensor | None) -> None:
+        """Remember what a cast scales with: delayed scaling moves on at the end of it."""
+        if self._delayed:
+            scales = torch.cat(self._delayed_state[0])
+            self._cast_scales.copy_(scales if skip is None else torch.where(skip, self._cast_scales, scales))
+
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a weight over."""
         if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
@@ -133,4 +174,6 @@ class CastPlan:
             batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
         self._batches: list[Batch] = batches.freeze()
         self._neighbours: list[Batch] = neighbours.freeze()
+        states = [self.weights[index].state.buffers for index in self._delayed]
+        self._delayed_state = [[t for s in states if (t := s[name]) is not None] for name in ("scale", "amax_history")]
         self._generation = weight_state.generation()

@@ -48,6 +48,10 @@ class Ownership:
         """Whether any rank holds a part of the master; a weight without one is frozen and stays as it is."""
         return any(spans[index].numel for spans in self.spans)
 
+    def covers(self, index: int) -> bool:
+        """Whether every element of the weight has an owner."""
+        return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()
+
 
 def own(
     group: Group,
@@ -72,7 +76,7 @@ def own(
         problem = error
     lines = [_fingerprint(shard.weight) for shard in shards]
     spans = [(shard.span.start, shard.span.stop) for shard in shards]
-    replies = agree(group, lines, problem, spans)
+    replies = agree(group, lines, problem, spans, "builds a CastPlan")
     by_rank = [[Span(*pair) for pair in pairs] for pairs in replies]
     _check_overlaps(lines, by_rank)
     return Ownership(shards, by_rank, device, chosen)

@@ -9,7 +9,7 @@ delayed cast and the amax history) is compared with rank 0's.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,56 +35,73 @@ UNDETERMINED = ("scale", "amax_history")
 def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
     """Compare the live bytes, scales, amaxes and columnwise copies of every weight with an unsharded cast of its master.
 
-    Takes what owns masters (a ZeroAdamW), or a model whose weights were given to such an owner. All ranks of its group call it,
-    between steps; it waits for gathers in flight, changes nothing, and waits for the device. `group` are the ranks that the
-    report is about, by default those that share the masters. Returns the same report on each of them; its
-    `raise_for_differences()` raises.
+    Takes what owns masters (a ZeroAdamW, a CastPlan, what `attach` of a host returns), a model whose weights were given to such an
+    owner, or a model or optimizer under `zerocast.fsdp2`. All ranks of its group call it, between steps. It waits for gathers in
+    flight and for the device; a cast or gather that the next forward pass would begin with is done now, nothing else changes.
+    `group` are the ranks that the report is about, by default those that share the masters. Returns the same report on each of
+    them; its `raise_for_differences()` raises.
 
     Raises TypeError for anything else, ValueError for a model without any known master or for ranks that hold other weights.
     """
-    owners, without = _owners(model_or_optimizer)
-    sources = [owner.master_source() for owner in owners]
-    if not sources:
+    owners, names, without = _owners(model_or_optimizer)
+    if not owners:
         raise ValueError(
             "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
         )
-    reports = [_verify(source, source.group if group is None else Group.of(group)) for source in sources]
-    return VerifyReport(
-        sum(report.weights for report in reports),
-        sum(report.nbytes for report in reports),
-        reports[0].ranks,
-        tuple(difference for report in reports for difference in report.differences),
-        without,
-    )
+    sources = (source for owner in owners for source in owner.master_sources())
+    reports = [_verify(source, source.group if group is None else Group.of(group), names) for source in sources]
+    return VerifyReport.of(reports, without)
 
 
-def _owners(what: Any) -> tuple[list[OwnsMasters], tuple[str, ...]]:
-    if hasattr(what, "master_source"):
-        return [what], ()
-    if not isinstance(what, torch.nn.Module):
-        raise TypeError(f"verify takes a model or an optimizer that owns masters, got {type(what).__name__}")
+def _owners(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, ...]]:
+    """(owners, names of weights by their state, quantized weights whose masters nobody here owns)."""
+    if hasattr(what, "master_sources"):
+        return [what], {}, ()
     owners: dict[int, OwnsMasters] = {}
-    without = []
-    for name, parameter in what.named_parameters():
-        state = getattr(parameter, "state", None)
-        if state is None:
+    names, without = {}, []
+    for name, parameter in _parameters(what):
+        held = getattr(parameter, "_local_tensor", parameter)  # that of a DTensor
+        if not hasattr(held, "master_owner"):
             continue
-        owner = state.freshness.owner and state.freshness.owner()
+        names[id(getattr(held, "state", None))] = name
+        owner = held.master_owner
         if owner is None:
             without.append(name)
         else:
             owners[id(owner)] = owner
-    return list(owners.values()), tuple(without)
+    if not owners and not isinstance(what, torch.nn.Module):
+        raise TypeError(f"verify takes a model or an optimizer that owns masters, got {type(what).__name__}")
+    return list(owners.values()), names, tuple(without)
 
 
-def _verify(source: MasterSource, ranks: Group) -> VerifyReport:
-    masters = source.masters
-    agree(source.group, [_describe(owned) for owned in masters], None)
-    compared = [_compare(owned, source.group) for owned in masters]
-    found = [dataclasses.replace(d, rank=ranks.rank) for differences, _ in compared for d in differences]
-    by_rank = ranks.all_gather_object(found)
-    every = tuple(difference for differences in by_rank for difference in differences)
-    return VerifyReport(len(masters), sum(nbytes for _, nbytes in compared), ranks.size, every)
+def _parameters(what: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(what, torch.nn.Module):
+        yield from what.named_parameters()
+    elif isinstance(what, torch.optim.Optimizer):
+        for group in what.param_groups:
+            yield from (("", parameter) for parameter in group["params"])
+
+
+def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
+    named = [_named(owned, index, names) for index, owned in enumerate(source.masters)]
+    agree(source.group, [_describe(owned) for owned in named], None, what="verifies")
+    compared = [_compare(owned, source.group) for owned in named]
+    found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
+    by_rank = agree(ranks, [], None, found, "verifies")
+    return VerifyReport(
+        len(named),
+        sum(nbytes for _, nbytes, _ in compared),
+        ranks.size,
+        tuple(difference for differences in by_rank for difference in differences),
+        source.left_out,
+        tuple((str(owned.name), count) for owned, (_, _, count) in zip(named, compared, strict=True) if count),
+    )
+
+
+def _named(owned: OwnedMaster, index: int, names: Mapping[int, str]) -> OwnedMaster:
+    if owned.name is not None:
+        return owned
+    return dataclasses.replace(owned, name=names.get(id(owned.weight.state), f"weight {index}"))
 
 
 def _describe(owned: OwnedMaster) -> str:
@@ -92,8 +109,8 @@ def _describe(owned: OwnedMaster) -> str:
     return f"{owned.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
 
 
-def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int]:
-    """What differs on this rank, and the bytes that were compared."""
+def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, int]:
+    """What differs on this rank, the bytes that were compared, and the elements of the master that are not finite."""
     weight = owned.weight
     weight.wait()
     held = dict(weight.state.buffers)
@@ -103,18 +120,21 @@ def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int]:
     for name in UNDETERMINED:
         if name in comparisons:
             comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
-    pieces = _pieces(weight.matrix_shape)
-    amax = _tensor_amax(owned, pieces, group) if weight.format.has_tensor_amax and len(pieces) > 1 else None
+    pieces, not_finite = _pieces(weight.matrix_shape), 0
+    in_parts = len(pieces) > 1 or owned.slices is not None
+    amax = _tensor_amax(owned, pieces, group) if weight.format.has_tensor_amax and in_parts else None
     for piece in pieces:
         whole = _gather(owned, piece, group).view(-1, weight.matrix_shape[1])
+        not_finite += int((~whole.isfinite()).sum())
         quantized = quantize(weight.format, whole, weight.dtype, owned.scale, amax)
         for name, expected, origin in _expected(
             weight.format, quantized, piece.start // whole.shape[1], whole.shape[1]
         ):
             if name in comparisons:
                 comparisons[name].take(expected, origin)
-    differences = [c.difference(owned.name, str(weight.format), name) for name, c in comparisons.items() if c.wrong]
-    return differences, sum(comparison.compared for comparison in comparisons.values())
+    of = str(owned.name), str(weight.format)
+    differences = [comparison.difference(*of, name) for name, comparison in comparisons.items() if comparison.wrong]
+    return differences, sum(comparison.compared for comparison in comparisons.values()), not_finite
 
 
 def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
@@ -139,6 +159,8 @@ def _tensor_amax(owned: OwnedMaster, pieces: Sequence[Span], group: Group) -> Te
     for piece in pieces:
         x = round_nominal(_gather(owned, piece, group).view(-1, owned.weight.matrix_shape[1]), owned.weight.dtype)
         amax = torch.maximum(amax, block_amax(x, None).view(1))
+    if owned.slices is not None:
+        owned.slices.all_reduce_max(amax)
     return amax
 
 

@@ -1,5 +1,6 @@
 """VerifyReport: what a comparison of live bytes with their masters found, the same value on every rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -36,7 +37,8 @@ class Difference:
 class VerifyReport:
     """What `zerocast.verify` compared: so many weights, so many bytes on each rank; and every buffer that differs on any rank.
 
-    `without_masters` names the quantized weights of a model whose masters nobody here owns; they were not compared.
+    `without_masters` names the quantized weights whose masters nobody here owns, or not all of; they were not compared.
+    `not_finite` counts the NaN and Inf in masters, by weight: no difference, since they are cast like any other value.
     """
 
     weights: int
@@ -44,6 +46,19 @@ class VerifyReport:
     ranks: int
     differences: tuple[Difference, ...]
     without_masters: tuple[str, ...] = ()
+    not_finite: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(parts: "Sequence[VerifyReport]", without: tuple[str, ...]) -> "VerifyReport":
+        """What several comparisons found together; `ranks` is the largest number of them."""
+        return VerifyReport(
+            sum(part.weights for part in parts),
+            sum(part.nbytes for part in parts),
+            max(part.ranks for part in parts),
+            tuple(difference for part in parts for difference in part.differences),
+            (*without, *(name for part in parts for name in part.without_masters)),
+            tuple(found for part in parts for found in part.not_finite),
+        )
 
     @property
     def ok(self) -> bool:
@@ -52,9 +67,11 @@ class VerifyReport:
 
     def __str__(self) -> str:
         what = f"{self.weights:,} weights, {self.nbytes:,} bytes on each of {self.ranks} ranks"
-        if self.ok:
-            return f"{what}: all are what the masters cast to"
-        return "\n".join([f"{what}: {len(self.differences)} buffers differ", *map(str, self.differences)])
+        found = "all are what the masters cast to" if self.ok else f"{len(self.differences)} buffers differ"
+        masters = [
+            f"the master of {name} has {count:,} elements that are NaN or Inf" for name, count in self.not_finite
+        ]
+        return "\n".join([f"{what}: {found}", *map(str, self.differences), *masters])
 
     def raise_for_differences(self) -> None:
         """VerificationError, with the report as its message, if anything differs."""

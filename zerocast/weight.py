@@ -117,6 +117,12 @@ class QuantizedWeight(Tensor):
         """f32[amax_history_len]; delayed scaling only."""
         return self.state.buffers["amax_history"]
 
+    @property
+    def master_owner(self) -> Any:
+        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
+        owner = self.state.freshness.owner
+        return None if owner is None else owner()
+
     def wait(self) -> None:
         """Until the bytes are here: completes a gather in flight."""
         if self.state.freshness.finish is not None:
@@ -140,8 +146,9 @@ class QuantizedWeight(Tensor):
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy.
 
-        In debug mode also for bytes that are older than their masters.
+        Also for bytes that a cast or step left torn; in debug mode for those that are older than their masters.
         """
+        self.state.freshness.check_whole()
         if debugging():
             self._check_masters()
         self.state.check_direction(columnwise)

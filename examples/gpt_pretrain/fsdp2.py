@@ -4,7 +4,7 @@ What is quantized, the update and the checkpoints are those of the ZeRO run, so 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,37 +49,41 @@ def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     if ranks % 2:
         raise ValueError(f"--parallel {config.parallel} halves the ranks, there are {ranks}")
-    names, shape = {"hsdp": (("replicate", "shard"), (2, ranks // 2)), "fsdp2_tp": (("shard", "tp"), (ranks // 2, 2))}[
-        config.parallel
-    ]
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if config.parallel == "hsdp":
+        return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("shard", "tp"))
 
 
-class Fsdp2AdamW:
+class Fsdp2AdamW(zerocast.fsdp2.TrainingState):
     """`zerocast.fsdp2.FusedAdamW` over a sharded model, as the loop calls a ZeroAdamW."""
 
     def __init__(self, model: GPT, groups: list[dict[str, Any]], config: TrainConfig) -> None:
-        self._model = model
         groups = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
         betas = config.beta1, config.beta2
-        self._adamw = zerocast.fsdp2.FusedAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
-        self._state = zerocast.fsdp2.TrainingState(model, self._adamw)
-        self.param_groups = self._adamw.param_groups
-        self.step, self.zero_grad = self._adamw.step, self._adamw.zero_grad
+        adamw = zerocast.fsdp2.FusedAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        super().__init__(model, adamw)
+        self._sharded: Any = model
+        self._adamw = adamw
+        self.step, self.zero_grad = adamw.step, adamw.zero_grad
         self.skipped_steps = 0  # FSDP2 has no check of gradients
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of now: loading a state puts others in their place."""
+        groups: list[dict[str, Any]] = self._adamw.param_groups
+        return groups
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, gradients accumulate and are not reduced."""
-        model: Any = self._model
-        model.set_requires_gradient_sync(False)
+        self._sharded.set_requires_gradient_sync(False)
         yield
-        model.set_requires_gradient_sync(True)
+        self._sharded.set_requires_gradient_sync(True)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As torch's, for parameters on several meshes."""
         by_mesh: dict[DeviceMesh, list[DTensor]] = {}
-        for parameter in self._model.parameters():
+        for parameter in self._sharded.parameters():
             assert isinstance(parameter, DTensor)
             by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
         norms: list[Any] = [
@@ -89,16 +93,3 @@ class Fsdp2AdamW:
         for parameters in by_mesh.values():
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that save and load together."""
-        return self._state.process_group
-
-    def state_dict(self) -> dict[str, Any]:
-        """Under the keys of ZeroAdamW's."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """From either."""
-        self._state.load_state_dict(state_dict)

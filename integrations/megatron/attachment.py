@@ -3,7 +3,8 @@
 Two methods are replaced, on the instances: the copy of masters into the model, and what a bucket group does after a gather.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,17 @@ from zerocast import CastPlan, QuantizedWeight
 from zerocast.agreement import agree
 from zerocast.columnwise import ColumnwiseCopies
 from zerocast.group import Group
+from zerocast.master_source import MasterSource
 
 from . import host, refusal
 from .checkpoint import load_plain_values
 from .shards import Shards, misplaced, shards_of, uncovered
+from .sources import Source, finish
+
+ADVICE = (
+    "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
+    "overlap_param_gather, before the next forward pass, ddp.start_param_sync(force_sync=True)"
+)
 
 
 class Attachment:
@@ -24,6 +32,7 @@ class Attachment:
 
     def __init__(self) -> None:
         self.plans: list[CastPlan] = []
+        self._sources: list[Source] = []
         self._replaced: list[tuple[Any, str]] = []
         self._refreshes: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -36,6 +45,14 @@ class Attachment:
         for refresh in self._refreshes:
             refresh()
 
+    def master_sources(self) -> Iterator[MasterSource]:
+        """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
+
+        Bytes that no gather has brought since the last cast are gathered first, as the next forward pass would.
+        """
+        for source in self._sources:
+            yield from source.master_sources()
+
     def detach(self) -> None:
         """Give the host its own methods back. Its quantized weights stay, and nothing casts them any more."""
         for owner, name in self._replaced:
@@ -44,25 +61,19 @@ class Attachment:
             undo()
         for plan in self.plans:
             plan.freshness.finish = None
-        self._replaced, self._refreshes, self._undo, self.plans = [], [], [], []
+        self._replaced, self._refreshes, self._undo, self.plans, self._sources = [], [], [], [], []
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         setattr(owner, name, value)
         self._replaced.append((owner, name))
 
-    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any]) -> None:
+    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any], verify_every: int | None) -> None:
         """Replace the methods of one optimizer and of the bucket groups of its buffers."""
         group = Group.of(optimizer.data_parallel_group)
         plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
+        plan.freshness.advice = ADVICE
         self.plans.append(plan)
         parts, masters = [part for part, _ in shards.plain], [master for _, master in shards.plain]
-
-        @torch.no_grad()
-        def copy_masters() -> None:
-            plan.cast()
-            if parts:
-                torch._foreach_copy_(parts, masters)
-
         buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         mine = [
             (chunk, bucket_group)
@@ -71,35 +82,51 @@ class Attachment:
             if any(id(bucket) in buckets for bucket in bucket_group.buckets)
         ]
 
+        source = Source(group, shards, mine)
+        plan.freshness.owner = weakref.ref(source)
+        self._sources.append(source)
+
+        @torch.no_grad()
+        def copy_masters() -> None:
+            source.cast()
+            plan.cast()
+            if parts:
+                torch._foreach_copy_(parts, masters)
+
         def refresh() -> None:
             copy_masters()
-            for chunk, bucket_group in mine:
-                _finish(bucket_group)
-                chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
+            source.gather()
 
         self._refreshes.append(refresh)
         self._replace(optimizer, "_copy_main_params_to_model_params", copy_masters)
         self._replace(optimizer, "_copy_model_params_to_main_params", _then(_copy_model(optimizer, shards), refresh))
         for name in ("load_state_dict", "load_parameter_state"):
             self._replace(optimizer, name, _then(getattr(optimizer, name), refresh))
+        if verify_every is not None:
+            stepped = source.verify_every(verify_every)
+            self._replace(optimizer, "step_with_ready_grads", _then(optimizer.step_with_ready_grads, stepped))
         group_of: dict[int, Any] = {}
         for _, bucket_group in mine:
             weights = _quantized(bucket_group)
             group_of.update((id(weight.state), bucket_group) for weight in weights)
-            self._replace(bucket_group, "_post_param_sync", _transpose(weights, plan.backend))
-        plan.freshness.finish = lambda weight: _finish(group_of[id(weight.state)])
+            self._replace(bucket_group, "_post_param_sync", _after_gather(weights, plan.backend, source, bucket_group))
+        plan.freshness.finish = lambda weight: finish(group_of[id(weight.state)])
 
 
-def attach(optimizer: Any, ddp_chunks: Any) -> Attachment:
+def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> Attachment:
     """Let zerocast cast and transpose the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
 
     `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the DistributedDataParallel or the list of
     them. Both were made inside `building()`. Call it on every rank, before the first step and before a checkpoint is loaded.
+    `verify_every` compares all live bytes with an unsharded cast of the masters after every so many steps, as `zerocast.verify`
+    does, and raises VerificationError on every rank of the data-parallel group if any differ.
 
     Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not supported, for a byte that a
     rank casts and does not send, for elements that nobody owns; TypeError for quantized weights of another library;
     RuntimeError for a second attachment, an optimizer that has stepped, and a host without the names that are looked for.
     """
+    if verify_every is not None and verify_every < 1:
+        raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     refusal.refuse_layer_wise(optimizer)
     optimizers = host.distributed_optimizers(optimizer)
@@ -117,7 +144,7 @@ def attach(optimizer: Any, ddp_chunks: Any) -> Attachment:
     try:
         for one, shards in zip(optimizers, found, strict=True):
             if shards.weights:
-                attachment._take_over(one, shards, chunks)
+                attachment._take_over(one, shards, chunks, verify_every)
     except Exception:
         attachment.detach()
         raise
@@ -158,21 +185,18 @@ def _quantized(bucket_group: Any) -> list[QuantizedWeight]:
     return [p for bucket in bucket_group.buckets for p in bucket.params_list if isinstance(p, QuantizedWeight)]
 
 
-def _finish(bucket_group: Any) -> None:
-    """Wait for a gather in flight, and process what it brought."""
-    if bucket_group.param_gather_handle is not None:
-        bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-def _transpose(weights: Sequence[QuantizedWeight], backend: str) -> Callable[[], None]:
+def _after_gather(
+    weights: Sequence[QuantizedWeight], backend: str, source: Source, bucket_group: Any
+) -> Callable[[], None]:
     copies = ColumnwiseCopies(weights, backend)
 
-    def transpose() -> None:
+    def after_gather() -> None:
         copies.make()
         for weight in weights:
             weight.state.mark_columnwise()
+        source.gathered(bucket_group)
 
-    return transpose
+    return after_gather
 
 
 def _copy_model(optimizer: Any, shards: Shards) -> Callable[..., None]:

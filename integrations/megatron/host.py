@@ -28,6 +28,7 @@ _OF_AN_OPTIMIZER = (
     "optimizer",
     "shard_fp32_from_float16_groups",
     "shard_fp32_groups",
+    "step_with_ready_grads",
 )
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups", "_start_bucket_group_param_sync")
 _OF_A_BUCKET_GROUP = (

@@ -1,20 +1,24 @@
 """What one DistributedOptimizer owns: shards of quantized weights, plain parameters, and whether their bytes are sent from here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from zerocast import QuantizedWeight
+from zerocast import QuantizedWeight, get_format
 from zerocast.layout import Span, byte_range
+from zerocast.master_source import OwnedMaster
+
+IDENTITY = get_format("identity")
 
 
 @dataclass(frozen=True)
 class Shards:
     """Of one optimizer on this rank, quantized weights in the order of its buffers, the same on every rank.
 
-    `masters` and `starts` hold None where this rank owns nothing; `plain` holds (slice of the buffer, FP32 master) of the rest.
+    `masters` and `starts` hold None where this rank owns nothing; `plain` holds (slice of the buffer, FP32 master) of the rest,
+    `others` all parameters that are not quantized, by name, with the master and its start where this rank owns a part.
     """
 
     names: list[str]
@@ -22,11 +26,22 @@ class Shards:
     masters: list[Tensor | None]
     starts: list[int | None]
     plain: list[tuple[Tensor, Tensor]]
+    others: dict[str, tuple[Tensor, Tensor | None, int]]
 
     def span(self, index: int) -> Span:
         """The elements that this rank owns of a weight."""
         master, start = self.masters[index], self.starts[index]
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
+
+    def owned(self) -> Iterator[OwnedMaster]:
+        """All parameters with their masters, for `zerocast.verify`; plain ones as they are rounded to their dtype."""
+        for i, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
+            yield OwnedMaster(name, weight, self.masters[i], self.span(i))
+        for name, (param, master, start) in self.others.items():
+            shape = tuple(param.shape) or (1,)
+            live = {"rowwise_data": param.detach().view(-1, shape[-1])}
+            weight = QuantizedWeight.of_buffers(shape, IDENTITY, param.dtype, live)
+            yield OwnedMaster(name, weight, master, Span(start, start + (0 if master is None else master.numel())))
 
 
 def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
@@ -34,7 +49,7 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
 
     TypeError for a byte buffer with something else than QuantizedWeights in it.
     """
-    found = Shards([], [], [], [], [])
+    found = Shards([], [], [], [], [], {})
     index: dict[int, int] = {}
     for buffer in optimizer.buffers:
         for param in buffer.params:
@@ -47,6 +62,8 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
                 found.starts.append(None)
             elif buffer.param_dtype.itemsize == 1:
                 raise TypeError(f"{name} lies in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight")
+            elif param.numel():
+                found.others[name] = (param, None, 0)
     pairs = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -59,6 +76,8 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
                     at = index[id(param)]
                     found.masters[at], found.starts[at] = master, ranges["param"].start
                 else:
+                    name = names.get(id(param), "a parameter of another model")
+                    found.others[name] = (param, master, ranges["param"].start)
                     found.plain.append((_slice(optimizer, param, ranges["gbuf_world_in_bucket"]), master))
     return found
 

@@ -148,6 +148,29 @@ def test_the_command(capsys, tmp_path, parallel):
         assert f["memory"]["masters"] == pytest.approx(4 * KNOWN["llama3-8b"] / (8 if parallel == "hsdp" else 16), 1e-3)
 
 
+PARALLEL = ("zero1", "zero2", "fsdp2", "hsdp")
+DEFAULT = [("gpt3-175b", "fsdp2", "fp8_block"), ("gpt3-175b", "zero1", "mxfp8")]
+LARGEST = ("nvfp4", "mxfp8")  # deepseek-v3 has 45,395 parameters
+EVERY = [(m, p, f) for m in PRESETS for p in PARALLEL for f in (LARGEST if m == "deepseek-v3" else FORMATS)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in DEFAULT]
+
+
+@pytest.mark.parametrize(("model", "parallel", "fmt"), [*DEFAULT, *SLOW])
+def test_every_model_can_be_planned_for(capsys, model, parallel, fmt):
+    """Masters, moments and codes of all parameters are there, over the ranks that share them."""
+    assert main(["plan", "--model", model, "--ranks", "64", "--parallel", parallel, "--format", fmt, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["footprints"][0]
+    sharing = 8 if parallel == "hsdp" else 64
+    assert found["numel"] == KNOWN[model]
+    assert found["memory"]["masters"] == pytest.approx(4 * KNOWN[model] / sharing, rel=2e-3)
+    assert found["memory"]["moments"] == 2 * found["memory"]["masters"]
+    code = {"nvfp4": 0.5, "bf16": 2.0, "mxfp8": 2.0}.get(fmt, 1.0)
+    if parallel.startswith("zero"):
+        codes = code * found["quantized"] + 2 * (found["numel"] - found["quantized"])
+        assert found["memory"]["weights"] == pytest.approx(codes, rel=2e-3)
+    assert all(nbytes >= 0 for terms in (found["memory"], found["wire"]) for nbytes in terms.values())
+
+
 BAD = {
     "no model": (["--model", "llama9"], "'llama9' is no model (llama3-8b, gpt3-175b, deepseek-v3) and no file"),
     "no format": (["--model", "llama3-8b", "--format", "fp3"], "unknown format 'fp3'"),
@@ -174,6 +197,12 @@ def test_what_cannot_be_planned(capsys, arguments, message):
         ('{"model_type": "mixtral", "num_local_experts": 8}', "experts of model_type 'mixtral' are not known"),
         ('{"parameters": [{"name": "w", "shape": [0, 2]}]}', "those have elements"),
         ('{"parameters": 3}', "is no config"),
+        (
+            json.dumps({**PRESETS["llama3-8b"], "num_attention_heads": 0}),
+            "num_attention_heads must be at least 1, got 0",
+        ),
+        (json.dumps({**PRESETS["llama3-8b"], "num_hidden_layers": 10**12}), "it has more than 250,000 parameters"),
+        ('{"parameters": [{"name": "w", "shape": [1e999]}]}', "is no config"),
     ],
 )
 def test_configs_that_are_none(capsys, tmp_path, content, message):

@@ -93,8 +93,12 @@ class Page:
 
 def pages() -> list[Page]:
     """Every page of the site that has Python in it."""
-    found = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
-    return [page for page in map(Page, sorted(found)) if page.visible_blocks]
+    return [page for page in map(Page, markdown_files()) if page.visible_blocks]
+
+
+def markdown_files() -> list[Path]:
+    """The prose of the repository."""
+    return sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 
 
 @contextlib.contextmanager

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import ROOT, Page, pages
+from tests.docs.page import Page, markdown_files, pages
 from tests.workers import Ranks, RanksFailed
 
 CASES = [pytest.param(page, world, id=f"{page}-{world}") for page in pages() for world in page.worlds]
-PYTHON_WITHOUT_FENCE = re.compile(r"^ {4}(?:from \w|import \w|@|.*\bzerocast\.\w+\()", re.MULTILINE)
+PYTHON_WITHOUT_FENCE = re.compile(r"^ {4}(?:from \w|import \w|@|.*\bzerocast(?:\.\w+)+\()", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$|^<!--.*?-->$", re.MULTILINE | re.DOTALL)
 
 
@@ -29,7 +29,7 @@ def test_no_page_is_passed_over() -> None:
     assert {"README.md", "docs/quickstart/zero.md", "docs/formats/nvfp4.md", "zerocast/fsdp2/README.md"} <= found
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + [p.path for p in pages()], ids=str)
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(Page(path)))
 def test_python_is_in_fences(path: Path) -> None:
     """Indented Python would not be run."""
     prose = FENCED.sub("", path.read_text())

@@ -11,8 +11,8 @@ import shlex
 import pytest
 import tyro
 
-from tests.docs.page import FOLDERS, ROOT
-from zerocast.cli import app
+from tests.docs.page import ROOT, markdown_files
+from zerocast.cli import app, main
 
 SHELL = re.compile(r"^```sh\n(.*?)^```$|^( {4}.*?)$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^ *((?:zerocast|make|python|torchrun) .*)$", re.MULTILINE)
@@ -21,7 +21,7 @@ NUMBER_OF_RANKS = ("--nproc-per-node", "--nproc_per_node")
 
 def commands() -> list[tuple[str, str]]:
     """(page, command line) of every indented or fenced block."""
-    found = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
+    found = markdown_files()
     return [(str(path.relative_to(ROOT)), line) for path in found for line in _commands_of(path.read_text())]
 
 
@@ -69,3 +69,14 @@ def test_a_wrong_command_is_found(line: str, capsys: pytest.CaptureFixture[str])
 
 def test_commands_are_found() -> None:
     assert {page for page, _ in commands()} >= {"README.md", "zerocast/cli/README.md", "examples/README.md"}
+
+
+def test_the_plan_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers beside the command are those that it prints."""
+    text = (ROOT / "zerocast/cli/README.md").read_text()
+    (line,) = (line for line in _commands_of(text) if line.startswith("zerocast plan"))
+    assert main(words_of(line.partition(" --png")[0])[1:]) == 0
+    printed = [row.split() for row in capsys.readouterr().out.splitlines()]
+    shown = [row.split() for row in re.findall(r"^ {6}(\w.* \d+\.\d{3})$", text, re.MULTILINE)]
+    assert len(shown) >= 9
+    assert [row for row in shown if row not in printed] == []

@@ -1,11 +1,13 @@
 """The reference has every public name, once, and every page of docs/ is in the navigation."""
 
 import ast
+import inspect
 import re
 
 import pytest
 
 from tests.docs.page import ROOT
+from zerocast.cli import app
 
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 HOSTS = ("integrations.apex", "integrations.megatron")
@@ -30,8 +32,21 @@ def entries() -> list[str]:
 
 @pytest.mark.parametrize("package", SURFACES)
 def test_every_public_name_has_an_entry(package: str) -> None:
+    """A function that is called as its module is listed as `module.function`, or the module would be shown."""
     found = entries()
-    assert [name for name in public_names(package) if found.count(ELSEWHERE.get(name, name)) != 1] == []
+    names = {name: ELSEWHERE.get(name, name) for name in public_names(package)}
+    counts = {
+        name: found.count(entry) + found.count(f"{entry}.{entry.rpartition('.')[2]}") for name, entry in names.items()
+    }
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+def test_every_command_has_its_options() -> None:
+    found, commands = entries(), (ROOT / "zerocast/cli/app.py").read_text()
+    for name in re.findall(r"^commands\.command\((\w+)\)", commands, re.MULTILINE):
+        annotated = inspect.signature(getattr(app, name)).parameters["config"].annotation
+        config = getattr(annotated, "__origin__", annotated)
+        assert any(entry.endswith(f".{config.__name__}") for entry in found), name
 
 
 def test_pages_are_in_the_navigation() -> None:

@@ -36,10 +36,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     corpus = Corpus.load(config.data, config.model.context)
     step, model, optimizer = train.start(config, world)
     log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
-    summary = train.Trainer(config, world, corpus, model, optimizer, log, step).run()
+    trainer = train.Trainer(config, world, corpus, model, optimizer, log, step)
+    summary = trainer.run()
     log.close()
     dist.barrier()
-    return summary
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "_adamw", optimizer)
+    return {**summary, "rates": [group["lr"] for group in inner.param_groups]}
 
 
 def losses(folder: Path) -> list[float]:
@@ -51,7 +54,7 @@ def losses(folder: Path) -> list[float]:
 def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, parallel: Any) -> None:
     """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for the backward pass."""
     world = 2 if parallel == "fsdp2" else 4
-    zero = replace(config, out=config.out / "zero", grad_accum=2)
+    zero = replace(config, out=config.out / "zero", grad_accum=2 if parallel == "fsdp2" else 1)
     ranks(world // zero.slices if parallel != "fsdp2_tp" else 2)(run, zero)
     found = ranks(world)(run, replace(zero, out=config.out / parallel, parallel=parallel))[0]
     expected = losses(zero.out)
@@ -75,9 +78,11 @@ def test_resumes_in_another_way(ranks: Ranks, config: TrainConfig, saver: Any, l
     ranks(world)(run, config)
     expected = losses(config.out)
     shutil.rmtree(config.out / "checkpoints" / "step_00000008")
-    ranks(world)(run, replace(config, parallel=loader, resume=True))
+    groups = ranks(world)(run, replace(config, parallel=loader, resume=True))[0]["rates"]
+    assert groups == [pytest.approx(train.learning_rate(config, 7))] * 2  # of the last step, also after loading
     assert losses(config.out)[:4] == expected[:4]
-    assert losses(config.out)[:6] == pytest.approx(expected[:6], rel=0.01)
+    close = 0.05 if loader == "fsdp2_tp" else 0.01  # whose ranks share batches, and so see half as many
+    assert losses(config.out)[:6] == pytest.approx(expected[:6], rel=close)
     assert losses(config.out) == pytest.approx(expected, rel=0.1)
 
 

@@ -125,6 +125,21 @@ def two_optimizers(model: Any, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
+class Kernel(torch.optim.Optimizer):
+    """Writes as a kernel of somebody's own does, past torch's dispatcher."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Larger."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter._local_tensor.plain.mul_(3.0)
+
+
+def unseen_optimizer(model: Any, optimizer: Any, step: int) -> None:
+    """After ours, one whose writes nobody sees."""
+    fused_step(model, optimizer, step)
+    Kernel([p for name, (p, _) in models.masters(model).items() if "blocks.1" in name], {}).step()
+
+
 def some_frozen(model: Any, optimizer: Any, step: int) -> None:
     """Two optimizers of ours beside weights that do not learn."""
     put_gradients(model, step)
@@ -140,6 +155,7 @@ CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {  # and whethe
     "write after a step": (average, False),
     "two steps": (step_twice, True),
     "two optimizers": (two_optimizers, True),
+    "unseen optimizer": (unseen_optimizer, False),
     "frozen": (some_frozen, False),
 }
 

@@ -28,10 +28,11 @@ EXTRA = {  # bytes sent, scales as the stages lay them out (for nvfp4 a ghost ro
 
 
 def settled_bytes() -> int:
-    """Live bytes once gloo's threads have let go of what they sent."""
+    """Live bytes once gloo's threads have let go of what they sent, and models of earlier cases are gone."""
     dist.barrier()
     time.sleep(0.2)
-    gc.collect()
+    while gc.collect():  # what one collection frees may hold the last reference to a tensor's cycle
+        pass
     return live_bytes()
 
 
@@ -52,7 +53,7 @@ def held(fmt: str) -> tuple[float, float]:
     return (sizes[1] - sizes[0]) / elements, sizes[0] / elements
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", slow("fp8_current"), "mxfp8", slow(DELAYED)])
+@pytest.mark.parametrize("fmt", ["nvfp4", *(slow(fmt) for fmt in EXTRA if fmt != "nvfp4")])
 def test_what_a_rank_holds(ranks: Ranks, fmt: str) -> None:
     for extra, plain in ranks(2)(held, fmt):
         print(
@@ -106,8 +107,8 @@ def most_gathered(blocks: int) -> float:
 
 
 def test_peak_of_a_backward_pass(ranks: Ranks) -> None:
-    """Two blocks, however many there are: the one that computes and the next."""
-    predicted = 2 * (0.504 + 1 / 16)
+    """One block, however many there are: what FSDP2 prefetches on a CPU lies in the collective's buffer until it is needed."""
+    predicted = 0.504 + 1 / 16
     for found in ranks(2)(most_gathered, 5):
         print(f"gathered at most {found:.3f} B an element of a block, {predicted:.3f} predicted")
         assert found == pytest.approx(predicted, rel=0.02)

@@ -95,8 +95,8 @@ class Owner:
             part = torch.from_numpy(masters[1]).view(-1)[span.start : span.stop].clone()
             self.masters.append(OwnedMaster(case.name, weights[0], part if span.numel else None, span))
 
-    def master_source(self) -> MasterSource:
-        return MasterSource(self.group, tuple(self.masters))
+    def master_sources(self) -> tuple[MasterSource, ...]:
+        return (MasterSource(self.group, tuple(self.masters)),)
 
     def cast_again(self) -> None:
         for before, now in self.weights.values():

@@ -250,9 +250,9 @@ def other_weights() -> str:
     trainer = Trainer(Run(specs), group=group)
 
     class Owner:
-        def master_source(self) -> object:
-            source = trainer.optimizer.master_source()
-            return dataclasses.replace(source, group=zerocast.group.Group.of(None))
+        def master_sources(self) -> object:
+            (source,) = trainer.optimizer.master_sources()
+            return [dataclasses.replace(source, group=zerocast.group.Group.of(None))]
 
     with pytest.raises(ValueError, match="all pass the same list") as caught:
         verify(Owner())

@@ -30,6 +30,8 @@ class BenchConfig:
     """A stored report: exit with status 1 if a row's time over its floor grew by more than `threshold`."""
     threshold: float = 0.05
     """Growth that `compare` allows."""
+    json: bool = False
+    """Print the report as JSON in place of the table."""
     trace: Path | None = None
     """Measure nothing; write a Chrome trace of two optimizer steps with the all-gather overlapped. For torchrun."""
 

@@ -1,10 +1,10 @@
 """Seat: one rank of many without the others, so that one device does exactly one rank's share of a cast."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from zerocast.agreement import Reply
 from zerocast.bench.workload import Workload
 from zerocast.group import Group
 
@@ -24,11 +24,11 @@ class Seat(Group):
         """The seat of the workload's rank."""
         return Seat(None, workload.rank, workload.world, workload)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What a plan exchanges once (`zerocast.agreement.agree`): no other rank has a problem, all have these weights."""
-        problem, digest, _ = value
+    def all_gather_object(self, value: Reply) -> list[Reply]:
+        """What a plan exchanges once: no other rank has a problem, all have these weights."""
         spans = [[(s.start, s.stop) for s in self.workload.spans(rank)] for rank in range(self.size)]
-        return [(problem if rank == self.rank else None, digest, theirs) for rank, theirs in enumerate(spans)]
+        others = [replace(value, problem=None, payload=theirs) for theirs in spans]
+        return [value if rank == self.rank else reply for rank, reply in enumerate(others)]
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Nothing: the amaxes stay this rank's."""

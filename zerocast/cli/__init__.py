@@ -6,7 +6,7 @@ One module a command. It needs the extra `cli`, whose packages the library itsel
 import sys
 from collections.abc import Sequence
 
-EXTRA = ("matplotlib", "tyro")
+EXTRA = ("matplotlib", "tyro")  # safetensors is imported when such a file is met
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 from zerocast.cli.bench import bench
+from zerocast.cli.convert import convert
 from zerocast.cli.doctor import doctor
+from zerocast.cli.inspect import inspect
 from zerocast.cli.plan import plan
 
 DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
 
 commands = SubcommandApp()
 commands.command(bench)
+commands.command(convert)
 commands.command(doctor)
+commands.command(inspect)
 commands.command(plan)
 
 

@@ -1,5 +1,6 @@
 """`zerocast bench`: the benchmark, its table on the screen and its report in a folder."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from zerocast.cli.world import joined
 def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
     """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside TransformerEngine where it is installed.
 
-    Prints a Markdown table and writes it with JSON and a plot. Exit status: 1 if a row of ours fails or has grown by more than
-    the threshold, 2 for a wish that cannot be met.
+    Prints a Markdown table and writes it with JSON and a plot.
+
+    Example: zerocast bench --only "A cast" --compare stored.json
+
+    Exit status: 0, 1 if a row of ours fails or has grown by more than the threshold, 2 for a wish that cannot be met.
     """
     if config.trace is not None:
         return _trace(config.trace, config)
@@ -29,7 +33,7 @@ def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
         _say(f"zerocast bench: {error}")
         return 2
     report = runner.run(_progress)
-    print(markdown(report))
+    print(json.dumps(report.as_dict(), indent=1) if config.json else markdown(report))
     for path in _write(report, config.out):
         _say(f"wrote {path}")
     grown = regressions(report, stored, config.threshold)
@@ -52,11 +56,11 @@ def _write(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     device = "-".join(str(report.machine["device"]).lower().split())
     stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{report.backend}"
-    json, text, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
-    report.write_json(json)
+    data, text, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
+    report.write_json(data)
     text.write_text(markdown(report))
     plot(report, picture)
-    return [json, text, picture]
+    return [data, text, picture]
 
 
 def _progress(result: Measurement | Failure) -> None:

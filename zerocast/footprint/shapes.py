@@ -4,6 +4,7 @@ Three published models by name; any dense Llama-like, GPT-2-like or DeepSeek-V3-
 `{"parameters": [{"name": "up", "shape": [4096, 1024], "quantized": true, "count": 12}, ...]}`.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 ROOT = -1
+MOST = 250_000  # parameters, so that a misprint ends in an error
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def read_model(name: str) -> list[Parameter]:
         raise ValueError(f"{name} cannot be read as JSON: {error}") from None
     try:
         return model_parameters(config)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{name} is no config that can be planned for: {what}") from None
 
@@ -83,15 +85,18 @@ def model_parameters(config: Mapping[str, Any]) -> list[Parameter]:
     if not isinstance(config, Mapping):
         raise TypeError(f"it holds a {type(config).__name__}")
     if "parameters" in config:
-        found = list(_listed(config["parameters"]))
+        listed = _listed(config["parameters"])
     elif config.get("model_type") == "gpt2" or "n_embd" in config:
-        found = list(_gpt2(config))
+        listed = _gpt2(config)
     elif config.get("model_type") == "deepseek_v3":
-        found = list(_deepseek(config))
+        listed = _deepseek(config)
     elif "n_routed_experts" in config or "num_local_experts" in config or "num_experts" in config:
         raise ValueError(f"experts of model_type {config.get('model_type')!r} are not known: list its parameters")
     else:
-        found = list(_llama(config))
+        listed = _llama(config)
+    found = list(itertools.islice(listed, MOST + 1))
+    if len(found) > MOST:
+        raise ValueError(f"it has more than {MOST:,} parameters")
     if not found or any(extent < 1 for parameter in found for extent in parameter.shape):
         raise ValueError("a model has parameters, and those have elements")
     return found
@@ -118,6 +123,8 @@ def _llama(c: Mapping[str, Any]) -> Iterator[Parameter]:
 
 def _grouped_query_attention(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
     h, heads = c["hidden_size"], c["num_attention_heads"]
+    if heads < 1:
+        raise ValueError(f"num_attention_heads must be at least 1, got {heads}")
     width = c.get("head_dim") or h // heads
     q, kv = heads * width, (c.get("num_key_value_heads") or heads) * width
     for name, shape in {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}.items():

@@ -18,6 +18,8 @@ from zerocast.fsdp2.stack import Stack, by_geometry
 from zerocast.group import Group
 from zerocast.shard import MasterShard
 
+MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -44,7 +46,7 @@ class AmaxGroup:
         self.measured: frozenset[str] = frozenset()
         device = weights[0].master.device
         self.backend = backends.choose(device)
-        self._delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], device)
+        self.delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], device)
         self.places = self._places()
         self._shards: dict[str, MasterShard] = {}
         copies = []
@@ -124,7 +126,7 @@ class AmaxGroup:
         self._measure_the_rest()
         if self.reduced.numel():
             self._reduce()
-        with self._delayed.cast(repeat):
+        with self.delayed.cast(repeat):
             for batch in self._batches:
                 batch.compute_scales(self._packed, None)
             for batch in self._batches:
@@ -140,6 +142,8 @@ class AmaxGroup:
         if not measured:
             self._packed.zero_()
         if measured not in self._unmeasured:
+            if len(self._unmeasured) > MOST_TABLES:
+                self._unmeasured = {frozenset(): self._batches}
             self._unmeasured[measured] = self._batch(name for name in self._shards if name not in measured)
         for batch in self._unmeasured[measured]:
             batch.partial_amax(self._packed)

@@ -7,6 +7,7 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.agreement import agree
+from zerocast.agreement import agree, roll_call
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.held import Held, held_by
 from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
+from zerocast.master_source import MasterSource
 
 
 class Casts:
@@ -35,11 +38,12 @@ class Casts:
         self.due = True
         self._stepped = True  # whether a step made it due
         self.generation = 0
+        self.steps = 0  # casts after an optimizer step
         self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
         self.groups: list[AmaxGroup] = []
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
-        self._gathering: list[Any] = []  # FSDP2's parameter groups
+        self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
         self._written = False
 
     @property
@@ -55,7 +59,10 @@ class Casts:
         self.due = self._stepped = True
         if by not in self.measuring:
             self.forget_measured()
-        torch_fsdp.reshard(self._gathering)
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        torch_fsdp.reshard(group() for group in self._gathering)
 
     def forget_measured(self) -> None:
         """Amaxes that a step has left are no longer those of the masters."""
@@ -64,6 +71,8 @@ class Casts:
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        for reduction, _ in self._reductions:
+            roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
         unread, self.unread = self.unread, []
         for master, headers, arrived in unread:
             arrived.synchronize()
@@ -75,7 +84,7 @@ class Casts:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
         if not self._written:
             self._written = True
-            torch_fsdp.reshard(self._gathering)
+            self._free_gathered()
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
@@ -101,7 +110,7 @@ class Casts:
                 )
                 master.seeded = False
         self.due, self._stepped = True, False
-        torch_fsdp.reshard(self._gathering)
+        self._free_gathered()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
@@ -109,18 +118,45 @@ class Casts:
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
         self.bind()
-        self._seed()
-        for group in self.groups:
-            group.cast(repeat)
+        with self._or_as_before():
+            self._seed()
+        with self._or_as_before():
+            for group in self.groups:
+                group.cast(repeat)
         self.generation += 1
+        self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:
             master.written_to = False
+            master.freshness.count_cast()
+
+    @contextlib.contextmanager
+    def _or_as_before(self) -> Iterator[None]:
+        """Within, delayed scaling moves on; what raises puts it back, and the next gather casts as if this had never begun."""
+        seeded = [master.seeded for master in self.masters]
+        state = [tensor for group in self.groups for tensor in group.delayed.arenas]
+        kept = [tensor.clone() for tensor in state]
+        try:
+            yield
+        except BaseException:
+            for master, before in zip(self.masters, seeded, strict=True):
+                master.seeded = before
+            for tensor, value in zip(state, kept, strict=True):
+                tensor.copy_(value)
+            raise
+
+    def master_sources(self) -> Iterator[MasterSource]:
+        """The masters and their gathered weights, for `zerocast.verify`; every rank asks for them."""
+        return sources(self)
+
+    def reduction_of(self, master: Master) -> Reduction:
+        """Who shares the amax of a weight that was cast."""
+        return next(reduction for reduction, held in self._reductions if any(one.master is master for one in held))
 
     def bind(self) -> None:
         """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
         if not self._reductions:
-            self._gathering = list(torch_fsdp.groups(self.model))
+            self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
         if not self.groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
             self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
@@ -145,7 +181,7 @@ class Casts:
 
     def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        held = [one for group in self._gathering for one in held_by(group, self)]
+        held = [one for group in self._gathering for one in held_by(group(), self)]
         missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
         if missing:
             raise RuntimeError(

@@ -13,7 +13,9 @@ class DelayedShards:
     def __init__(self, states: Sequence[dict[str, Tensor]], device: torch.device) -> None:
         self._scale, self._cast_scale = (torch.empty(len(states), device=device) for _ in range(2))
         lengths = [state["amax_history"].numel() for state in states]
-        histories = torch.empty(sum(lengths), device=device).split(lengths) if states else ()
+        past = torch.empty(sum(lengths), device=device)
+        self.arenas = (self._scale, self._cast_scale, past) if states else ()  # all that delayed scaling remembers
+        histories = past.split(lengths) if states else ()
         for index, (state, history) in enumerate(zip(states, histories, strict=True)):
             scale, cast_scale = self._scale[index : index + 1], self._cast_scale[index : index + 1]
             for name, view in (("scale", scale), ("cast_scale", cast_scale), ("amax_history", history)):

@@ -61,7 +61,7 @@ class FusedAdamW(torch.optim.Optimizer):
         devices = {parameter.device for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
-        self._bound: list[Any] = []  # what the tables were made for
+        self._bound: list[list[int]] = []  # what the tables were made for
         self._amax_groups: list[AmaxGroup] = []
 
     @torch.no_grad()
@@ -99,13 +99,15 @@ class FusedAdamW(torch.optim.Optimizer):
         for casts in all_casts.values():
             casts.bind()
             casts.measuring.add(self)
-        bound = [[id(p), _plain(t).data_ptr(), *map(id, self.state[p].values())] for p, t in locals_]
         groups = [group for casts in all_casts.values() for group in casts.groups]
-        if bound != self._bound or groups != self._amax_groups:
+        if self._places(locals_) != self._bound or groups != self._amax_groups:
             self._rows(indexed)
             self._build(locals_, groups)
-            self._amax_groups = groups
-            self._bound = [[id(p), _plain(t).data_ptr(), *map(id, self.state[p].values())] for p, t in locals_]
+            self._amax_groups, self._bound = groups, self._places(locals_)
+
+    def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[int]]:
+        """What the tables depend on: parameters, where they lie, and the tensors of their state."""
+        return [[id(p), _plain(t).data_ptr(), *map(id, self.state[p].values())] for p, t in locals_]
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """A row of scalars for each parameter group and number of steps taken, with a clock that its parameters share."""

@@ -1,5 +1,7 @@
 """Held: a prepared weight as FSDP2 holds it, and what zerocast cannot serve of it."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,20 +15,25 @@ from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.rows import RowShards
 from zerocast.fsdp2.shard_weight import ShardWeight
 from zerocast.layout import check_shape, matrix_shape
-from zerocast.weight import NOMINAL_DTYPES
+from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
 
 
 class Held:
-    """`param`, an FSDPParam of the FSDPParamGroup `group` (torch's names), whose local tensor is a MasterParameter."""
+    """`param`, an FSDPParam of the FSDPParamGroup `group` (torch's names), whose local tensor is a MasterParameter.
+
+    They know their modules, and are known to every master here: were they held, the garbage collector, which does not look
+    into all tensors, would never free a model.
+    """
 
     def __init__(self, group: Any, param: Any) -> None:
-        self._group, self._param = group, param
+        self._group: Callable[[], Any] = weakref.ref(group)
+        self._param: Callable[[], Any] = weakref.ref(param)
         self.master: Master = param._sharded_local_tensor.owner
 
     @property
     def local(self) -> MasterParameter:
         """The local tensor of the sharded parameter; RuntimeError where the wrapper was lost."""
-        local = self._param._sharded_local_tensor
+        local = self._param()._sharded_local_tensor
         if isinstance(local, MasterParameter):
             return local
         raise RuntimeError(
@@ -35,20 +42,28 @@ class Held:
         )
 
     @property
+    def live(self) -> QuantizedWeight:
+        """The gathered weight that a module computes with; there while its group is gathered."""
+        live = self._param()._unsharded_param
+        weight = getattr(live, "_local_tensor", live)  # that of a DTensor
+        assert isinstance(weight, QuantizedWeight), self.master.name
+        return weight
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
         """The ranks that FSDP2 shards this weight over; replicas hold equal masters."""
-        mesh: DeviceMesh = self._param.shard_mesh
+        mesh: DeviceMesh = self._param().shard_mesh
         return mesh
 
     @property
     def line(self) -> str:
         """What all ranks must have alike."""
-        return f"{self.master.name} {self.master.format} {tuple(self._param._orig_size)} {self._nominal}"
+        return f"{self.master.name} {self.master.format} {tuple(self._param()._orig_size)} {self._nominal}"
 
     @property
     def _nominal(self) -> torch.dtype:
-        dtype: torch.dtype | None = self._param.mp_policy.param_dtype
-        return dtype or self._param.sharded_param.dtype
+        dtype: torch.dtype | None = self._param().mp_policy.param_dtype
+        return dtype or self._param().sharded_param.dtype
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
         """Why this weight cannot be cast, if so."""
@@ -66,24 +81,24 @@ class Held:
             raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self._nominal}")
         if self.local.is_meta:
             raise ValueError("the weight is on the meta device: give it storage with to_empty first")
-        if self._group._use_post_forward_mesh:
+        if self._group()._use_post_forward_mesh:
             raise ValueError(
                 "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards plain tensors alone): "
                 "give True or False"
             )
-        if self.master.one_direction and not torch_fsdp.reshards_after_forward(self._group):
+        if self.master.one_direction and not torch_fsdp.reshards_after_forward(self._group()):
             raise ValueError(
                 "one_direction needs a gather for each pass: give fully_shard reshard_after_forward=True for this module, "
                 "which the outermost one has not by itself"
             )
-        check_shape(fmt, self._param._orig_size)
+        check_shape(fmt, self._param()._orig_size)
         self._check_tensor_parallel(weight_mesh)
 
     def _check_tensor_parallel(self, weight_mesh: DeviceMesh | None) -> None:
         if not self.master.sliced:
             return
         whole = self.master.format.has_tensor_amax or self.master.format.amax_policy is AmaxPolicy.DELAYED
-        rows, columns = matrix_shape(self._param._orig_size)
+        rows, columns = matrix_shape(self._param()._orig_size)
         for block in (self.master.format.block, self.master.format.columnwise_block):
             if block and (rows % block[0] or columns % block[1]):
                 raise ValueError(
@@ -98,19 +113,19 @@ class Held:
 
     def lies_elsewhere(self) -> bool:
         """Whether the master moved since `shard` looked. Of a refresh, what is done for each parameter."""
-        return self._param.sharded_param._local_tensor is not self._seen or self._plain.data_ptr() != self._address
+        return self._param().sharded_param._local_tensor is not self._seen or self._plain.data_ptr() != self._address
 
     def shard(self) -> ShardWeight:
         """The weight as this rank casts it from where the master lies now."""
         self._seen, self._plain, self._address = self.local, self.local.plain, self.local.plain.data_ptr()
-        shape, plain = tuple(self._param._orig_size), self._plain
+        shape, plain = tuple(self._param()._orig_size), self._plain
         rows, _ = matrix_shape(shape)
         world = self.shard_mesh.size()
         shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
         rank = self.shard_mesh.get_local_rank()
         delayed = self.master.delayed_on(plain.device)
         one_direction, group = self.master.one_direction, self._group
-        self.master.is_backward = lambda: torch_fsdp.gathers_for_backward(group)
+        self.master.is_backward = lambda: torch_fsdp.gathers_for_backward(group())
         self.master.shard = ShardWeight(
             self.master.name, self.master.format, shape, self._nominal, plain, shards, rank, delayed, one_direction
         )

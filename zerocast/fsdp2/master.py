@@ -1,5 +1,6 @@
 """Master: one prepared weight: its format, its shard on this rank, what it sends and what it makes of what arrives."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -8,11 +9,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
+from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
 from zerocast.fsdp2.shard_weight import ShardWeight
 from zerocast.group import Group
 
+ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
 CLEAN, WRITTEN, EMPTY = range(3)  # what a rank says of its shard since the last cast; an empty one has nothing to say
 
 
@@ -53,6 +56,7 @@ class Master:
         self._address = 0
         self._gathered: Gathered | None = None
         self._header: tuple[int, int] | None = None
+        self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
 
     @property
     def is_cast(self) -> bool:
@@ -68,6 +72,7 @@ class Master:
     @shard.setter
     def shard(self, shard: ShardWeight) -> None:
         self._shard, self._header = shard, None
+        self.freshness.watch([shard.master], sharded=False)
         self._address = shard.master.untyped_storage().data_ptr()
 
     def delayed_on(self, device: torch.device) -> dict[str, Tensor]:
@@ -119,6 +124,7 @@ class Master:
             raise RuntimeError(f"{self.name} was cast for {self.shard.nominal} and is gathered as {dtype}")
         if out is None or self._gathered is None:
             self._gathered = Gathered(self.shard, outputs, dtype)
+            self._gathered.weight.state.freshness = self.freshness
         if self._is_stale(self._gathered):
             self._gather(outputs)
         self._gathered.fill(self._columnwise)

@@ -68,6 +68,11 @@ class MasterParameter(Tensor):
         """FSDP2's hook: the QuantizedWeight of all ranks' bytes, refilled in place after the first time."""
         return self.owner.receive(outputs, dtype, out)
 
+    @property
+    def master_owner(self) -> Any:
+        """Who shows this master to `zerocast.verify`."""
+        return self.owner.casts
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """That of the plain tensor, by which FSDP2 sees that its flat view is still the parameter's memory."""
         if torch._guards.TracingContext.try_get() is not None:

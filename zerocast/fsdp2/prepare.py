@@ -15,6 +15,7 @@ from zerocast.formats import FormatSpec
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.sources import VerifyEvery
 from zerocast.model import check_weight
 from zerocast.recipe import Recipe
 
@@ -24,7 +25,12 @@ _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDic
 
 
 def prepare(
-    model: nn.Module, recipe: Recipe, *, weight_mesh: DeviceMesh | None = None, one_direction: bool = False
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    weight_mesh: DeviceMesh | None = None,
+    one_direction: bool = False,
+    verify_every: int | None = None,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes. Call it before `fully_shard`; returns `model`.
 
@@ -34,7 +40,9 @@ def prepare(
     `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it.
 
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that hold slices of a weight,
-    over which its amax is reduced. Without it that is FSDP2's shard mesh.
+    over which its amax is reduced. Without it that is FSDP2's shard mesh. `verify_every` lets the first forward pass after every
+    so many steps compare all gathered bytes with an unsharded cast of the masters, as `zerocast.verify` does, and raise
+    VerificationError on every rank of the shard group if any differ.
 
     With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered rowwise for a forward pass and
     columnwise for a backward pass, half the bytes each time. A pass that reads the other direction raises RuntimeError: a forward
@@ -44,6 +52,8 @@ def prepare(
     embedding and a weight that is sharded already, and TypeError for one that is not FP32 or lies beside one that is not. What only
     FSDP2 decides is checked at the first gather.
     """
+    if verify_every is not None and verify_every < 1:
+        raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     casts = Casts(model, weight_mesh)
@@ -68,6 +78,8 @@ def prepare(
             module.register_load_state_dict_post_hook(_Loaded(mine))
     _prepared[model] = weakref.ref(casts)
     _within.clear()
+    if verify_every is not None:
+        model.register_forward_pre_hook(VerifyEvery(casts, verify_every))
     return model
 
 
@@ -98,6 +110,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
     """
     for casts in _casts_of(model):
         casts.load_delayed(state)
+
+
+def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+    """Format and nominal dtype of each prepared weight by name; a dtype is known once the model was cast."""
+    masters = [master for casts in _casts_of(model) for master in casts.masters]
+    return {master.name: (master.format, master.shard.nominal) for master in masters}
 
 
 def is_prepared(model: nn.Module) -> bool:

@@ -40,6 +40,20 @@ def gathers_for_backward(group: Any) -> bool:
     return bool(group._training_state.name == "PRE_BACKWARD")
 
 
+@contextlib.contextmanager
+def gathered(group: Any) -> Iterator[None]:
+    """Within, the parameters of a group are gathered; afterwards again only if they were before."""
+    before = group.is_unsharded
+    group.lazy_init()
+    group.unshard()
+    group.wait_for_unshard()
+    try:
+        yield
+    finally:
+        if not before:
+            group._to_sharded()
+
+
 def unversioned(tensor: Tensor) -> AbstractContextManager[None]:
     """Within, writes to `tensor` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
     if tensor.is_inference():

@@ -9,7 +9,9 @@ It has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its
 what FSDP2 saved, and the other way about.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from zerocast.fsdp2.prepare import is_prepared, load_state_dict, state_dict
+from zerocast.formats import FormatSpec
+from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, state_dict
 
 HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 BETAS = ("beta1", "beta2")
@@ -39,6 +42,11 @@ class TrainingState:
         """The ranks that save and load together."""
         return dist.group.WORLD if dist.is_initialized() else None
 
+    @property
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name, once the model has gathered."""
+        return formats(self._model) if is_prepared(self._model) else {}
+
     def state_dict(self) -> dict[str, Any]:
         """The state as it is now. Masters and moments are those in use, step counts copies; a shared weight has its first name."""
         optim: Any
@@ -51,6 +59,14 @@ class TrainingState:
             "optim": {"state": state, "param_groups": groups},
             "zerocast": state_dict(self._model) if is_prepared(self._model) else {},
         }
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """The state for a reader that fills it."""
+        return self.state_dict()
+
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Within, a reader fills masters in place; FSDP2 casts what it finds in them, so what breaks off must be loaded again."""
+        return contextlib.nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters; the next gather casts its masters."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from zerocast.formats import Element
 from zerocast.group import Group
 from zerocast.layout import Span
-from zerocast.master_source import OwnsMasters
+from zerocast.master_source import MasterSource, OwnsMasters
 from zerocast.metrics.cast_counts import CastCounts
 from zerocast.metrics.owned_part import OwnedPart, largest_code, overshoot
 
@@ -19,35 +19,41 @@ FIELDS = len(CastCounts.__dataclass_fields__)
 
 
 class CastMeter:
-    """Counts over the quantized weights of whoever owns their masters: a ZeroAdamW, or anything else with `master_source()`.
+    """Counts over the quantized weights of whoever owns their masters: a ZeroAdamW, or anything else with `master_sources()`.
 
     All ranks of the owner's group make one, and `measure` together. `identity` weights have no codes and are left out.
     """
 
     def __init__(self, owner: OwnsMasters) -> None:
         self._owner = owner
-        self._group, parts = self._look()
-        self._before = {name: part.data().clone() for name, part in parts.items()}
+        looks = [_parts(source) for source in owner.master_sources()]
+        self._before = {name: part.data().clone() for parts in looks for name, part in parts.items()}
 
     @torch.no_grad()
     def measure(self) -> dict[str, CastCounts]:
         """By name of the weight, over all ranks; on all of them alike. Waits for the device, and for gathers in flight."""
-        _, parts = self._look()
+        counts: dict[str, CastCounts] = {}
+        for source in self._owner.master_sources():
+            counts |= self._measure(source.group, _parts(source))
+        return counts
+
+    def _measure(self, group: Group, parts: dict[str, OwnedPart]) -> dict[str, CastCounts]:
         if not parts:
             return {}
         here = torch.stack([_count(part, self._before[name]) for name, part in parts.items()])
-        everywhere = here.new_empty(self._group.size, *here.shape)
-        self._group.all_gather_into(everywhere.view(-1), here.view(-1))
+        everywhere = here.new_empty(group.size, *here.shape)
+        group.all_gather_into(everywhere.view(-1), here.view(-1))
         for name, part in parts.items():
             self._before[name].copy_(part.data())
         by_rank = [[_counts(row) for row in rows] for rows in everywhere.tolist()]
         by_weight = zip(*by_rank, strict=True)
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
 
-    def _look(self) -> tuple[Group, dict[str, OwnedPart]]:
-        source = self._owner.master_source()
-        quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
-        return source.group, {owned.name: OwnedPart(owned) for owned in quantized}
+
+def _parts(source: MasterSource) -> dict[str, OwnedPart]:
+    """The quantized weights by name, or by number where the owner knows no names."""
+    quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
+    return {owned.name or str(index): OwnedPart(owned) for index, owned in enumerate(quantized)}
 
 
 def _counts(row: list[float]) -> CastCounts:

@@ -41,7 +41,7 @@ class Meter:
                 log(measured.sample.scalars())
 
     Args:
-        owner: a ZeroAdamW, or anything else that shows its masters by `master_source()`.
+        owner: a ZeroAdamW, or anything else that shows its masters by `master_sources()`.
         every: steps between two measurements; the `unchanged` codes are those that stayed what they were so long.
 
     All ranks of the owner's group make one and take the same steps with it: a measurement ends with one small all-gather. On the
@@ -71,6 +71,6 @@ class Meter:
 
     def _weights(self) -> Iterator[Tensor]:
         """Everything that a gather of weights may write to."""
-        for owned in self._owner.master_source().masters:
+        for owned in (owned for source in self._owner.master_sources() for owned in source.masters):
             held = [owned.weight.state.buffers[name] for name in ("rowwise_data", "columnwise_data")]
             yield from (tensor for tensor in held if tensor is not None)

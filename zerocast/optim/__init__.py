@@ -3,6 +3,7 @@
 from zerocast.optim.checkpoint import load, save
 from zerocast.optim.checkpoints import Checkpoints
 from zerocast.optim.config import ZeroConfig
+from zerocast.optim.load_masters import load_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
 
-__all__ = ["Checkpoints", "ZeroAdamW", "ZeroConfig", "load", "save"]
+__all__ = ["Checkpoints", "ZeroAdamW", "ZeroConfig", "load", "load_masters", "save"]

@@ -85,9 +85,10 @@ class CapturedStep:
             a.lies_like(b) for a, b in zip(tables, self._tables, strict=True)
         ):
             raise RuntimeError(MOVED)
-        self._replay()
-        if self._weights.overlap:
-            self._weights.gather()
+        with self._weights.writing("a captured step"):
+            self._replay()
+            if self._weights.overlap:
+                self._weights.gather()
         self._after()
         return self._norm.clone()
 

@@ -10,22 +10,28 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 
-from zerocast.agreement import agree
+from zerocast.agreement import agree, from_rank_0
+from zerocast.formats import FormatSpec
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim.clear_writer import ClearWriter, reasons
-from zerocast.optim.manifest import FileSum, Manifest
-from zerocast.optim.safe_reader import SafeReader
+from zerocast.sources.manifest import FileSum, Manifest, Stored, check_files
+from zerocast.sources.safe_reader import SafeReader
+from zerocast.sources.source import dtype_name
 
 AnyPath = str | os.PathLike[str]
+SAVES = "saves a checkpoint"  # what ranks are in the middle of, if not in the same call
 PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
@@ -36,8 +42,18 @@ class Checkpointed(Protocol):
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that write and read together; None for one process."""
 
+    @property
+    def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name; a checkpoint notes them."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, under the keys of `zerocast.optim.state`; what is loaded is read into them."""
+        """Tensors by name, under the keys of `zerocast.optim.state`."""
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """The same, for a reader that fills it."""
+
+    def overwriting(self) -> AbstractContextManager[None]:
+        """Within, a reader does so, and `load_state_dict` takes over what it read."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state that was loaded."""
@@ -49,7 +65,7 @@ def save(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | N
     All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
     nothing behind, when `path` holds anything already or any rank cannot write.
     """
-    write(state_of(optimizer, extra), Path(path), group_of(optimizer))
+    write(state_of(optimizer, extra), Path(path), group_of(optimizer), formats=formats_of(optimizer))
 
 
 def load(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
@@ -68,26 +84,40 @@ def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None
     """What `load` does once the files are known to be what was written."""
     reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
-    state = state_of(optimizer, extra)
+    state = {**optimizer.state_to_overwrite(), "extra": dict(extra or {})}
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
+    if not any(name.startswith("optim.") for name in saved):
+        raise ValueError(f"{path} holds masters and no optimizer state: zerocast.optim.load_masters takes them")
     problems = _unfit(saved, "", state) + _unknown(saved, state)
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
-    try:
-        with _without_process_group_warning():
-            state_dict_loader.load(
-                state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
-            )
-    except CheckpointException as error:  # no Exception, and the same on every rank
-        raise RuntimeError(
-            f"{path} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
-        ) from error
-    optimizer.load_state_dict(state)
+    with optimizer.overwriting():
+        try:
+            with _without_process_group_warning():
+                state_dict_loader.load(
+                    state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
+                )
+        except CheckpointException as error:  # no Exception, and the same on every rank
+            raise RuntimeError(
+                f"{path} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
+            ) from error
+        optimizer.load_state_dict(state)
 
 
-def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = False) -> None:
-    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind."""
+def write(
+    state: Mapping[str, Any],
+    path: Path,
+    group: Group,
+    replace: bool = False,
+    formats: Mapping[str, Stored] | None = None,
+    planner: SavePlanner | None = None,
+) -> None:
+    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind.
+
+    `formats` are noted in the manifest; a `planner` may find the tensors elsewhere than in `state`.
+    """
+    path = path.absolute()  # "." has no name to write beside
     partial = path.with_name(path.name + PARTIAL)
     on_rank_0(group, lambda: _begin(path, partial, replace))
     try:
@@ -95,11 +125,12 @@ def write(state: Mapping[str, Any], path: Path, group: Group, replace: bool = Fa
             state_dict_saver.save(
                 dict(state),
                 storage_writer=ClearWriter(partial),
+                planner=planner,
                 process_group=group.handle,
                 no_dist=group.handle is None,
             )
         files = _hash_files(partial, group)
-        on_rank_0(group, lambda: _commit(path, partial, files))
+        on_rank_0(group, lambda: _commit(path, partial, Manifest(files, dict(formats or {}))))
     except CheckpointException as error:  # no Exception, and the same on every rank
         remove(partial, group)
         raise RuntimeError(f"{path} was not written: {reasons(error)}") from error
@@ -119,6 +150,11 @@ def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dic
     return {**optimizer.state_dict(), "extra": dict(extra or {})}
 
 
+def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
+    """The formats of quantized weights, for whoever looks at the checkpoint later."""
+    return {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in optimizer.formats.items()}
+
+
 def group_of(optimizer: Checkpointed) -> Group:
     """The ranks that write and read together."""
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
@@ -135,18 +171,18 @@ def _begin(path: Path, partial: Path, replace: bool) -> None:
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     """Of all files, each rank some of them."""
-    names = _from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()))
+    names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()), SAVES)
     own, problem = {}, None
     try:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
     except OSError as error:
         problem = error
-    parts: list[dict[str, FileSum]] = agree(group, [], problem, own)
+    parts: list[dict[str, FileSum]] = agree(group, [], problem, own, SAVES)
     return {name: sums for part in parts for name, sums in part.items()}
 
 
-def _commit(path: Path, partial: Path, files: dict[str, FileSum]) -> None:
-    Manifest(files).write(partial)
+def _commit(path: Path, partial: Path, manifest: Manifest) -> None:
+    manifest.write(partial)
     _to_disk(partial)
     if _holds_anything(path):
         before = path.with_name(f"{path.name}.before{PARTIAL}")
@@ -171,32 +207,9 @@ def _to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_files(path: Path, group: Group) -> None:
-    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them."""
-    manifest: Manifest | None = _from_rank_0(group, lambda: Manifest.read(path))
-    problem = None
-    if manifest:
-        try:
-            manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
-        except (OSError, ValueError) as error:
-            problem = error
-    agree(group, [], problem)
-
-
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
     """Run on rank 0 while the others wait; what it raises is raised everywhere."""
-    _from_rank_0(group, lambda: work() and None)
-
-
-def _from_rank_0(group: Group, work: Callable[[], Any]) -> Any:
-    """What rank 0 gets from `work`, on every rank; what it raises, everywhere."""
-    result, problem = None, None
-    if group.rank == 0:
-        try:
-            result = work()
-        except Exception as error:
-            problem = error
-    return agree(group, [], problem, result)[0]
+    from_rank_0(group, lambda: work() and None, SAVES)
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:

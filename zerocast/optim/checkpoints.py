@@ -21,10 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocast.agreement import agree
 from zerocast.group import ONE_PROCESS, Group
 from zerocast.optim import checkpoint
 from zerocast.optim.checkpoint import Checkpointed
 from zerocast.optim.sharded_tensor import TensorShard
+from zerocast.sources.manifest import LOADS, Stored, check_files
 
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"step_(\d{8,})")
@@ -65,13 +67,14 @@ class Checkpoints:
         """
         self.wait()
         state, group = checkpoint.state_of(optimizer, extra), checkpoint.group_of(optimizer)
+        formats = checkpoint.formats_of(optimizer)
         if not self._asynchronous:
-            self._write(state, step, group)
+            self._write(state, step, group, formats)
             return
         if self._group is None:
             self._group = _gloo_group(group)
         own, copied = self._group, _snapshot(state)
-        self._saving = _Saving(step, lambda: self._write(copied, step, own))
+        self._saving = _Saving(step, lambda: self._write(copied, step, own, formats))
 
     def wait(self) -> None:
         """Until what is being saved is complete. RuntimeError on every rank if it could not be written."""
@@ -87,21 +90,21 @@ class Checkpoints:
         """
         self.wait()
         group = checkpoint.group_of(optimizer)
-        steps: list[int] = group.all_gather_object(self.steps())[0]
+        steps: list[int] = agree(group, [], None, self.steps(), LOADS)[0]
         if not steps or (step is not None and step not in steps):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {steps or 'none'}")
         if step is None:
             step = self._newest_intact(steps, group)
         else:
-            checkpoint.check_files(self.path(step), group)
+            check_files(self.path(step), group)
         checkpoint.read(optimizer, self.path(step), extra)
         return step
 
     def _newest_intact(self, steps: list[int], group: Group) -> int:
         *older, newest = steps
         try:
-            checkpoint.check_files(self.path(newest), group)
+            check_files(self.path(newest), group)
         except ValueError as error:
             if not older:
                 raise
@@ -110,8 +113,8 @@ class Checkpoints:
             return self._newest_intact(older, group)
         return newest
 
-    def _write(self, state: Mapping[str, Any], step: int, group: Group) -> None:
-        checkpoint.write(state, self.path(step), group, replace=True)
+    def _write(self, state: Mapping[str, Any], step: int, group: Group, formats: Mapping[str, Stored]) -> None:
+        checkpoint.write(state, self.path(step), group, replace=True, formats=formats)
         checkpoint.on_rank_0(group, lambda: self._prune(step))
 
     def _prune(self, newest: int) -> None:

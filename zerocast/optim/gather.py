@@ -143,7 +143,12 @@ class WeightGather:
             return
         if not self._flying:
             self._freshness.finish = None
-        buffer.wait()
-        self._columnwise[id(buffer)].make()
+        try:
+            buffer.wait()
+            self._columnwise[id(buffer)].make()
+        except BaseException:  # the next read tries again, or says again that a rank has died
+            self._flying[id(buffer)] = buffer
+            self._freshness.finish = self._finish_for
+            raise
         for weight in buffer.weights:
             weight.state.mark_columnwise()

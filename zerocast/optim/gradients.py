@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from zerocast.agreement import roll_call
 from zerocast.group import Group
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
+
+ROUND = "reduces the gradients of a backward pass"
 
 
 class _Reduction:
@@ -145,17 +148,23 @@ class GradientReducer:
         if self._launched is not None:
             raise RuntimeError(DIED)
         if not self._reduced or self._unreduced:
+            self.roll_call(ROUND)
             self._launched = 0
             self.end_round()
         self._land(wait=True)
         changed, self._changed = self._changed, False
         return changed
 
+    def roll_call(self, what: str) -> None:
+        """In debug mode: RuntimeError on every rank unless all of them are here."""
+        roll_call(self._group, what)
+
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
         if not self.synchronise:
             return
         if self._launched is None:
+            self.roll_call(ROUND)
             self._launched, end = 0, _End(self)
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)

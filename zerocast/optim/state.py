@@ -58,11 +58,8 @@ class ZeroState:
         delayed = {name: dict(views) for name, views in self._weights.delayed.views.items()}
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same parameters.
-
-        ValueError, on every rank and with nothing changed, for missing names or other shapes on any rank.
-        """
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError on every rank for missing names or other shapes on any."""
         problem = None
         try:
             self._check(state)
@@ -70,7 +67,10 @@ class ZeroState:
             problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
         except ValueError as error:
             problem = error
-        agree(self._group, [], problem)
+        agree(self._group, [], problem, what="loads a state")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of the same parameters that was checked."""
         for name, (bucket, slot) in self._slots.items():
             span, owned = self._masters.owned(bucket, slot)
             moments = state["optim"]["state"][name]

@@ -1,12 +1,15 @@
 """ShardedWeights: the low-precision side of the optimizer, from masters to gathered bytes."""
 
+import contextlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zerocast.adam_update import AdamUpdate
 from zerocast.arena import into_arena
 from zerocast.batch import Batch
+from zerocast.formats import FormatSpec
 from zerocast.group import Group
 from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.optim.bucket import Bucket, Slot
@@ -17,6 +20,11 @@ from zerocast.optim.masters import Masters
 from zerocast.plan import CastPlan
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
+
+RELOAD = (
+    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
+    "load_state_dict), or end the run if ranks have died"
+)
 
 
 class ShardedWeights:
@@ -49,6 +57,13 @@ class ShardedWeights:
         owned = [self._owned(buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots]
         return MasterSource(self._group, tuple(owned))
 
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name."""
+        weights = {
+            s.name: w for buffer in self.buffers for s, w in zip(buffer.bucket.slots, buffer.weights, strict=True)
+        }
+        return {name: (w.format, w.dtype) for name, w in weights.items() if w.format.element is not None}
+
     def _owned(self, bucket: Bucket, slot: Slot) -> OwnedMaster:
         span, views = self._masters.owned(bucket, slot)
         scale = self.delayed.views.get(slot.name, {}).get("cast_scale")
@@ -79,11 +94,20 @@ class ShardedWeights:
 
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
-        self._gather.ready()
-        with self.delayed.replay():
-            self.plan.cast()
-        if self.delayed.found():  # the first cast found the amax that scales the second
+        with self.writing("a cast"):
+            self._gather.ready()
             with self.delayed.replay():
                 self.plan.cast()
-        self._gather.start()
-        self._gather.done()
+            if self.delayed.found():  # the first cast found the amax that scales the second
+                with self.delayed.replay():
+                    self.plan.cast()
+            self._gather.start()
+            self._gather.done()
+
+    def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Within, masters and weights belong to different steps; what raises in here leaves them torn until a state is loaded."""
+        return self.plan.freshness.writing(what, RELOAD)
+
+    def check_whole(self) -> None:
+        """RuntimeError while masters and weights are torn."""
+        self.plan.freshness.check_whole()

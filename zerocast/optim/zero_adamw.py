@@ -18,6 +18,8 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.agreement import agree
+from zerocast.formats import FormatSpec
+from zerocast.freshness import debugging
 from zerocast.group import Group, GroupLike
 from zerocast.hyperparameters import Hyperparameters
 from zerocast.master_source import MasterSource
@@ -77,7 +79,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
-        by_rank = agree(self._group, lines, problem, (settings, company))
+        by_rank = agree(self._group, lines, problem, (settings, company), "builds a ZeroAdamW")
         first = by_rank[0][0]
         for rank, (found, _) in enumerate(by_rank):
             if found != first:
@@ -112,14 +114,18 @@ class ZeroAdamW(torch.optim.Optimizer):
         """One update of masters, moments and weights. A non-finite gradient anywhere skips it on every rank, nothing changed.
 
         Uses the gradients up: with stage 2 the next backward pass starts from zero. Returns what `closure` returned, or None.
+        What raises before masters are written (a gradient that is not reduced, out of memory) changes nothing: `zero_grad()` and
+        go on. What raises later leaves an optimizer that says so at every call, until a state is loaded.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._before()
-        self._device.update(self._reduced_square_sum())
-        self._weights.gather()
+        square_sum = self._reduced_square_sum()
+        with self._weights.writing("an optimizer step"):
+            self._device.update(square_sum)
+            self._weights.gather()
         self._after()
         return loss
 
@@ -132,12 +138,16 @@ class ZeroAdamW(torch.optim.Optimizer):
         hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
         parameters that are not on a CUDA device, and for the reference backend.
         """
+        self._weights.check_whole()
         check_capturable(self._masters.master.device, self._weights.plan.backend)
         return CapturedStep(self._device, self._weights, self._before, self._after, max_norm)
 
     def _before(self) -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
+        self._weights.check_whole()
         self._finish_gradients()
+        if debugging():
+            self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
         self._hyperparameters.refresh(self.param_groups)
         self._weights.ready()
 
@@ -157,6 +167,9 @@ class ZeroAdamW(torch.optim.Optimizer):
 
         The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
         """
+        self._weights.check_whole()
+        self._finish_gradients()
+        self._reducer.roll_call(f"clips gradients to {max_norm}")
         norm = self._reduced_square_sum().sqrt().float()
         self._device.clip_to(max_norm, norm)
         return norm
@@ -192,9 +205,14 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The group that the masters are sharded over; None for one process without any."""
         return self._group.handle
 
-    def master_source(self) -> MasterSource:
+    def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters of all parameters, for `zerocast.verify`."""
-        return self._weights.master_source()
+        return (self._weights.master_source(),)
+
+    @property
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name."""
+        return self._weights.formats()
 
     @property
     def skipped_steps(self) -> int:
@@ -208,18 +226,35 @@ class ZeroAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name (`zerocast.optim.state`).
 
-        For torch.distributed.checkpoint with several ranks, which then loads in place; also for torch.save with one.
+        For torch.distributed.checkpoint with several ranks, which then loads in place; also for torch.save with one. RuntimeError
+        after a step that raised half-way, since that would save masters and moments of different steps.
         """
+        self._weights.check_whole()
         return self._state.as_dict()
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """What `state_dict` gives, for a reader that fills it: whatever it holds now, also after a step that raised half-way."""
+        return self._state.as_dict()
+
+    @contextlib.contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
+        if self._weights.plan.freshness.is_torn:
+            self.zero_grad()
+        with self._weights.writing("loading a checkpoint"):
+            yield
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters, from any number of ranks, and make the weights from its masters.
 
-        ValueError, with nothing changed, for missing names and other shapes.
+        ValueError, with nothing changed, for missing names and other shapes. After a step that raised half-way this makes the
+        optimizer whole again, and forgets the gradients of that step.
         """
-        self._state.load(state_dict)
-        self._weights.recast()
+        self._state.check(state_dict)
+        with self.overwriting():
+            self._state.load(state_dict)
+            self._weights.recast()
 
     def __getstate__(self) -> dict[str, Any]:
         """TypeError: shards, hooks and process groups are not copied; `state_dict` is."""

@@ -31,7 +31,7 @@ class StudyConfig:
     """Compare the quality of training on quantized weights with bf16: six variants, three seeds each."""
 
     size: Literal["cpu", "h200"] = "cpu"
-    """What is trained (plan.py): cpu is a minute or so a run on two cores, h200 is meant for one H200."""
+    """What is trained (plan.py): cpu is a minute or two a run on two cores, h200 is meant for one H200."""
     out: Path = Path("runs/study")
     """Folder for the runs, in a folder of their size."""
     results: Path | None = None

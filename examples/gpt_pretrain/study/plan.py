@@ -36,7 +36,7 @@ class Size:
 _COMMON = TrainConfig(gemm="dequantize", min_lr_ratio=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
 
 SIZES: Mapping[str, Size] = {
-    # 3.2 M parameters, 0.4 M tokens: about a minute on two cores.
+    # 3.2 M parameters, 0.4 M tokens: a minute or two on two cores.
     "cpu": Size(
         ranks=2,
         config=dataclasses.replace(

@@ -75,6 +75,7 @@ def _plot_final(axes: Axes, outcome: Outcome) -> None:
     )
     axes.axvline(0, color=COLORS[0], linewidth=0.8)
     axes.set_xscale("symlog", linthresh=LINEAR)
+    axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
 
@@ -96,7 +97,7 @@ def _plot_course(axes: Axes, outcome: Outcome) -> None:
         title=f"training loss less that of {BASELINE}, smoothed\nmean and range of the seeds",
     )
     axes.set_yscale("symlog", linthresh=LINEAR)
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     axes.grid(alpha=0.3)
 
 

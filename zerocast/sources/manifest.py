@@ -8,15 +8,19 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
+from zerocast.agreement import agree, from_rank_0
+from zerocast.group import Group
+
 NAME = "manifest.json"
 VERSION = 1
 CHUNK = 2**20
+LOADS = "loads a checkpoint"  # what ranks are in the middle of, if not in the same call
 
 
 @dataclass(frozen=True)
@@ -38,21 +42,41 @@ class FileSum:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Format and nominal dtype that a weight had, as text. Nothing depends on them when masters are loaded."""
+
+    format: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Sums by file name."""
+    """Sums by file name; the formats that weights had, by parameter name; the torch that wrote it."""
 
     files: dict[str, FileSum]
+    formats: dict[str, Stored] = field(default_factory=dict)
+    torch: str = torch.__version__
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
-        """The manifest of a checkpoint, None where there is none. ValueError for one that cannot be understood."""
+        """The manifest of a checkpoint, None where there is none. ValueError for one that cannot be understood.
+
+        A folder that is no checkpoint may hold a file of the same name that is something else.
+        """
         path = folder / NAME
+        if not (folder / ".metadata").is_file():
+            return None
         try:
             content = json.loads(path.read_text())
             version = content["version"]
             files = {
                 str(name): FileSum(int(sums["bytes"]), str(sums["sha256"])) for name, sums in content["files"].items()
             }
+            formats = {
+                str(name): Stored(str(one["format"]), str(one["dtype"]))
+                for name, one in content.get("formats", {}).items()
+            }
+            written_by = str(content.get("torch", "unknown"))
         except FileNotFoundError:
             return None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -62,12 +86,13 @@ class Manifest:
         outside = [name for name in files if PurePath(name).name != name]
         if outside:
             raise ValueError(f"{path} is damaged: {outside[0]!r} is no file of the checkpoint")
-        return Manifest(files)
+        return Manifest(files, formats, written_by)
 
     def write(self, folder: Path) -> None:
         """Into the folder, down to the disk."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
-        content: dict[str, Any] = {"version": VERSION, "torch": torch.__version__, "files": files}
+        formats = {name: {"format": one.format, "dtype": one.dtype} for name, one in sorted(self.formats.items())}
+        content: dict[str, Any] = {"version": VERSION, "torch": self.torch, "files": files, "formats": formats}
         with (folder / NAME).open("w") as stream:
             json.dump(content, stream, indent=1)
             stream.flush()
@@ -87,3 +112,18 @@ class Manifest:
             if found != expected:
                 sums = f"its SHA-256 is {found.sha256[:16]}..., and was {expected.sha256[:16]}..."
                 raise ValueError(f"{path} is damaged: {sums} when it was written")
+
+
+def check_files(path: Path, group: Group) -> None:
+    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them.
+
+    Without a manifest, as other programs leave a folder, there is nothing to check.
+    """
+    manifest: Manifest | None = from_rank_0(group, lambda: Manifest.read(path), LOADS)
+    problem = None
+    if manifest:
+        try:
+            manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
+        except (OSError, ValueError) as error:
+            problem = error
+    agree(group, [], problem, what=LOADS)

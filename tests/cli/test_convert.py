@@ -1,0 +1,121 @@
+"""zerocast convert: there and back is what it was, and safetensors hold the weights that the library would export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zerocast
+from tests.optim.probe import MIXED
+from tests.optim.runs import Run, Trainer
+from tests.optim.test_resume import train
+from tests.sources.written import KINDS, values
+from tests.test_export import compressed, deepseek, modelopt
+from zerocast import QuantizedWeight, optim
+from zerocast.cli import main
+from zerocast.sources import open_source
+from zerocast.sources.source import Span, read_span
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "up.weight": (128, 256),
+    "experts": (2, 128, 64),
+    "embed": (40, 16),
+    "norm": (16,),
+}
+
+
+def converted(capsys: Any, *arguments: object) -> dict[str, Any]:
+    assert main(["convert", *map(str, arguments), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors", "safetensors_folder", "dcp"])
+def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) -> None:
+    """Which an optimizer takes, and which comes back out the same."""
+    (tmp_path / "in").mkdir()
+    state = values(SHAPES, torch.bfloat16)
+    source = KINDS[kind](state, tmp_path / "in")
+    found = converted(capsys, source, tmp_path / "c", "--to", "checkpoint")
+    assert found["tensors"] == len(SHAPES) and "manifest.json" in found["files"]
+    opened = open_source(tmp_path / "c")
+    for name, tensor in state.items():
+        assert opened.entries[f"model.{name}"].dtype == "float32"
+        assert torch.equal(read_span(opened, f"model.{name}", Span(0, tensor.numel())), tensor.float().reshape(-1))
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(t.shape)) for name, t in state.items() if "." not in name})
+    optim.load_masters(zerocast.ZeroAdamW(model.named_parameters()), tmp_path / "c", ignore=["*up.weight"])
+    assert all(torch.equal(parameter, state[name].float()) for name, parameter in model.items())
+    converted(capsys, tmp_path / "c", tmp_path / "back", "--dtype", "float32")
+    back = load_file(tmp_path / "back" / "model-00001-of-00001.safetensors")
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], tensor.float()) for name, tensor in state.items())
+
+
+NAMINGS = [
+    ("compressed-tensors", "nvfp4", compressed),
+    ("modelopt", "nvfp4", modelopt),
+    ("deepseek", "fp8_block", deepseek),
+]
+
+
+@pytest.mark.parametrize(("naming", "fmt", "decode"), NAMINGS)
+def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, fmt: str, decode: Any) -> None:
+    """Decoded by their rules: the cast that the library makes."""
+    state = values(SHAPES, torch.float32)
+    save_file(state, tmp_path / "m.safetensors")
+    wish = ["--naming", naming, "--format", fmt, "--weights", "up.*", "experts", "--shard-bytes", 70000]
+    found = converted(capsys, tmp_path / "m.safetensors", tmp_path / "out", *wish)
+    assert found["quantized"] == {"experts": fmt, "up.weight": fmt} and len(found["files"]) == 3
+    assert sum(found["files"].values()) == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    written: dict[str, Any] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        written |= load_file(path)
+    for name in ("up.weight", "experts"):
+        weight = QuantizedWeight.empty(state[name].shape, fmt)
+        zerocast.model.cast_whole(weight, state[name])
+        wanted = weight.dequantize().float()
+        torch.testing.assert_close(decode(written, name, wanted.shape), wanted, rtol=2**-8, atol=0.0)
+    assert torch.equal(written["norm"], state["norm"].bfloat16())
+
+
+def test_a_run_is_exported_with_its_own_formats(capsys: Any, tmp_path: Path) -> None:
+    """Dequantized bf16 is what the live weights dequantize to, delayed scales included."""
+    trainer = Trainer(Run(tuple(spec for spec in MIXED if spec.dtype is torch.bfloat16)))
+    train(trainer, range(3))
+    optim.save(trainer.optimizer, tmp_path / "c")
+    found = converted(capsys, tmp_path / "c", tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    for name, parameter in trainer.probe.named_parameters():
+        live = parameter.dequantize() if isinstance(parameter, QuantizedWeight) else parameter
+        assert torch.equal(written[name], live), name
+        assert (name in found["quantized"]) == isinstance(parameter, QuantizedWeight)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "nothing there": (["nowhere", "out"], "nowhere is not there"),
+    "no patterns": (["m.safetensors", "out", "--format", "nvfp4"], "--format needs --weights"),
+    "no such weight": (["m.safetensors", "out", "--format", "nvfp4", "--weights", "x*"], "'x*' matches no weight"),
+    "codes": (["codes.safetensors", "out"], "w is float8_e4m3fn (4, 4): no high-precision weight"),
+    "no place in the naming": (
+        ["m.safetensors", "out", "--format", "mxfp8", "--weights", "w", "--naming", "modelopt"],
+        "w is mxfp8; modelopt has names for nvfp4",
+    ),
+    "target in use": (["m.safetensors", "."], "is not empty: export into a new folder"),
+    "checkpoint in use": (["m.safetensors", ".", "--to", "checkpoint"], "is there already"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_converted(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    arguments, message = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.randn(32, 32)}, "m.safetensors")
+    save_file({"w": torch.zeros(4, 4).to(torch.float8_e4m3fn)}, "codes.safetensors")
+    before = sorted(tmp_path.iterdir())
+    assert main(["convert", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

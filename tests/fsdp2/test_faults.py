@@ -1,0 +1,146 @@
+"""Under FSDP2: a cast that runs out of memory is done again, a rank that dies raises on the others, masters that are not finite."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import FORMATS, Net
+from tests.optim.faults import OutOfMemory
+from tests.workers import Ranks, RanksFailed
+from zerocast import fsdp2, verify
+from zerocast.fsdp2.master import Master
+
+
+def trained(formats: tuple[str, ...] = FORMATS) -> Any:
+    """A model after two steps, with a third one's cast due, and its optimizer."""
+    model = models.sharded(Net(formats, 64, 96))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    models.train(model, optimizer, range(3), 64)
+    return model, optimizer
+
+
+def weight_bytes(model: Any) -> casts.Bytes:
+    """The bytes of all gathered weights, by weight and buffer."""
+    return {f"{name} {key}": raw for name, w in models.unsharded(model) for key, raw in models.bytes_of(w).items()}
+
+
+def memory_runs_out(formats: tuple[str, ...], repeat: bool, every: int) -> tuple[int, list[str]]:
+    """A cast dies at every so manieth operator, as a step's or as a repeated one; the next forward pass casts whole.
+
+    How often it died, and complaints.
+    """
+    died, found = 0, []
+    for afterwards in (False, True):
+        at = every // 2 * afterwards
+        while True:
+            (model, optimizer), (other, twin) = trained(formats), trained(formats)
+            if repeat:
+                for one in (model, other):
+                    weight_bytes(one)  # casts
+                    for parameter in models.held(one):
+                        parameter.data.mul_(1.5)
+            (casts_of,) = {master.casts for _, master in models.masters(model).values()}
+            memory = OutOfMemory(at, afterwards)
+            try:
+                with memory:
+                    casts_of.refresh(repeat)
+            except torch.OutOfMemoryError:
+                died += 1
+            for one, its in ((model, optimizer), (other, twin)):
+                models.train(one, its, range(3, 4), 64)
+            try:
+                casts.assert_same_bytes(weight_bytes(model), weight_bytes(other), f"operator {at}, {afterwards}")
+            except BaseException as error:  # pytest's failure is none of Exception
+                found.append(str(error))
+            if memory.count <= at:
+                break
+            at += every
+    return died, found
+
+
+RECENT = "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3"  # each cast has another scale
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize(
+    ("formats", "every"), [((RECENT,), 6), pytest.param(("nvfp4", RECENT, "mxfp8"), 1, marks=pytest.mark.slow)]
+)
+def test_a_cast_that_runs_out_of_memory(ranks: Ranks, formats: tuple[str, ...], every: int, repeat: bool) -> None:
+    for died, found in ranks(1)(memory_runs_out, formats, repeat, every, timeout=300.0):
+        assert died > 4
+        assert found == []
+
+
+def masters_with(value: float) -> tuple[list[str], bool, dict[str, int]]:
+    """After an element of one rank's masters is not finite: complaints of gathered bytes, and what verify says."""
+    model, _ = trained()
+    with torch.no_grad():
+        for parameter, _ in models.masters(model).values():
+            local = parameter.to_local()
+            local[0, 0] = value if dist.get_rank() == 1 else local[0, 0]
+    fsdp2.refresh(model)
+    found = models.complaints(model, str(value))
+    report = verify(model)
+    return found, report.ok, dict(report.not_finite)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_masters_that_are_not_finite(ranks: Ranks, value: float) -> None:
+    for found, ok, counts in ranks(2)(masters_with, value):
+        assert found == []
+        assert ok
+        assert len(counts) == 2 * len(FORMATS) and set(counts.values()) == {1}
+
+
+def dies_in(what: str) -> None:
+    """Rank 1 dies in the forward pass after its third step, when it casts or when it sends; rank 0 raises what it was told."""
+    model, _ = trained(("nvfp4", "fp8_current"))
+    (of_model,) = {master.casts for _, master in models.masters(model).values()}
+    if dist.get_rank() == 1:
+        owner: Any = of_model if what == "refresh" else Master
+        setattr(owner, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError) as caught, torch.no_grad():
+        model(models.batch(3, 64))
+    raise RuntimeError(f"rank 0 was told: {caught.value}")
+
+
+@pytest.mark.parametrize("what", ["refresh", pytest.param("send", marks=pytest.mark.slow)])
+def test_a_rank_that_dies(ranks: Ranks, what: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2)(dies_in, what)
+    assert "--- rank 1 ---\nthe process died" in str(caught.value)
+    assert "RuntimeError: rank 0 was told" in str(caught.value)
+
+
+def steps_alone() -> tuple[str, bool]:
+    """In debug mode, after an optimizer step on rank 1 only: what a forward pass says; and whether all go on after a refresh."""
+    zerocast.set_debug(True)
+    try:
+        model, optimizer = trained(("nvfp4",))
+        models.complaints(model, "")  # casts
+        if dist.get_rank() == 1:
+            optimizer.step()
+        with pytest.raises(RuntimeError) as caught, torch.no_grad():
+            model(models.batch(3, 64))
+    finally:
+        zerocast.set_debug(False)
+    return str(caught.value), _is_there(model)
+
+
+def _is_there(model: Any) -> bool:
+    fsdp2.refresh(model)
+    return verify(model).ok
+
+
+def test_a_step_on_one_rank_in_debug_mode(ranks: Ranks) -> None:
+    for said, together in ranks(2)(steps_alone):
+        assert "ranks make different calls: rank 0 gathers after cast" in said
+        assert "rank 1 casts and gathers after cast" in said
+        assert together

@@ -1,0 +1,54 @@
+"""zerocast.verify of an attachment: a wrong byte anywhere is found and named, and weights that are stale are not read."""
+
+from typing import Any
+
+import pytest
+
+from tests.megatron import verifying
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.workers import Ranks
+
+pytestmark = needs_megatron
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
+def test_every_byte_counts(ranks: Ranks, overlap: bool) -> None:
+    """All buffers of all weights and plain parameters, on rank 1 of 3; experts have an optimizer of their own."""
+    for quiet, found, wanted, weights in ranks(3)(verifying.every_buffer, overlap):
+        assert quiet
+        assert found == wanted
+        assert weights == 8
+
+
+def test_bytes_before_their_gather_are_gathered(ranks: Ranks) -> None:
+    for ok, losses in ranks(2)(verifying.before_the_gather):
+        assert ok
+        assert losses[0] == losses[1], "to verify changes nothing"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
+    """From the second of four steps on rank 1 flips a byte after each gather."""
+    first, second = ranks(2)(verifying.steps, every, overlap)
+    assert first == second
+    assert [bool(text) for text in first] == [False, True, every == 1, True]
+    assert "layers.1.weight (fp8_current) on rank 1: rowwise_data differs in 1 of " in first[1]
+
+
+def test_debug_mode(ranks: Ranks) -> None:
+    for said in ranks(2)(verifying.stale_reads):
+        assert "an optimizer has stepped over its masters since its last cast" in said["between step and cast"]
+        assert "holds this rank's part of the last cast only" in said["before the gather"]
+        assert "its masters have been written since its last cast" in said["by hand"]
+        assert all("call attachment.refresh()" in text and "force_sync=True" in text for text in said.values())
+
+
+def test_nobody_is_asked_after_detach(ranks: Ranks) -> None:
+    assert ranks(2)(verifying.detached) == ["nobody is known to own masters of this model's weights"] * 2
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_every_is_checked(every: Any) -> None:
+    with pytest.raises(ValueError, match=f"verify_every is None or at least 1, got {every}"):
+        verifying.integration.attach(None, None, verify_every=every)

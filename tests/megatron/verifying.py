@@ -1,0 +1,145 @@
+"""What `zerocast.verify` and debug mode say of an attached host, on the ranks of a pool."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocast
+from tests.megatron.host_on_cpu import host_on_cpu
+from tests.megatron.training import Case, Run, build
+from zerocast import QuantizedWeight, VerificationError, verify
+from zerocast.integrations import megatron as integration
+
+Found = tuple[str, int, str, int, int]
+
+
+def _attached(case: Case, **options: Any) -> tuple[Run, Any]:
+    with integration.building():
+        run = build(case)
+    return run, integration.attach(run.optimizer, run.ddp, **options)
+
+
+def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
+    if dist.get_rank() == 1:
+        tensor.view(-1).view(torch.uint8)[at] ^= 1
+
+
+def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
+    """Whether all is well after two steps; the one difference that each flipped byte makes, and should make; parameters."""
+    with host_on_cpu():
+        run, attached = _attached(Case("mixed", overlap, experts=True))
+        for number in range(2):
+            run.step(number)
+        quiet = verify(attached)
+        found, wanted = [], []
+        for name, param in run.ddp.named_parameters():
+            held = param.state.buffers if isinstance(param, QuantizedWeight) else {"rowwise_data": param.data}
+            for buffer, tensor in held.items():
+                if tensor is None or (buffer == "columnwise_scale_inv" and tensor.shape == (1,)):
+                    continue  # one scale serves both directions
+                at = tensor.numel() * tensor.element_size() - 1
+                _flip_on_rank_1(tensor, at)
+                report = verify(run.ddp if len(wanted) % 2 else attached)
+                found += [(d.name, d.rank, d.buffer, d.wrong, d.offset) for d in report.differences[:1]]
+                wanted.append((name, 1, buffer, 1, at))
+                _flip_on_rank_1(tensor, at)
+        return quiet.ok and verify(attached).ok, found, wanted, quiet.weights
+
+
+def before_the_gather() -> tuple[bool, list[list[float]]]:
+    """With overlap, between a step and the next forward pass; and the losses with verify and without it."""
+    losses, ok = [], True
+    with host_on_cpu():
+        for verified in (True, False):
+            run, attached = _attached(Case("mixed", overlap=True))
+            losses.append([])
+            for number in range(3):
+                losses[-1].append(run.step(number))
+                ok = ok and (not verified or verify(attached).ok)
+    return ok, losses
+
+
+def steps(every: int, overlap: bool) -> list[str]:
+    """What each step says when rank 1 flips a byte after its gathers from the second step on."""
+    with host_on_cpu():
+        run, _ = _attached(Case("mixed", overlap), verify_every=every)
+        weight = dict(run.ddp.module.named_parameters())["layers.1.weight"]
+        said = []
+        for number in range(4):
+            if number == 1:
+                (group,) = (g for g in run.ddp.bucket_groups if any(weight in b.params for b in g.buckets))
+                _break(group, weight)
+            try:
+                run.step(number)
+            except VerificationError as error:
+                said.append(str(error))
+            else:
+                said.append("")
+        return said
+
+
+def _break(group: Any, weight: QuantizedWeight) -> None:
+    after_gather = group._post_param_sync
+
+    def broken() -> None:
+        after_gather()
+        _flip_on_rank_1(weight.state.rowwise_data, 5)
+
+    group._post_param_sync = broken
+
+
+def _refusal(weight: QuantizedWeight) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        weight.dequantize()
+    return str(caught.value)
+
+
+def stale_reads() -> dict[str, str]:
+    """What debug mode says of reads that come too early."""
+    zerocast.set_debug(True)
+    said = {}
+    try:
+        with host_on_cpu():
+            run, attached = _attached(Case("nvfp4", overlap=True))
+            weight = next(iter(run.weights.values()))
+            (own,) = run.optimizer.chained_optimizers
+            run.step(0)
+            said["before the gather"] = _refusal(weight)
+            run.step(1)  # the forward pass gathers: nothing to complain of
+            run.force_sync()
+            weight.dequantize()
+            original = own._copy_main_params_to_model_params
+
+            def look_and_copy() -> None:
+                said["between step and cast"] = _refusal(weight)
+                original()
+
+            own._copy_main_params_to_model_params = look_and_copy
+            run.step(2)
+            run.force_sync()
+            weight.dequantize()
+            with torch.no_grad():
+                for master in attached.plans[0].freshness._masters:
+                    master().add_(1.0)
+            said["by hand"] = _refusal(weight)
+            attached.refresh()
+            weight.dequantize()
+    finally:
+        zerocast.set_debug(False)
+    return said
+
+
+def detached() -> str:
+    """What verify says of the model afterwards."""
+    with host_on_cpu():
+        run, attached = _attached(Case())
+        run.step(0)
+        attached.detach()
+        try:
+            verify(run.ddp)
+        except ValueError as error:
+            return str(error).split(":")[0]
+        return "nothing"

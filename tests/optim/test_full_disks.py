@@ -1,0 +1,163 @@
+"""A checkpoint is whole or not there: full disks on any rank, and what is on the disk before it has its name."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from tests import casts
+from tests.optim.folders import names
+from tests.optim.runs import Run, Trainer
+from tests.optim.test_resume import snapshot, train
+from zerocast import optim
+from zerocast.optim import Checkpoints
+from zerocast.sources import manifest
+from zerocast.sources.manifest import Manifest
+
+
+class Full:
+    """A stream to a disk that has no room left after some bytes."""
+
+    def __init__(self, stream: Any, room: int) -> None:
+        self._stream, self._room = stream, room
+
+    def write(self, data: Any) -> int:
+        self._room -= len(memoryview(data).cast("B"))
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written: int = self._stream.write(data)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of torch.distributed.checkpoint can have more than `room` bytes."""
+    original = FileSystem.create_stream
+
+    @contextlib.contextmanager
+    def create_stream(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:
+        with original(self, path, mode) as stream:
+            yield Full(stream, room) if "w" in mode else stream
+
+    with mock.patch.object(FileSystem, "create_stream", create_stream):
+        yield
+
+
+@contextlib.contextmanager
+def no_room_for(name: str) -> Iterator[None]:
+    """A call of os fails, as on a full or broken disk."""
+    with mock.patch.object(os, name, side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        yield
+
+
+@contextlib.contextmanager
+def no_room_for_the_manifest() -> Iterator[None]:
+    with mock.patch.object(Manifest, "write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        yield
+
+
+FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "no byte": lambda: full_disk(0),
+    "half a tensor": lambda: full_disk(3000),
+    "the manifest": no_room_for_the_manifest,
+    "to the disk": lambda: no_room_for("fsync"),
+    "the rename": lambda: no_room_for("rename"),
+}
+
+
+def saves_on_a_full_disk(folder: str, fault: str, culprit: int, asynchronous: bool) -> str:
+    """What the second save says, whose disk is full on one rank; afterwards the first is loaded and training goes on."""
+    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
+    trainer = Trainer(Run())
+    train(trainer, range(2))
+    checkpoints.save(trainer.optimizer, 2)
+    checkpoints.wait()
+    wanted = snapshot(trainer)
+    train(trainer, range(2, 4))
+    later = snapshot(trainer)
+    with FAULTS[fault]() if trainer.rank == culprit else contextlib.nullcontext():
+        said = _error_of_saving(checkpoints, trainer, 4)
+        _together()
+    casts.assert_same_bytes(snapshot(trainer), later, f"rank {trainer.rank}, after the fault")
+    assert names(Path(folder)) == ["step_00000002"]
+    other = Trainer(Run())
+    assert checkpoints.load(other.optimizer) == 2
+    casts.assert_same_bytes(snapshot(other), wanted, f"rank {trainer.rank}, loaded")
+    _together()
+    checkpoints.save(trainer.optimizer, 4)
+    checkpoints.wait()
+    assert checkpoints.load(other.optimizer) == 4
+    casts.assert_same_bytes(snapshot(other), later, f"rank {trainer.rank}, saved again")
+    return said
+
+
+def _error_of_saving(checkpoints: Checkpoints, trainer: Trainer, step: int) -> str:
+    try:
+        checkpoints.save(trainer.optimizer, step)
+        checkpoints.wait()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_full_disk(tmp_path, fault):
+    said = saves_on_a_full_disk(str(tmp_path), fault, 0, asynchronous=False)
+    assert "step_00000004 was not written: " in said
+    assert "No space left on device" in said
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("fault", "culprit"), [("half a tensor", 1), ("half a tensor", 0), ("the manifest", 0)])
+def test_a_full_disk_on_one_rank(ranks, tmp_path, fault, culprit, asynchronous):
+    for said in ranks(2)(saves_on_a_full_disk, str(tmp_path / "c"), fault, culprit, asynchronous):
+        assert "No space left on device" in said
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path):
+    trainer = Trainer(Run())
+    optim.save(trainer.optimizer, tmp_path / "here")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
+    with pytest.raises(RuntimeError, match="is there already: a checkpoint is not overwritten"):
+        optim.save(trainer.optimizer, tmp_path / "here")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} == before
+
+
+def test_nothing_has_the_final_name_before_it_is_whole(tmp_path):
+    """Before the rename there is another folder, with everything in it, on the disk."""
+    trainer, seen = Trainer(Run()), []
+    original, synced = Path.rename, []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "here.partial":
+            seen.append((names(tmp_path), set(names(self)), set(synced)))
+        return original(self, target)
+
+    with mock.patch.object(Path, "rename", rename), mock.patch.object(os, "fsync", record):
+        optim.save(trainer.optimizer, tmp_path / "here")
+    ((folder, held, on_disk),) = seen
+    assert folder == ["here.partial"]
+    assert held == set(names(tmp_path / "here")) >= {manifest.NAME, ".metadata"}
+    written = {str(tmp_path / "here.partial" / name) for name in held - {".metadata"}}
+    assert written | {str(tmp_path / "here.partial")} <= on_disk
+    assert synced[-1] == str(tmp_path)

@@ -1,0 +1,94 @@
+"""`zerocast convert`: high-precision weights into a checkpoint of masters, and masters into safetensors for inference."""
+
+import fnmatch
+import json
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from zerocast.cli.wishes import DTYPES, Dtype
+from zerocast.export import SHARD_BYTES
+from zerocast.inspection import Contents, choose
+from zerocast.inspection.converted import to_checkpoint, to_safetensors
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """What to convert, and into what."""
+
+    source: tyro.conf.Positional[Path]
+    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or folder), or a file of torch.save."""
+    target: tyro.conf.Positional[Path]
+    """A new folder."""
+    to: Literal["safetensors", "checkpoint"] = "safetensors"
+    """checkpoint: FP32 masters for zerocast.optim.load_masters and for any reader of torch.distributed.checkpoint."""
+    naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"] = "bf16"
+    """For safetensors: how quantized weights are written. bf16 dequantizes them."""
+    format: str | None = None
+    """Format to cast --weights to. By default the formats stored with a checkpoint, else none."""
+    weights: tuple[str, ...] = ()
+    """With --format: globs on names of parameters of two or more dimensions."""
+    dtype: Dtype = "bfloat16"
+    """Nominal dtype, also of what is not quantized."""
+    ignore: tuple[str, ...] = ()
+    """Globs on names of tensors to leave out."""
+    shard_bytes: int = SHARD_BYTES
+    """Most bytes in a safetensors file, and about what is held in memory."""
+    json: bool = False
+    """Print JSON."""
+
+
+def convert(config: tyro.conf.OmitArgPrefixes[ConvertConfig]) -> int:
+    """Convert weights: a checkpoint into safetensors for inference, or safetensors and the like into a checkpoint of masters.
+
+    Example: zerocast convert run/checkpoints/step_00001000 out --naming modelopt --format nvfp4 --weights "*.mlp.*"
+
+    Exit status: 0, or 2 for what cannot be converted; then nothing has the name of the target.
+    """
+    try:
+        report = _converted(config)
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        print(f"zerocast convert: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report, indent=1) if config.json else _text(report))
+    return 0
+
+
+def _converted(config: ConvertConfig) -> dict[str, Any]:
+    if config.format is not None and not config.weights:
+        raise ValueError(
+            "--format needs --weights, such as --weights '*.mlp.*': embeddings and heads often stay as they are"
+        )
+    contents = Contents.of(config.source)
+    names = [name for name in contents.masters if not any(fnmatch.fnmatchcase(name, glob) for glob in config.ignore)]
+    for name in names:
+        if name not in contents.entries:
+            what = contents.source.entries[contents.masters[name]]
+            raise ValueError(f"{name} is {what}: no high-precision weight (--ignore leaves it out)")
+    entries = {name: contents.entries[name] for name in names}
+    chosen = choose(entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])
+    if config.to == "checkpoint":
+        to_checkpoint(contents, names, chosen, config.target)
+        files = sorted(config.target.iterdir())
+    else:
+        dtype = DTYPES[config.dtype]
+        files = to_safetensors(contents, names, chosen, config.target, config.naming, dtype, config.shard_bytes)
+    return {
+        "source": str(config.source),
+        "target": str(config.target),
+        "tensors": len(names),
+        "quantized": {name: str(fmt) for name, (fmt, _) in chosen.formats.items()},
+        "kept": list(chosen.kept),
+        "files": {file.name: file.stat().st_size for file in files},
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = [f"{report['tensors']:,} tensors, {len(report['quantized']):,} of them with a format of their own"]
+    lines += [f"{name} is not quantized: the format cannot take its shape" for name in report["kept"]]
+    lines += [f"  {nbytes:>16,} bytes  {name}" for name, nbytes in report["files"].items()]
+    return "\n".join([*lines, f"wrote {report['target']}"])

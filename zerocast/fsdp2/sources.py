@@ -1,0 +1,62 @@
+"""What `zerocast.verify` sees of a prepared model: one of FSDP2's groups of parameters after another, gathered."""
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.held import Held, held_by
+from zerocast.group import Group
+from zerocast.layout import Span
+from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.verification import verify
+
+if TYPE_CHECKING:
+    from zerocast.fsdp2.casts import Casts
+
+
+def sources(casts: "Casts") -> Iterator[MasterSource]:
+    """The masters of each group with the weights that a forward pass computes with; what is not gathered is, and freed again.
+
+    A gather casts first if that is due, as that of the next forward pass would.
+    """
+    for group in torch_fsdp.groups(casts.model):
+        held = held_by(group, casts)
+        if held:
+            with torch_fsdp.gathered(group):
+                shard_group = Group.of(held[0].shard_mesh)
+                yield MasterSource(shard_group, tuple(_owned(one, casts) for one in held))
+
+
+def _owned(held: Held, casts: "Casts") -> OwnedMaster:
+    master, shard = held.master, held.master.shard
+    rows = shard.shards.span(shard.rank)
+    span = Span(rows.start * shard.columns, rows.stop * shard.columns)
+    flat = held.local.plain.view(-1) if span.numel else None
+    slices = casts.reduction_of(master).group if master.sliced else None
+    return OwnedMaster(master.name, held.live, flat, span, master.delayed.get("cast_scale"), slices)
+
+
+class VerifyEvery:
+    """A forward pre-hook of the prepared model: the first forward pass after every so many optimizer steps verifies."""
+
+    def __init__(self, casts: "Casts | None", steps: int) -> None:
+        self._casts, self._steps = None if casts is None else weakref.ref(casts), steps
+        self._verified = 0
+
+    def __reduce__(self) -> Any:
+        return VerifyEvery, (None, self._steps)  # parameters pickle as plain ones
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """VerificationError on every rank of a shard group if any of its bytes differ."""
+        casts = None if self._casts is None else self._casts()
+        if casts is None:
+            return
+        casts.before_gather()
+        if casts.steps >= self._verified + self._steps:
+            self._verified = casts.steps
+            verify(casts).raise_for_differences()

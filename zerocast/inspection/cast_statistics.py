@@ -1,0 +1,148 @@
+"""CastStatistics: what a format makes of one master, counted piece by piece, in the arithmetic of the reference backend.
+
+A piece is a million elements or 128 rows, whichever is more; formats with a tensor amax read the weight twice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.blocks import block_amax, expand
+from zerocast.backends.reference.codec import decode, encode, round_nominal
+from zerocast.backends.reference.scales import decode_scales, encode_scales, stored_scales
+from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.layout import matrix_shape
+from zerocast.sources import TensorSource
+from zerocast.sources.source import pieces, read_span
+
+ROWS = 128  # a multiple of every block's rows
+LOWEST = -149  # floor(log2) of the smallest f32
+BINADES = 127 - LOWEST + 1
+LIMITS = {
+    "e4m3": 464.0,
+    "e5m2": 61440.0,
+    "e2m1": 7.0,
+}  # beyond it, round-to-nearest would need a larger code than there is
+
+
+@dataclass(frozen=True)
+class CastStatistics:
+    """One tensor, and one cast of it if `format` is one.
+
+    Shares are of all elements: `saturated` would round beyond the largest code of their block, `flushed` are not zero and decode to
+    zero. `error` is the Frobenius norm of (cast - master) over that of the master, finite elements only. `masters` and `casts`
+    count nonzero finite values by power of two, from 2**LOWEST on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    amax: float
+    zeros: float
+    nonfinite: int
+    saturated: float | None
+    flushed: float | None
+    error: float | None
+    masters: tuple[int, ...]
+    casts: tuple[int, ...] | None
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.zeros = self.nonfinite = self.saturated = self.flushed = 0
+        self.amax = self.squares = self.errors = 0.0
+        self.masters = torch.zeros(BINADES, dtype=torch.int64)
+        self.casts = torch.zeros(BINADES, dtype=torch.int64)
+
+    def add_master(self, x: Tensor) -> None:
+        finite = x[x.isfinite()]
+        self.nonfinite += x.numel() - finite.numel()
+        self.zeros += int((finite == 0).sum())
+        self.amax = max(self.amax, float(block_amax(x, None)))
+        self.squares += float(finite.double().square().sum())
+        self.masters += binades(finite)
+
+    def add_cast(self, master: Tensor, scaled: Tensor, cast: Tensor, limit: float) -> None:
+        finite = master.isfinite()
+        self.saturated += int((finite & (scaled.abs() > limit) & (cast != 0)).sum())
+        self.flushed += int((finite & (master != 0) & (cast == 0)).sum())
+        self.errors += float((cast.double() - master.double())[finite].square().sum())
+        self.casts += binades(cast[cast.isfinite()])
+
+
+@torch.no_grad()
+def measure(
+    source: TensorSource,
+    key: str,
+    fmt: FormatSpec | None = None,
+    nominal: torch.dtype = torch.bfloat16,
+    scale: Tensor | None = None,
+    name: str = "",
+) -> CastStatistics:
+    """Statistics of the tensor `key`, and of its cast to `fmt` by way of the nominal dtype.
+
+    `scale`, f32[1], is that of the last cast of a delayed format; without it the one that its amax would give. The shape must be
+    one that the format takes.
+    """
+    entry, sums = source.entries[key], _Sums()
+    shape = matrix_shape(entry.shape or (1,))
+    amax = None
+    if fmt is not None and fmt.has_tensor_amax:
+        amax = torch.stack([_amax(x, nominal) for x in _read(source, key, shape)]).amax().view(1)
+    if fmt is not None and fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
+        assert amax is not None
+        scale = _seed(fmt, amax)
+    for x in _read(source, key, shape):
+        sums.add_master(x)
+        if fmt is not None and fmt.element is not None:
+            sums.add_cast(x, *_cast(fmt, round_nominal(x, nominal), amax, scale), LIMITS[fmt.element.name])
+    numel, quantized = max(1, entry.numel), fmt is not None
+    return CastStatistics(
+        name=name or key,
+        shape=entry.shape,
+        format=str(fmt) if fmt else entry.dtype,
+        amax=sums.amax,
+        zeros=sums.zeros / numel,
+        nonfinite=sums.nonfinite,
+        saturated=sums.saturated / numel if quantized else None,
+        flushed=sums.flushed / numel if quantized else None,
+        error=(sums.errors / sums.squares) ** 0.5 if quantized and sums.squares else None,
+        masters=tuple(sums.masters.tolist()),
+        casts=tuple(sums.casts.tolist()) if quantized else None,
+    )
+
+
+def binades(values: Tensor) -> Tensor:
+    """How many of some finite values lie in each power of two; zeros in none."""
+    exponents = torch.frexp(values[values != 0].double()).exponent - 1
+    return torch.bincount(exponents - LOWEST, minlength=BINADES)[:BINADES]
+
+
+def _read(source: TensorSource, key: str, shape: tuple[int, int]) -> Iterator[Tensor]:
+    for span in pieces(*shape, ROWS):
+        yield read_span(source, key, span).view(-1, shape[1])
+
+
+def _amax(x: Tensor, nominal: torch.dtype) -> Tensor:
+    return block_amax(round_nominal(x, nominal), None).view(())
+
+
+def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
+    """As the history of one amax would have it (formats.md section 1.1)."""
+    assert fmt.element
+    known = (amax > 0) & amax.isfinite()
+    seeded = torch.full_like(amax, fmt.element.max * 2.0**-fmt.margin) / amax
+    return torch.where(known, seeded.clamp(max=torch.finfo(torch.float32).max), torch.ones_like(amax))
+
+
+def _cast(fmt: FormatSpec, x: Tensor, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(what is encoded, what that decodes to), f32 matrices."""
+    assert fmt.element
+    grid = block_amax(x, fmt.block) if fmt.block else amax
+    assert grid is not None
+    grid = grid.view(1, 1) if fmt.block is None else grid
+    scaled = x * expand(encode_scales(fmt, grid, amax, scale), fmt.block, *x.shape)
+    stored = decode_scales(fmt, stored_scales(fmt, grid, amax, scale), amax)
+    return scaled, decode(fmt.element, encode(fmt.element, scaled)) * expand(stored, fmt.block, *x.shape)

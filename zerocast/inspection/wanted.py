@@ -1,0 +1,52 @@
+"""Which weight is to be cast to which format: as a checkpoint remembers it, or as somebody wishes."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.formats import FormatSpec, get_format
+from zerocast.layout import check_shape
+from zerocast.sources import Entry
+from zerocast.sources.manifest import Stored
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Format and nominal dtype by name, and the weights that were wished for and whose shape their format cannot take."""
+
+    formats: Mapping[str, tuple[FormatSpec, torch.dtype]]
+    kept: tuple[str, ...] = ()
+
+
+def choose(
+    masters: Mapping[str, Entry],
+    stored: Mapping[str, Stored],
+    fmt: str | None,
+    weights: Sequence[str],
+    nominal: torch.dtype,
+) -> Chosen:
+    """What is `stored`, unless a format is named: that for all of two or more dimensions whose name matches one of `weights`.
+
+    ValueError for an unknown format, and for a glob that matches no weight.
+    """
+    if fmt is None:
+        known = {name: one for name, one in stored.items() if name in masters}
+        return Chosen({name: (get_format(one.format), getattr(torch, one.dtype)) for name, one in known.items()})
+    spec = get_format(fmt)
+    matrices = {name: entry for name, entry in masters.items() if len(entry.shape) >= 2}
+    for glob in weights:
+        if not fnmatch.filter(matrices, glob):
+            raise ValueError(f"{glob!r} matches no weight; there are: {', '.join(list(matrices)[:8])} ...")
+    wished = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
+    kept = tuple(name for name, entry in wished.items() if not _takes(spec, entry))
+    return Chosen({name: (spec, nominal) for name in wished if name not in kept}, kept)
+
+
+def _takes(fmt: FormatSpec, entry: Entry) -> bool:
+    try:
+        check_shape(fmt, entry.shape)
+    except ValueError:
+        return False
+    return True

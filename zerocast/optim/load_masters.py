@@ -1,0 +1,39 @@
+"""load_masters: an optimizer starts from somebody's high-precision weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.optim.checkpoint import group_of
+from zerocast.optim.sharded_tensor import TensorShard
+from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.sources import AnySource
+from zerocast.sources.masters import read_masters
+
+
+@torch.no_grad()
+def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] = ()) -> None:
+    """Take masters from high-precision weights, and make the weights from them; the rest is as in a new optimizer.
+
+    `source` is a safetensors file, its index or folder, a file of torch.save, a folder of torch.distributed.checkpoint (what
+    `zerocast.optim.save` wrote too), or a mapping from names to tensors, which is then the same on every rank. FP32, bf16 and fp16
+    tensors become FP32 masters exactly. Moments and step counts become zero, delayed scaling is seeded anew, hyper-parameters stay.
+    All ranks call it; each reads the elements that it owns. Nothing that a file carries is run.
+
+    Raises ValueError on every rank, with nothing changed and both values named, where names, shapes or dtypes do not fit:
+    every parameter of the optimizer is to be there, and everything there is to be one of them, or to match a glob of `ignore`
+    (frozen weights, buffers, second names of shared ones). RuntimeError for a file that breaks off on the way.
+    """
+    state = optimizer.state_dict()
+    read_masters(state["model"], source, ignore, group_of(optimizer))
+    for moments in state["optim"]["state"].values():
+        for tensor in moments.values():
+            _plain(tensor).zero_()
+    optimizer.load_state_dict({**state, "zerocast": {}})
+
+
+def _plain(tensor: Any) -> Tensor:
+    """The elements of this rank."""
+    return tensor.flat if isinstance(tensor, TensorShard) else tensor
