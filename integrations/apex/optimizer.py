@@ -87,10 +87,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
         self.refresh()
 
-    def master_source(self) -> MasterSource:
+    def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters of the quantized weights, for `zerocast.verify`."""
         assert self._weights is not None
-        return self._weights.master_source()
+        return (self._weights.master_source(),)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while constructing: buckets are laid out once."""
@@ -104,7 +104,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """The host's first collective, and the first look at the parameters. Masters of quantized weights follow one by one."""
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
-        agree(Group.of(self.process_group), [_describe(*item) for item in named], refusal.problem_of(self, named))
+        agree(
+            Group.of(self.process_group),
+            [_describe(*item) for item in named],
+            refusal.problem_of(self, named),
+            None,
+            "builds a DistributedFusedAdam",
+        )
         for _, parameter in named:
             if not _is_quantized(parameter):
                 dist.broadcast(parameter.detach(), self.process_group_root, group=self.process_group)

@@ -1,5 +1,6 @@
 """What is not taken, and why: options of DistributedFusedAdam and parameters that zerocast would get wrong."""
 
+import gc
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def _problem_of_parameter(optimizer: Any, name: str, parameter: Tensor) -> Excep
         return TypeError(
             f"{name} is a {type(parameter).__name__}, which zerocast does not know: pass plain parameters and QuantizedWeights"
         )
-    owner = parameter.state.freshness.owner and parameter.state.freshness.owner()
+    if parameter.master_owner is not None:
+        gc.collect()  # an optimizer that nobody holds lives on in its own hooks
+    owner = parameter.master_owner
     if owner is not None and owner is not optimizer:
         return RuntimeError(f"{name} belongs to a {type(owner).__name__} already: an optimizer owns its masters alone")
     return None

@@ -18,7 +18,7 @@ CASES = {
     "accumulation": Case(no_sync=True),
     "bf16 gradients": Case(options={"grad_sync_dtype": torch.bfloat16}),
     "flat gradients": Case(options={"contiguous_grad_buffer": True}),
-    "one bucket": Case(options={"bucket_cap_mb": 100}, steps=3),
+    "one bucket": Case(options={"bucket_cap_mb": 1}, steps=3),
     "bf16 parameters sent": Case(options={"param_sync_dtype": torch.bfloat16}),
     "no overlap": Case(options={"overlap_grad_sync": False}),
 }
