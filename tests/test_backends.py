@@ -165,6 +165,7 @@ def test_skip_writes_nothing(backend_anywhere: str) -> None:
     check()
 
 
+@pytest.mark.long_interpreted
 def test_skip_false_changes_nothing(backend_anywhere: str) -> None:
     @strategies.examples(backend_anywhere)
     @given(bench=benches())

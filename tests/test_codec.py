@@ -103,6 +103,7 @@ def test_fp32_scale_of_amax(any_backend: str, element: str, pow2: bool, epsilon:
     assert_same(stored, expected, x)
 
 
+@pytest.mark.long_interpreted
 def test_two_level_scales(any_backend: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     drawn = 4 if is_interpreted(any_backend) else 40

@@ -263,7 +263,11 @@ TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("launcher", "example"),
-    [([], "minimal_zero"), (TWO_RANKS, "minimal_zero"), (TWO_RANKS, "minimal_fsdp2")],
+    [
+        ([], "minimal_zero"),
+        pytest.param(TWO_RANKS, "minimal_zero", marks=pytest.mark.slow),
+        (TWO_RANKS, "minimal_fsdp2"),
+    ],
 )
 def test_minimal(launcher: list[str], example: str):
     command = [sys.executable, *launcher, f"examples/{example}.py"]

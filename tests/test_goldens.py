@@ -73,6 +73,7 @@ def test_block_tiny(backend_anywhere: str) -> None:
     assert_floats(weight.rowwise_scale_inv, golden["scale_inv"])
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("pow2", [False, True])
 def test_block(backend_anywhere: str, pow2: bool) -> None:
     golden = GOLDENS[f"block128_144x272_pow2={int(pow2)}"]

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tests import casts, sharded
 from tests.matrices import CONTENTS
+from tests.selection import examples_on
 from tests.sharded import Weight
 from tests.strategies import models
 from tests.workers import Ranks
-from tests.worlds import examples_on
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from tests import casts
 from tests.devices import CPU
 from tests.host_traffic import HostTraffic
+from tests.selection import some
 from tests.sharded import Weight
 from tests.stages import row, table
 from tests.tables import Bench
@@ -41,7 +42,10 @@ def bench_of(fmt: str, nominal: torch.dtype, seed: int, nominal_master: bool) ->
     return Bench(tuple(weights), seed, separate_shards=nominal_master)
 
 
-@pytest.mark.parametrize("fmt", casts.FORMATS)
+EVERY_RUN = ("fp8_delayed:amax_history_len=4", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in casts.FORMATS}, *EVERY_RUN))
 def test_every_format(fmt: str, seed: int) -> None:
     """With one of the nominal dtypes; `test_any_weights` has them all."""
     assert_equal_stages(bench_of(fmt, casts.NOMINAL[seed % 3], seed, seed % 2 == 0), "triton")

@@ -8,8 +8,8 @@ import torch
 from tests.apex import checkpoints
 from tests.apex.host_on_cpu import needs_apex
 from tests.apex.training import EVERY_FORMAT, Case
+from tests.selection import worlds
 from tests.workers import Ranks
-from tests.worlds import worlds
 
 pytestmark = needs_apex
 

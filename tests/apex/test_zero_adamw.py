@@ -4,8 +4,8 @@ import pytest
 
 from tests.apex import comparing
 from tests.apex.host_on_cpu import needs_apex
+from tests.selection import worlds
 from tests.workers import Ranks
-from tests.worlds import worlds
 
 pytestmark = needs_apex
 

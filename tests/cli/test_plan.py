@@ -13,7 +13,7 @@ from tests.optim.memory import live_bytes
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
-from tests.worlds import worlds
+from tests.selection import some, worlds
 from zerocast import ZeroConfig
 from zerocast.cli import main
 from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
@@ -61,7 +61,7 @@ def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "mxfp8", "nvfp4"))
 def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world):
     config = ZeroConfig(bucket_size=2**17)
     planned = footprint(layers(), fmt, Setup("zero2", world, config=config))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, check
 from tests.optim.undistributed import Undistributed
-from tests.worlds import worlds
+from tests.selection import some, worlds
 from zerocast import ZeroConfig
 
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
@@ -26,7 +26,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "run", some(RUNS, "no_sync", "no_sync, stage 1", "every pass reduced", "every pass reduced, overlap")
+)
 def test_accumulated_gradients(ranks, world, run):
     ranks(world)(check, run)
 

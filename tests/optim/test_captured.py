@@ -12,7 +12,7 @@ from tests.host_traffic import HostTraffic
 from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
-from tests.worlds import worlds
+from tests.selection import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends, weight_state
 from zerocast.optim import captured
 
@@ -49,7 +49,9 @@ def test_replaying_equals_stepping(device, case):
 
 
 @pytest.mark.parametrize("world", worlds(2, slow=[3]))
-@pytest.mark.parametrize("name", ["clipped", "overlap", "bf16 moments"])
+@pytest.mark.parametrize(
+    "name", ["overlap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("clipped", "bf16 moments"))]
+)
 def test_on_several_ranks(ranks, world, name):
     assert ranks(world)(compare, CASES[name]) == [1] * world
 

@@ -94,11 +94,12 @@ def reference(ranks):
 
 
 LONG = [
+    (1, "nominal gradients"),
     (2, "nominal gradients"),
     (4, "nominal gradients"),
     *((3, case) for case in CASES if case != "nominal gradients"),
 ]
-WORLDS = [(1, "nominal gradients"), (3, "nominal gradients")]
+WORLDS = [(3, "nominal gradients")]
 WORLDS += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG]
 
 

@@ -14,7 +14,7 @@ import zerocast
 from tests.optim.memory import NewStorages, allocations, live_bytes
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
-from tests.worlds import worlds
+from tests.selection import worlds
 from zerocast import ZeroAdamW, ZeroConfig, get_format, layout
 from zerocast.optim import gradients
 
@@ -188,7 +188,7 @@ def held(bucket_size: int, moment_dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize("moment_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("world", worlds(1, 2, slow=[4]))
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 4)))
 def test_the_total_is_what_arithmetic_says(ranks, world, moment_dtype):
     terms = predicted(MODEL, world, 2**18, moment_dtype)
     for found in ranks(world)(held, 2**18, moment_dtype):

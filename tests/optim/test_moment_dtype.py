@@ -10,6 +10,7 @@ from torch import Tensor
 from tests import casts
 from tests.optim.probe import BF16, FP32
 from tests.optim.runs import DETERMINISTIC, Run, Trainer, boxes, weight_bytes
+from tests.selection import worlds
 from zerocast import optim
 
 
@@ -50,7 +51,7 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         casts.assert_same_bytes(found[name], wanted, name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", worlds(2, slow=[1]))
 @pytest.mark.parametrize(
     ("saved", "loaded", "exact"), [(BF16, BF16, True), (BF16, FP32, True), (FP32, FP32, True), (FP32, BF16, False)]
 )

@@ -7,8 +7,8 @@ import torch
 
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer, check
+from tests.selection import some, worlds
 from tests.test_collectives import CountOps
-from tests.worlds import worlds
 from zerocast import ZeroConfig
 
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
@@ -49,7 +49,10 @@ RUNS = {
 
 
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4)))
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "run",
+    some(RUNS, "plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
+)
 def test_bits_of_the_undistributed_update(ranks, world, run):
     assert ranks(world)(check, run) == [0] * world
 

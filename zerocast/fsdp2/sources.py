@@ -46,13 +46,16 @@ class VerifyEvery:
     def __init__(self, casts: "Casts | None", steps: int) -> None:
         self._casts, self._steps = None if casts is None else weakref.ref(casts), steps
         self._verified = 0
+        self._outside_of_graphs = torch.compiler.disable(self._verify)  # here, since it imports the compiler
 
     def __reduce__(self) -> Any:
         return VerifyEvery, (None, self._steps)  # parameters pickle as plain ones
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """VerificationError on every rank of a shard group if any of its bytes differ."""
+        self._outside_of_graphs()
+
+    def _verify(self) -> None:
         casts = None if self._casts is None else self._casts()
         if casts is None:
             return

@@ -1,0 +1,24 @@
+"""Which parameters a test is run with every time, and which are left to the slow tests, so that the sum of time stays small."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+
+def worlds(*always: int, slow: Iterable[int]) -> list[Any]:
+    """Rank counts: those of every run, and those of the slow tests beside them."""
+    return [*always, *(pytest.param(world, marks=pytest.mark.slow) for world in slow)]
+
+
+def some(cases: Mapping[str, Any], *always: str) -> list[Any]:
+    """All cases by their names; those that are not named here are slow."""
+    assert {*always} <= {*cases}
+    marks = {name: () if name in always else (pytest.mark.slow,) for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
+
+
+def examples_on(world: int) -> settings:
+    """The profile's number of examples divided by the ranks: each takes as many times longer on the same processors."""
+    return settings(max_examples=max(1, settings().max_examples // world))
