@@ -35,6 +35,7 @@ def test_all_bf16_inputs(any_backend: str, element: str) -> None:
     assert_same(found, model.encode(element, ALL_BF16), ALL_BF16)
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_inputs_by_bit_pattern(any_backend: str, element: str, seed: int) -> None:
     x = bit_patterns(200_003, seed)

@@ -70,6 +70,7 @@ def test_backends_agree(variant: str) -> None:
     check()
 
 
+@pytest.mark.long_interpreted
 def test_large_weights(variant: str, seed: int) -> None:
     for fmt, (rows, columns) in (
         ("fp8_current", (130, 1500)),

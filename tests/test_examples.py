@@ -176,6 +176,7 @@ def what_must_repeat(records: list[Record]) -> list[tuple[object, ...]]:
     return [(r["event"], r["step"], r["loss"], r.get("grad_norm")) for r in records if "loss" in r]
 
 
+@pytest.mark.slow  # tests/optim/test_resume.py and tests/fsdp2/test_example.py resume in every run
 @pytest.mark.timeout(400)
 def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path):
     arguments = [
@@ -266,7 +267,7 @@ TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
     [
         ([], "minimal_zero"),
         pytest.param(TWO_RANKS, "minimal_zero", marks=pytest.mark.slow),
-        (TWO_RANKS, "minimal_fsdp2"),
+        pytest.param(TWO_RANKS, "minimal_fsdp2", marks=pytest.mark.slow),
     ],
 )
 def test_minimal(launcher: list[str], example: str):

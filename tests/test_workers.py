@@ -54,7 +54,7 @@ def test_results_by_rank(ranks: Ranks, world: int) -> None:
     [
         (raise_on_one, "--- rank 1 ---\nTraceback .*ValueError: what went wrong"),
         (die_on_one, "--- rank 1 ---\nthe process died"),
-        (hang_on_one, "--- rank 1 ---\nno answer in time"),
+        pytest.param(hang_on_one, "--- rank 1 ---\nno answer in time", marks=pytest.mark.slow),
         (skip_a_collective_on_one, "--- rank 0 ---\nno answer in time"),
         (return_what_cannot_be_pickled, "--- rank 0 ---\nTraceback .*pickle"),
     ],

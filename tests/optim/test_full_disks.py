@@ -122,7 +122,7 @@ def test_a_full_disk(tmp_path, fault):
     assert "No space left on device" in said
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("fault", "culprit"), [("half a tensor", 1), ("half a tensor", 0), ("the manifest", 0)])
 def test_a_full_disk_on_one_rank(ranks, tmp_path, fault, culprit, asynchronous):
     for said in ranks(2)(saves_on_a_full_disk, str(tmp_path / "c"), fault, culprit, asynchronous):

@@ -116,7 +116,9 @@ def later_steps(deterministic: bool, overlap: bool) -> list[tuple[int, int]]:
     return found[2:]
 
 
-@pytest.mark.parametrize(("deterministic", "overlap"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("deterministic", "overlap"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_later_step_allocates_nothing_large(ranks, world, deterministic, overlap):
     shard = 4 * (4 * 1024 * 512 + 512 * 512) // world
