@@ -20,11 +20,8 @@ from zerocast.sources.source import pieces, read_span
 ROWS = 128  # a multiple of every block's rows
 LOWEST = -149  # floor(log2) of the smallest f32
 BINADES = 127 - LOWEST + 1
-LIMITS = {
-    "e4m3": 464.0,
-    "e5m2": 61440.0,
-    "e2m1": 7.0,
-}  # beyond it, round-to-nearest would need a larger code than there is
+# Beyond its limit, to round to nearest an element would need a larger code than there is.
+LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}
 
 
 @dataclass(frozen=True)
