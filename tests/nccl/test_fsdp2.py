@@ -43,11 +43,25 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
 }
 
 
+def formats_of(case: tuple[Any, ...]) -> tuple[str, ...]:
+    """What a case is known to cover."""
+    if case[0] is test_bits.on_mesh:
+        return test_bits.SOME
+    return case[1] if case[0] is test_bits.trained else ()
+
+
+@pytest.mark.shows(
+    host="FSDP2",
+    parallel=lambda case: "replicas" if case[0] is test_bits.on_mesh else "data",
+    formats=formats_of,
+    ranks=2,
+)
 @pytest.mark.parametrize("case", CLEAN.values(), ids=CLEAN)
 def test_bytes_are_the_unsharded_cast(gpu_ranks, case):
     assert gpu_ranks(2)(*case, timeout=SECONDS) == [[], []]
 
 
+@pytest.mark.shows(host="FSDP2", parallel="tensor", formats=lambda fmt: [fmt], ranks=2)
 @pytest.mark.parametrize(("fmt", "hidden"), test_tensor_parallel.SLICED)
 def test_slices(gpu_ranks, fmt, hidden):
     assert [found for found, _ in gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)] == [[], []]
