@@ -94,6 +94,7 @@ class Recorder:
             "versions": {"python": platform.python_version()} | _versions(),
             "passed": [{**shown._asdict(), "tests": tests} for shown, tests in passed],
         }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(evidence, indent=1) + "\n")
 
 
