@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from zerocast.agreement import agree, roll_call
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
+from zerocast.fsdp2.headers import UNREAD, Headers
 from zerocast.fsdp2.held import Held, held_by
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.sources import sources
@@ -39,7 +39,7 @@ class Casts:
         self._stepped = True  # whether a step made it due
         self.generation = 0
         self.steps = 0  # casts after an optimizer step
-        self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
+        self.headers = Headers()
         self.groups: list[AmaxGroup] = []
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
@@ -73,10 +73,7 @@ class Casts:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
         for reduction, _ in self._reductions:
             roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
-        unread, self.unread = self.unread, []
-        for master, headers, arrived in unread:
-            arrived.synchronize()
-            master.check(headers)
+        self.headers.check(leave=0 if self.due else UNREAD)
         if self.due:
             self.refresh(repeat=not self._stepped)
 
@@ -124,6 +121,8 @@ class Casts:
             for group in self.groups:
                 group.cast(repeat)
         self.generation += 1
+        for group in self.groups:
+            group.stamp(self.generation)
         self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:

@@ -1,7 +1,7 @@
 """What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,9 +54,8 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
-def unversioned(tensor: Tensor) -> AbstractContextManager[None]:
-    """Within, writes to `tensor` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
-    if tensor.is_inference():
-        return contextlib.nullcontext()
-    context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(tensor)  # noqa: B009
+def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Within, writes to `tensors` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(counted)  # noqa: B009
     return context
