@@ -69,6 +69,19 @@ def test_an_apex_of_another_shape(host_ranks: Ranks) -> None:
 
 @needs_apex
 @pytest.mark.parametrize("world", [2])
+def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
+    """On one rank: all of them refuse, and nothing is changed on any."""
+    for said, changed in host_ranks(world)(refusing.other_states, 1):
+        assert changed == []
+        lacks = "ValueError: rank 1: the state does not fit this optimizer: it lacks "
+        assert [text.startswith(lacks) for text in said] == [True, True, True, False, False], said
+        assert "'param_groups'" in said[0] and "13" in said[1] and "'exp_avg'" in said[2]
+        assert "'param': (3,), 'exp_avg': (3,), 'exp_avg_sq': (3,)} in the state and (50, 24) here" in said[3]
+        assert "the state has groups of [9, 4] parameters, this optimizer of [10, 4]" in said[4]
+
+
+@needs_apex
+@pytest.mark.parametrize("world", [2])
 def test_weights_and_masters_changed_by_hand(host_ranks: Ranks, world: int) -> None:
     assert host_ranks(world)(refusing.moved) == [[]] * world
     assert host_ranks(world)(refusing.masters_by_hand) == [(True, [])] * world
