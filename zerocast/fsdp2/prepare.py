@@ -131,7 +131,7 @@ def _casts_of(model: nn.Module) -> list[Casts]:
     return [casts for casts in (reference() for reference in _within[model]) if casts is not None]
 
 
-def _casts_behind(parameters: Iterable[Any]) -> list[Casts]:
+def casts_behind(parameters: Iterable[Any]) -> list[Casts]:
     """The casts of the prepared ones among parameters, each once."""
     tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
     return list({id(t.owner.casts): t.owner.casts for t in tensors if isinstance(t, MasterParameter)}.values())
@@ -196,7 +196,7 @@ class _Loaded:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for casts in _casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for casts in casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
         casts.make_due(optimizer)
 
 
