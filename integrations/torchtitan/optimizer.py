@@ -52,7 +52,7 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> Any:
-    """torchtitan's `build_optimizers`, which also knows `implementation="zerocast"`.
+    """Torchtitan's `build_optimizers`, which also knows `implementation="zerocast"`.
 
     ValueError for that with another optimizer than AdamW, with a step in the backward pass or with TorchFT.
     """
