@@ -50,7 +50,8 @@ class Headers:
         """Keep a copy of what was gathered for a weight, on the current stream: FSDP2 may free it before it is read."""
         self._speakers.append(speaker)
         self._here.append(headers.clone())
-        self._ready = torch.cuda.current_stream().record_event()
+        self._ready = self._ready or torch.cuda.Event()
+        self._ready.record()
 
     def check(self, leave: int = 0) -> None:
         """RuntimeError, on every rank, where those of all gathers but the last `leave` say that ranks disagree."""
