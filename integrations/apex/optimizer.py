@@ -35,7 +35,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     quantization, become everyone's masters. After a step all ranks hold the bytes of the unsharded cast. Plain parameters are
     Apex's business as ever.
 
-    Raises, on every rank if on any: ValueError for options that are not supported, with the reason; TypeError for a parameter of
+    Raises, on every rank if on any: ValueError for options that are not supported, with the reason, for a parameter that is listed
+    twice and for a quantized weight that is not trained; TypeError for a parameter of
     a class that zerocast does not know; RuntimeError for a weight that has an owner, and for an Apex of another shape.
     """
 

@@ -94,6 +94,15 @@ def other_weights() -> str:
         return _error(lambda: build(model("nvfp4" if dist.get_rank() else "fp8_block")))
 
 
+def not_to_be_trained() -> tuple[str, str]:
+    """A weight that needs no gradient, and one that is listed twice."""
+    with host_on_cpu():
+        frozen, one = model(), model()
+        frozen.weight.requires_grad_(False)
+        named = [("weight", one.weight), ("again", one.weight)]
+        return _error(lambda: build(frozen)), _error(lambda: DistributedFusedAdam(named, bucket_cap_mb=SMALL))
+
+
 def more_parameters() -> str:
     with host_on_cpu():
         optimizer = build(model())

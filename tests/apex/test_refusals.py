@@ -48,6 +48,14 @@ def test_what_is_wrong_on_one_rank_raises_on_all(host_ranks: Ranks, world: int) 
 
 
 @needs_apex
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_what_is_trained_is_listed_once(host_ranks: Ranks) -> None:
+    ((frozen, again),) = host_ranks(1)(refusing.not_to_be_trained)
+    assert frozen.startswith("ValueError: weight needs no gradient, and would decay all the same")
+    assert again.startswith("ValueError: again is listed twice: a parameter has one master")
+
+
+@needs_apex
 def test_no_more_parameters(host_ranks: Ranks) -> None:
     assert host_ranks(1)(refusing.more_parameters)[0].startswith(
         "RuntimeError: this optimizer cannot take more parameters"

@@ -44,6 +44,19 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
 }
 
 
+def formats_of(case: tuple[Any, ...]) -> tuple[str, ...]:
+    """What a case is known to cover."""
+    if case[0] is test_bits.on_mesh:
+        return test_bits.SOME
+    return case[1] if case[0] is test_bits.trained else ()
+
+
+@pytest.mark.shows(
+    host="FSDP2",
+    parallel=lambda case: "replicas" if case[0] is test_bits.on_mesh else "data",
+    formats=formats_of,
+    ranks=2,
+)
 @pytest.mark.parametrize("case", CLEAN.values(), ids=CLEAN)
 def test_bytes_are_the_unsharded_cast(gpu_ranks, case):
     assert gpu_ranks(2)(*case, timeout=SECONDS) == [[], []]
@@ -70,6 +83,7 @@ def test_a_change_on_one_rank_raises_on_both_at_once(gpu_ranks):
     assert first[0] <= 1 and "was changed on ranks [1] of its shard group and not on ranks [0]" in first[1]
 
 
+@pytest.mark.shows(host="FSDP2", parallel="tensor", formats=lambda fmt: [fmt], ranks=2)
 @pytest.mark.parametrize(("fmt", "hidden"), test_tensor_parallel.SLICED)
 def test_slices(gpu_ranks, fmt, hidden):
     assert [found for found, _ in gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)] == [[], []]
