@@ -14,15 +14,18 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
 from zerocast.fsdp2.shard_weight import ShardWeight
 from zerocast.group import Group
+from zerocast.wholeness import Wholeness
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
-CLEAN, WRITTEN, EMPTY = range(3)  # what a rank says of its shard since the last cast; an empty one has nothing to say
+# what a rank says of its shard since the last cast: an empty one has nothing to say, a torn one was left half written
+CLEAN, WRITTEN, EMPTY, TORN = range(4)
 
 
 class Casting(Protocol):
     """What a weight needs of the casts of its model."""
 
     generation: int
+    wholeness: Wholeness
     unread: list[tuple["Master", Tensor, torch.cuda.Event]]
 
     def before_gather(self) -> None:
@@ -110,6 +113,8 @@ class Master:
         shard = self.shard
         empty = shard.shards.span(shard.rank).numel == 0
         self._said = EMPTY if empty else WRITTEN if self.written_to else CLEAN
+        if self.casts.wholeness.is_torn:
+            self._said = TORN
         header = self._said, self.casts.generation
         if header != self._header:
             _, sides = shard.wire.parts(shard.buffer)
@@ -136,6 +141,8 @@ class Master:
         Reading the headers makes the host wait for a GPU. A rank that was not written to can only learn that it must raise, and
         does so one gather later, when the bytes have long arrived.
         """
+        if self._said == TORN:
+            self.casts.wholeness.check_whole()
         headers = gathered.headers()
         if headers.is_cuda and self._said == CLEAN:
             here = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
@@ -152,8 +159,14 @@ class Master:
         self._all_written(headers)
 
     def _all_written(self, headers: Tensor) -> bool:
-        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were."""
+        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were, or are torn."""
         said = headers.tolist()
+        torn = [rank for rank, (flag, _) in enumerate(said) if flag == TORN]
+        if torn:
+            raise RuntimeError(
+                f"{self.name}: an optimizer step or a load raised half-way on ranks {torn} of its shard group, which have masters "
+                "of different steps: load a checkpoint on all ranks"
+            )
         if len({generation for _, generation in said}) > 1:
             raise RuntimeError(
                 f"{self.name}: the ranks of a shard group sent bytes of different casts, numbers {[n for _, n in said]} by "
