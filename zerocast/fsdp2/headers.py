@@ -58,7 +58,11 @@ class Headers:
         if self._here:
             self._send()
         while len(self._batches) > leave:
-            self._batches.popleft().check()
+            try:
+                self._batches.popleft().check()
+            except RuntimeError:
+                self._batches.clear()  # of the same disagreement
+                raise
 
     def _send(self) -> None:
         """To the host, on a stream of their own: computing goes on behind the gather."""

@@ -13,8 +13,9 @@ from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
 from zerocast.fsdp2.headers import Headers
-from zerocast.fsdp2.shard_weight import CLEAN, WRITTEN, ShardWeight
+from zerocast.fsdp2.shard_weight import CLEAN, EMPTY, TORN, WRITTEN, ShardWeight
 from zerocast.group import Group
+from zerocast.wholeness import Wholeness
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
 
@@ -24,6 +25,7 @@ class Casting(Protocol):
 
     generation: int
     headers: Headers
+    wholeness: Wholeness
 
     def before_gather(self) -> None:
         """Cast if that is due."""
@@ -55,7 +57,7 @@ class Master:
         self._shard: ShardWeight | None = None
         self._address = 0
         self._gathered: Gathered | None = None
-        self._marked = -1  # the cast since which the header says that this rank was written to
+        self._header = -1, CLEAN  # of which cast, and what it says
         self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
 
     @property
@@ -71,7 +73,7 @@ class Master:
 
     @shard.setter
     def shard(self, shard: ShardWeight) -> None:
-        self._shard, self._marked = shard, -1
+        self._shard, self._header = shard, (-1, CLEAN)
         self.freshness.watch([shard.master], sharded=False)
         self._address = shard.master.untyped_storage().data_ptr()
 
@@ -107,19 +109,25 @@ class Master:
         return outputs
 
     def _outputs(self, device: torch.device) -> tuple[Tensor, ...]:
-        said = self.shard.says
-        if self.written_to and said == CLEAN:
-            said = WRITTEN
-            if self._marked != self.casts.generation:
-                self._marked = self.casts.generation
-                self.shard.say(WRITTEN)
-        self._said = said
+        self._say()
         outputs = self.shard.outputs(self._columnwise)
-        return (
-            outputs
-            if device == self.shard.master.device
-            else tuple(part.to(device, non_blocking=True) for part in outputs)
-        )
+        if device == self.shard.master.device:
+            return outputs
+        return tuple(part.to(device, non_blocking=True) for part in outputs)
+
+    def _say(self) -> None:
+        """Write into the header what differs from what it says since the last cast."""
+        cast, before = self._header
+        if cast != self.casts.generation:
+            before = self.shard.says
+        self._said = self.shard.says
+        if self.casts.wholeness.is_torn:
+            self._said = TORN
+        elif self.written_to and self._said == CLEAN:
+            self._said = WRITTEN
+        if self._said != before:
+            self.shard.say(self._said)
+        self._header = self.casts.generation, self._said
 
     def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None) -> Any:
         """(weight, buffers that FSDP2 allocates and frees with it), refilled in place where `out` is given."""
@@ -140,11 +148,12 @@ class Master:
         all were, it learns of it with the others, later.
         """
         headers = gathered.headers()
-        if headers.is_cuda:
-            self.casts.headers.note(self, headers)
-            everywhere = self._said == WRITTEN and all(flag != CLEAN for flag, _ in headers.tolist())
-        else:
+        if not headers.is_cuda:
             everywhere = self._all_written(headers)
+        else:
+            self.casts.headers.note(self, headers)
+            changed = WRITTEN, EMPTY
+            everywhere = self._said in changed and all(said in changed for said, _ in headers.tolist())
         if everywhere and self._sent == self.casts.generation:
             self.casts.cast_again()
         return self._sent != self.casts.generation
@@ -154,8 +163,16 @@ class Master:
         self._all_written(headers)
 
     def _all_written(self, headers: Tensor) -> bool:
-        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were."""
+        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were, or are torn."""
+        if self._said == TORN:
+            self.casts.wholeness.check_whole()
         said = headers.tolist()
+        torn = [rank for rank, (flag, _) in enumerate(said) if flag == TORN]
+        if torn:
+            raise RuntimeError(
+                f"{self.name}: an optimizer step or a load raised half-way on ranks {torn} of its shard group, which have masters "
+                "of different steps: load a checkpoint on all ranks"
+            )
         if len({generation for _, generation in said}) > 1:
             raise RuntimeError(
                 f"{self.name}: the ranks of a shard group sent bytes of different casts, numbers {[n for _, n in said]} by "

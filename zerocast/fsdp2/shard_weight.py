@@ -19,7 +19,8 @@ from zerocast.layout import Span
 from zerocast.shard import MasterShard
 from zerocast.weight import QuantizedWeight
 
-CLEAN, WRITTEN, EMPTY = range(3)  # what a rank says of its shard since the last cast; an empty one has nothing to say
+# what a rank says of its shard since the last cast: an empty one has nothing to say, a torn one was left half written
+CLEAN, WRITTEN, EMPTY, TORN = range(4)
 
 
 @dataclass

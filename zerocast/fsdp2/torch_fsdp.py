@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +29,18 @@ def reshard(groups: Iterable[Any]) -> None:
     for group in groups:
         if group.is_unsharded:
             group._to_sharded()
+
+
+def discard_gathers(groups: Iterable[Any]) -> None:
+    """Forget gathers that a pass which broke off has left: the next one would take their bytes and not gather again."""
+    for group in groups:
+        left = group._all_gather_result
+        if left is not None:
+            if left.all_gather_event is not None:
+                torch.accelerator.current_stream().wait_event(left.all_gather_event)
+            if isinstance(left.all_gather_work, dist.Work):
+                left.all_gather_work.wait()
+            group._all_gather_result = None
 
 
 def reshards_after_forward(group: Any) -> bool:
