@@ -6,9 +6,10 @@ ImportError or RuntimeError say what was looked for where torchtitan is missing 
 """
 
 from . import host
-from .converter import NAME, MasterWeightConverter
+from .converter import MasterWeightConverter
 from .job_config import JobConfig
 from .optimizer import FusedOptimizers, build_optimizers
+from .refusal import NAME
 from .train_spec import with_fused_optimizers
 
 __all__ = ["FusedOptimizers", "JobConfig", "MasterWeightConverter", "build_optimizers", "with_fused_optimizers"]

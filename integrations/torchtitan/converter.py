@@ -27,7 +27,9 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        self.enabled = not job_config.checkpoint.create_seed_checkpoint  # which holds masters, on one rank, and shards nothing
+        self.enabled = (
+            not job_config.checkpoint.create_seed_checkpoint
+        )  # which holds masters, on one rank, and shards nothing
         if not self.enabled:
             return
         refusal.check(job_config, parallel_dims)

@@ -15,7 +15,9 @@ def seam(module: str, name: str) -> Any:
     is missing if it has another shape.
     """
     if importlib.util.find_spec("torchtitan") is None:
-        raise ImportError("torchtitan is not installed: integrations/torchtitan/README.md says which version runs with which torch")
+        raise ImportError(
+            "torchtitan is not installed: integrations/torchtitan/README.md says which version runs with which torch"
+        )
     try:
         found = importlib.import_module(f"torchtitan.{module}")
     except ModuleNotFoundError as error:

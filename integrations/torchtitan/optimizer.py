@@ -34,9 +34,7 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The state as it is now; every rank calls it. Moments are those in use, step counts and delayed scaling copies."""
         state = {key: _apart(value) for key, value in super().state_dict().items()}
-        return state | {
-            f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)
-        }
+        return state | {f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -52,7 +50,7 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> Any:
-    """Torchtitan's `build_optimizers`, which also knows `implementation="zerocast"`.
+    """What torchtitan's `build_optimizers` does, and `implementation="zerocast"`.
 
     ValueError for that with another optimizer than AdamW, with a step in the backward pass or with TorchFT.
     """
@@ -64,7 +62,9 @@ def build_optimizers(
         (ft_manager is not None and ft_manager.enabled, "TorchFT"),
     ):
         if wrong:
-            raise ValueError(f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {what}")
+            raise ValueError(
+                f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {what}"
+            )
     options = {name: getattr(optimizer_config, name) for name in ("lr", "eps", "weight_decay")}
     return FusedOptimizers(model_parts, options | {"betas": (optimizer_config.beta1, optimizer_config.beta2)})
 
@@ -77,4 +77,6 @@ def _apart(value: Any) -> Any:
 def _delayed(model_parts: list[nn.Module]) -> list[tuple[str, str, Tensor]]:
     """Weight, field and value of the state of delayed scaling."""
     states = [fsdp2.state_dict(part) for part in filter(is_prepared, model_parts)]
-    return [(name, field, value) for state in states for name, fields in state.items() for field, value in fields.items()]
+    return [
+        (name, field, value) for state in states for name, fields in state.items() for field, value in fields.items()
+    ]

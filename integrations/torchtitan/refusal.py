@@ -44,14 +44,14 @@ def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
     ):
         if degree > 1:
             yield (
-                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan slices weights after its converters ran, and "
-                "a weight is prepared after it was sliced. zerocast.fsdp2.prepare(..., weight_mesh=) does it in a parallelize_fn "
-                "of your own"
+                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan slices weights after its converters ran, "
+                "and a weight is prepared after it was sliced. zerocast.fsdp2.prepare(..., weight_mesh=) does that, in a "
+                "parallelize_fn of your own"
             )
     if parallel_dims.pp > 1:
         yield (
-            f"parallelism.pipeline_parallel_degree={parallel_dims.pp} is not supported with {NAME}: torchtitan copies the model for "
-            "each stage, and a prepared weight is not copied"
+            f"parallelism.pipeline_parallel_degree={parallel_dims.pp} is not supported with {NAME}: torchtitan copies the model "
+            "for each stage, and a prepared weight is not copied"
         )
     if not parallel_dims.fsdp_enabled:
         yield (
@@ -65,8 +65,8 @@ def _of_training(job_config: Any) -> Iterator[str]:
         yield f"parameters are FP32 masters: training.dtype is float32, got {job_config.training.dtype}"
     if job_config.optimizer.early_step_in_backward:
         yield (
-            "optimizer.early_step_in_backward is not supported with zerocast: masters would change under a backward pass that still "
-            "gathers them"
+            "optimizer.early_step_in_backward is not supported with zerocast: masters would change under a backward pass that "
+            "still gathers them"
         )
 
 
@@ -77,7 +77,9 @@ def _of_optimizers(job_config: Any) -> Iterator[str]:
             f"optimizer.implementation=zerocast needs a TrainSpec with zerocast's optimizers, and {job_config.model.name} has its "
             "own: llama3_zerocast is registered, others register zerocast.integrations.torchtitan.with_fused_optimizers(spec)"
         )
-    delayed = [entry for entry in job_config.quantize.linear.zerocast.recipe if entry.rpartition("=")[2] == "fp8_delayed"]
+    delayed = [
+        entry for entry in job_config.quantize.linear.zerocast.recipe if entry.rpartition("=")[2] == "fp8_delayed"
+    ]
     if delayed and not ours:
         yield (
             f"{delayed[0]} has scales to checkpoint, which the optimizers of optimizer.implementation=zerocast do, not those of "

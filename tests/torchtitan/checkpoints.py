@@ -39,7 +39,9 @@ def contents(made: Any) -> dict[str, str]:
         for name, weight in models.unsharded(model)
         for buffer, value in models.bytes_of(weight).items()
     }
-    state = {key: casts.sha(whole(value)) for key, value in made.optimizers.state_dict().items() if torch.is_tensor(value)}
+    state = {
+        key: casts.sha(whole(value)) for key, value in made.optimizers.state_dict().items() if torch.is_tensor(value)
+    }
     return masters(made) | state | gathered
 
 

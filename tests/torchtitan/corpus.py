@@ -44,11 +44,16 @@ class Text(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
 def dataloader(dp_world_size: int, dp_rank: int, tokenizer: None, job_config: Any) -> ParallelAwareDataloader:
     training = job_config.training
     return ParallelAwareDataloader(
-        Text(dp_rank, training.seq_len), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=training.local_batch_size
+        Text(dp_rank, training.seq_len),
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        batch_size=training.local_batch_size,
     )
 
 
-TINY = TransformerModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=128, multiple_of=32, rope_theta=500000)
+TINY = TransformerModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=128, multiple_of=32, rope_theta=500000
+)
 
 for name in ("llama3", "llama3_zerocast"):
     register_train_spec(

@@ -79,12 +79,12 @@ def host_on_cpu() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, here))
         stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))
         stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
-        stack.enter_context(mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda seconds: None)))
+        stack.enter_context(
+            mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda seconds: None))
+        )
         stack.enter_context(mock.patch.object(metrics.utils, "get_peak_flops", return_value=1.0))
         stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", _divide))
         stack.callback(logging.getLogger().setLevel, logging.getLogger().level)
         stack.callback(gc.enable)
-        stack.callback(
-            dist.distributed_c10d._set_pg_timeout, timedelta(seconds=COLLECTIVE_SECONDS), dist.group.WORLD
-        )
+        stack.callback(dist.distributed_c10d._set_pg_timeout, timedelta(seconds=COLLECTIVE_SECONDS), dist.group.WORLD)
         yield

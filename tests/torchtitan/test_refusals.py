@@ -70,7 +70,9 @@ def test_parallelism(name: str) -> None:
 
 
 def test_nothing_sharded() -> None:
-    with pytest.raises(ValueError, match="data_parallel_shard_degree=1 and context_parallel_degree=1: start at least 2"):
+    with pytest.raises(
+        ValueError, match="data_parallel_shard_degree=1 and context_parallel_degree=1: start at least 2"
+    ):
         converter_of(Case(), dp_shard=1)
     converter_of(Case(), dp_shard=1, cp=2)
 
@@ -84,7 +86,7 @@ def test_a_seed_checkpoint_holds_masters_alone() -> None:
 def test_without_the_section() -> None:
     config = JobConfig()
     config.model.converters = [NAME]
-    with pytest.raises(RuntimeError, match="--job.custom_config_module=zerocast.integrations.torchtitan"):
+    with pytest.raises(RuntimeError, match=r"--job.custom_config_module=zerocast.integrations.torchtitan"):
         model_converter.build_model_converters(config, ParallelDims(**DEGREES, world_size=2))
 
 
