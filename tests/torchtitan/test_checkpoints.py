@@ -1,0 +1,43 @@
+"""A run that torchtitan's checkpointer interrupts and resumes is the one that was never interrupted, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.torchtitan.checkpoints import loaded_masters, run
+from tests.torchtitan.host_on_cpu import needs_torchtitan
+from tests.torchtitan.training import MIXED, Case
+from tests.workers import Ranks
+
+pytestmark = needs_torchtitan
+slow = pytest.mark.slow
+
+CASES = {
+    "nvfp4": Case("nvfp4"),
+    "fp8_block": Case("fp8_block"),
+    "fp8_delayed": Case("fp8_delayed"),
+    "AdamW of torch": Case(MIXED, "for-loop"),
+    "saved in the background": Case(MIXED, options=("--checkpoint.async_mode=async",)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nvfp4" else slow) for name in CASES])
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    whole = ranks(2)(run, CASES[name], str(tmp_path))
+    resumed = ranks(2)(run, CASES[name], str(tmp_path), 2)
+    for (losses, contents, complaints), (later, again, of_the_resumed) in zip(whole, resumed, strict=True):
+        assert later == losses[2:]
+        assert again == contents
+        assert not complaints and not of_the_resumed
+    assert any("rowwise_data" in key for key in whole[0][1]) and any("exp_avg" in key for key in whole[0][1])
+    assert (name == "fp8_delayed") == any("amax_history" in key for key in whole[0][1])
+
+
+@slow
+def test_plain_torchtitan_loads_the_masters(ranks: Ranks, tmp_path: Path) -> None:
+    """And other ranks: a checkpoint holds FP32 tensors and nothing of zerocast."""
+    case = Case("nvfp4", "for-loop", steps=2)
+    (_, contents, _), _ = ranks(2)(run, case, str(tmp_path))
+    for world, reader in ((2, case.plain()), (3, case.plain()), (3, case)):
+        for masters in ranks(world)(loaded_masters, reader, str(tmp_path), 2):
+            assert masters and masters.items() <= contents.items()
