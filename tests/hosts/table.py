@@ -54,11 +54,10 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _recorded_with(runs: list[dict[str, Any]]) -> str:
-    found = {"hosts": sorted({package for run in runs for package in _packages(run)})}
-    found |= {device: sorted({_setting(run, device) for run in runs if _ran(run, device)}) for device in ON}
-    return (
-        "Recorded with " + "; ".join(f"{what}: {', '.join(values)}" for what, values in found.items() if values) + "."
-    )
+    found = {"hosts": {package for run in runs for package in _packages(run)}}
+    found |= {device: {_machine(run, device) for run in runs if _ran(run, device)} for device in ON}
+    parts = [f"{what}: {', '.join(sorted(values))}" for what, values in found.items() if values]
+    return f"Recorded with {'; '.join(parts)}."
 
 
 def _packages(run: dict[str, Any]) -> set[str]:
@@ -66,34 +65,14 @@ def _packages(run: dict[str, Any]) -> set[str]:
     return {f"{name} {run['versions'][name]}" for name in names & {*run["versions"]}}
 
 
-def _ranges(numbers: set[int]) -> str:
-    """1-3, 5"""
-    places = count()
-    runs = [list(run) for _, run in groupby(sorted(numbers), key=lambda number: number - next(places))]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _recorded_with(runs: list[dict[str, Any]]) -> str:
-    on = {device: sorted({_setting(run, device) for run in runs if _ran(run, device)}) for device in ON}
-    hosts = {
-        (PACKAGE_OF[s["host"]], run) for run in range(len(runs)) for s in runs[run]["passed"] if s["host"] in PACKAGE_OF
-    }
-    found = {"hosts": sorted({f"{name} {runs[run]['versions'].get(name, '')}".strip() for name, run in hosts}), **on}
-    return (
-        "Recorded with " + "; ".join(f"{what}: {', '.join(values)}" for what, values in found.items() if values) + "."
-    )
-
-
 def _ran(run: dict[str, Any], device: str) -> bool:
     return any(shown["on"] == device for shown in run["passed"])
 
 
-def _setting(run: dict[str, Any], device: str) -> str:
-    gpus = run["hardware"]["gpus"]
-    machine = (
-        f"{len(gpus)} {gpus[0]}" if device == "GPU" else f"{run['hardware']['cores']} cores of {run['hardware']['cpu']}"
-    )
-    return f"torch {run['versions']['torch']} on {machine} ({run['date']})"
+def _machine(run: dict[str, Any], device: str) -> str:
+    gpus, cores, cpu = (run["hardware"][name] for name in ("gpus", "cores", "cpu"))
+    what = f"{len(gpus)} {gpus[0]}" if device == "GPU" else f"{cores} cores of {cpu}"
+    return f"torch {run['versions']['torch']} on {what} ({run['date']})"
 
 
 def with_table(text: str, made: str) -> str:

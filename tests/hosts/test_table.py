@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,19 +55,30 @@ def test_recorded_tests_are_there(name: str) -> None:
             assert f"def {function}(" in source and ".shows(" in source, test
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The record of a small run of its own."""
-    folder = tmp_path_factory.mktemp("hosts")
+def run_of_its_own(folder: Path, *options: str) -> dict[str, Any]:
+    """The record of a small run in processes of its own."""
     (folder / "test_some.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n shows\n gpu\n")
-    line = f"-m pytest -p tests.hosts.record -p no:cacheprovider --record-hosts {folder}/found.json {folder}"
-    ran = subprocess.run([sys.executable, *line.split()], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "1 passed" not in ran.stdout and "2 failed, 5 passed, 1 skipped" in ran.stdout, ran.stdout
+    line = ["-m", "pytest", "-p", "tests.hosts.record", "-p", "no:cacheprovider", *options]
+    line += ["--record-hosts", f"{folder}/found.json", "--record-commit", "abc", str(folder)]
+    ran = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "2 failed, 5 passed, 1 skipped" in ran.stdout, ran.stdout
     return json.loads((folder / "found.json").read_text())
 
 
-def test_what_passed_is_recorded_and_nothing_else(found: dict[str, object]) -> None:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record of a small run."""
+    return run_of_its_own(tmp_path_factory.mktemp("hosts"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_spread_over_processes(found: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    assert run_of_its_own(tmp_path, "-n", "2")["passed"] == found["passed"]
+
+
+def test_what_passed_is_recorded_and_nothing_else(found: dict[str, Any]) -> None:
     """Two ranks of Apex in fp8_block passed in one test and failed in another; three failed; mxfp8 was skipped."""
     passed = {(s["host"], s["parallel"], s["ranks"], s["format"], s["on"]) for s in found["passed"]}
     assert passed == {
@@ -78,9 +91,10 @@ def test_what_passed_is_recorded_and_nothing_else(found: dict[str, object]) -> N
         ("ZeroAdamW", "data", 1, "nvfp4", "GPU"),
     }
     assert "--record-hosts found.json" in found["command"]
+    assert found["commit"] == "abc"
 
 
-def test_the_table_of_a_run(found: dict[str, object]) -> None:
+def test_the_table_of_a_run(found: dict[str, Any]) -> None:
     """Hosts in their order, ranks as ranges, a blank where nothing passed."""
     found["hardware"] = {"cpu": "some processor", "cores": 4, "gpus": ["some GPU"] * 2}
     made = table([found])
@@ -111,5 +125,5 @@ def test_ranges_and_marks() -> None:
         record.shown_by(mark, {}, False)
 
 
-def _on(*ranks: int) -> list[dict[str, object]]:
+def _on(*ranks: int) -> list[dict[str, Any]]:
     return [{"host": "Apex", "ranks": number} for number in ranks]
