@@ -31,7 +31,8 @@ HOSTS = {  # in the order of the table, each with what is to be read about it
     "torchtitan": "integrations/torchtitan",
 }
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "torchtitan", "triton")
+PACKAGE_OF = {"Megatron-Core": "megatron-core", "TransformerEngine": "transformer-engine", "torchtitan": "torchtitan"}
+PACKAGES = ("torch", "triton", *PACKAGE_OF.values())
 
 
 class Shown(NamedTuple):

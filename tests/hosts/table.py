@@ -11,7 +11,7 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.record import FORMATS, HOSTS
+from tests.hosts.record import FORMATS, HOSTS, PACKAGE_OF
 
 RUNS = Path(__file__).parent / "runs"
 README = Path(__file__).parents[2] / "README.md"
@@ -54,8 +54,34 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _recorded_with(runs: list[dict[str, Any]]) -> str:
+    found = {"hosts": sorted({package for run in runs for package in _packages(run)})}
+    found |= {device: sorted({_setting(run, device) for run in runs if _ran(run, device)}) for device in ON}
+    return (
+        "Recorded with " + "; ".join(f"{what}: {', '.join(values)}" for what, values in found.items() if values) + "."
+    )
+
+
+def _packages(run: dict[str, Any]) -> set[str]:
+    names = {PACKAGE_OF[shown["host"]] for shown in run["passed"] if shown["host"] in PACKAGE_OF}
+    return {f"{name} {run['versions'][name]}" for name in names & {*run["versions"]}}
+
+
+def _ranges(numbers: set[int]) -> str:
+    """1-3, 5"""
+    places = count()
+    runs = [list(run) for _, run in groupby(sorted(numbers), key=lambda number: number - next(places))]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _recorded_with(runs: list[dict[str, Any]]) -> str:
     on = {device: sorted({_setting(run, device) for run in runs if _ran(run, device)}) for device in ON}
-    return "Recorded with " + "; ".join(f"{device}: {', '.join(found)}" for device, found in on.items() if found) + "."
+    hosts = {
+        (PACKAGE_OF[s["host"]], run) for run in range(len(runs)) for s in runs[run]["passed"] if s["host"] in PACKAGE_OF
+    }
+    found = {"hosts": sorted({f"{name} {runs[run]['versions'].get(name, '')}".strip() for name, run in hosts}), **on}
+    return (
+        "Recorded with " + "; ".join(f"{what}: {', '.join(values)}" for what, values in found.items() if values) + "."
+    )
 
 
 def _ran(run: dict[str, Any], device: str) -> bool:

@@ -90,7 +90,12 @@ def test_the_table_of_a_run(found: dict[str, object]) -> None:
         "| [FSDP2](zerocast/fsdp2) | data, tensor |  |  |  | CPU 4 | GPU 4 |",
         "| [Apex](integrations/apex) | data |  |  | CPU 1 |  | CPU 1-2 |",
     ]
-    assert "4 cores of some processor" in made and "2 some GPU" in made
+    assert "4 cores of some processor" in made and "2 some GPU" in made and "hosts:" not in made
+    with_package = {**found["passed"][0], "host": "Megatron-Core"}
+    versions = {**found["versions"], "megatron-core": "1.2.3"}
+    assert "Recorded with hosts: megatron-core 1.2.3; CPU" in table(
+        [{**found, "passed": [with_package], "versions": versions}]
+    )
 
 
 def test_ranges_and_marks() -> None:

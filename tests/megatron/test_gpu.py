@@ -12,7 +12,7 @@ from tests.megatron import attaching, faulty, verifying
 from tests.megatron.checkpoints import loaded, resume, saved
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.test_checkpoints import KINDS, check
-from tests.megatron.training import Case, train, train_chunks
+from tests.megatron.training import FORMATS, Case, train, train_chunks
 from tests.workers import Ranks
 
 ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
@@ -21,6 +21,7 @@ SECONDS = 240.0  # the first case sets the GPUs up
 pytestmark = needs_megatron
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
 @pytest.mark.parametrize("world", [ONE, TWO])
@@ -29,6 +30,7 @@ def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, fo
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data, buffers of experts", formats=FORMATS["mixed"].values())
 @pytest.mark.parametrize("busbw", [False, True], ids=["", "padded for bandwidth"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("world", [TWO])
@@ -37,6 +39,7 @@ def test_chained_optimizers_with_buffers_of_experts(gpu_ranks: Ranks, world: int
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data, model chunks", formats=FORMATS["mixed"].values())
 @pytest.mark.parametrize("world", [TWO])
 def test_model_chunks_of_one_optimizer(gpu_ranks: Ranks, world: int) -> None:
     assert gpu_ranks(world)(train_chunks, Case("mixed", True, bucket_size=10_000), timeout=SECONDS) == [[{}, {}]] * 2

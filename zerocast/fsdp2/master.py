@@ -60,6 +60,10 @@ class Master:
         self._header = -1, CLEAN  # of which cast, and what it says
         self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
 
+    def __deepcopy__(self, memo: Any) -> "Master":
+        """Itself: `async_save` copies shards with what they point to, and the copy is a state of the same weight."""
+        return self
+
     @property
     def is_cast(self) -> bool:
         """Whether there is a shard."""
