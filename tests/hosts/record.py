@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -33,8 +33,6 @@ HOSTS = {  # in the order of the table, each with what is to be read about it
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 PACKAGE_OF = {"Megatron-Core": "megatron-core", "TransformerEngine": "transformer-engine", "torchtitan": "torchtitan"}
 PACKAGES = ("torch", "triton", *PACKAGE_OF.values())
-
-PROPERTY = "shows"  # of a report
 
 
 class Shown(NamedTuple):
@@ -64,30 +62,32 @@ def _value(said: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 class Recorder:
-    """Listens to a run of pytest, and writes at its end. What tests show comes with their reports, from other processes too."""
+    """Listens to a run of pytest, and writes at its end."""
 
-    def __init__(self, path: Path, commit: str | None) -> None:
-        self._path, self._commit = path, commit
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._passed: dict[Shown, set[str]] = defaultdict(set)
         self._failed: set[Shown] = set()
 
-    def pytest_runtest_setup(self, item: pytest.Function) -> None:
-        """Tell the reports of a marked test what it shows."""
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Function) -> Generator[None, Any, None]:
+        """Let the report say what a marked test shows: it may be made in another process, a worker of pytest-xdist."""
+        report = (yield).get_result()
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        on_gpu = item.get_closest_marker("gpu") is not None
-        shown = set().union(*(shown_by(mark, parameters, on_gpu) for mark in item.iter_markers("shows")))
-        item.user_properties.append((PROPERTY, sorted(map(list, shown))))
+        for mark in item.iter_markers("shows"):
+            for shown in shown_by(mark, parameters, item.get_closest_marker("gpu") is not None):
+                report.user_properties.append(("shows", tuple(shown)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what was shown, or was not."""
-        for shown in (Shown(*values) for values in dict(report.user_properties).get(PROPERTY, ())):
+        """Note it."""
+        for shown in (Shown(*value) for name, value in report.user_properties if name == "shows"):
             if report.failed:
                 self._failed.add(shown)
             elif report.passed and report.when == "call":
                 self._passed[shown].add(report.nodeid.partition("[")[0])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the evidence, in the process that has all of it."""
+        """Write the evidence, but for workers of pytest-xdist: their reports have gone to who started them."""
         if hasattr(session.config, "workerinput"):
             return
         passed = sorted((shown, sorted(tests)) for shown, tests in self._passed.items() if shown not in self._failed)
@@ -97,7 +97,7 @@ class Recorder:
         evidence = {
             "date": date.today().isoformat(),
             "command": f"python -m pytest {shlex.join(line)}",
-            "commit": self._commit or _commit(session.config.rootpath),
+            "commit": _commit(session.config.rootpath),
             "hardware": _hardware(),
             "versions": {"python": platform.python_version()} | _versions(),
             "passed": [{**shown._asdict(), "tests": tests} for shown, tests in passed],
@@ -107,7 +107,9 @@ class Recorder:
 
 
 def _commit(root: Path) -> str | None:
-    """None outside of a repository, and where what was tested is not what was committed."""
+    """None outside of a repository, and where what is tested is not what was committed. A machine that has the files alone is told by ZEROCAST_COMMIT."""
+    if "ZEROCAST_COMMIT" in os.environ:
+        return os.environ["ZEROCAST_COMMIT"]
     line = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     found = subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
     return None if found.endswith("-dirty") else found or None
@@ -135,13 +137,11 @@ def _is_installed(name: str) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
+    """The option."""
     parser.addoption("--record-hosts", type=Path, metavar="FILE", help="write what tests marked `shows` have shown")
-    parser.addoption("--record-commit", metavar="ID", help="the commit that is tested, where git does not know it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The recorder, if it is asked for."""
     if config.getoption("--record-hosts"):
-        recorder = Recorder(config.getoption("--record-hosts"), config.getoption("--record-commit"))
-        config.pluginmanager.register(recorder)
+        config.pluginmanager.register(Recorder(config.getoption("--record-hosts")))
