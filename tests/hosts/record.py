@@ -107,7 +107,7 @@ class Recorder:
 
 
 def _commit(root: Path) -> str | None:
-    """None outside of a repository, and where what is tested is not what was committed. A machine that has the files alone is told by ZEROCAST_COMMIT."""
+    """None outside of a repository, and for files that differ from it. A machine with files alone is told by ZEROCAST_COMMIT."""
     if "ZEROCAST_COMMIT" in os.environ:
         return os.environ["ZEROCAST_COMMIT"]
     line = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
