@@ -60,12 +60,17 @@ class Adapter:
         """The format of a tensor. ValueError with the reason where it is not cast, RuntimeError for another shape of the host."""
         require(tensor, self.of_tensor.values())
         require(quantizer, self.of_quantizer.values())
+        self.check(tensor, quantizer)
+        return self.format(quantizer)
+
+    def check(self, tensor: Any, quantizer: Any) -> None:
+        """ValueError with the reason for options that are not cast: at every call, since they may be set at any time."""
         for option in self.options:
             option.check(quantizer, tensor)
         stored, made = getattr(tensor, "_fp8_dtype", None), getattr(quantizer, "dtype", None)
         if stored is not None and made is not None and stored != made:
-            raise ValueError(f"its codes are {stored!s} and its quantizer makes {made!s}")
-        return self.format(quantizer)
+            names = [getattr(dtype, "name", str(dtype)) for dtype in (stored, made)]
+            raise ValueError("its codes are {} and its quantizer makes {}".format(*names))
 
     def attribute(self, name: str) -> str:
         """What the host calls a buffer."""

@@ -11,6 +11,7 @@ from zerocast.group import Group, GroupLike
 
 from .entry import Entry, entries_of, parts_of
 from .kept import Kept, KeptPlans
+from .transposes import forget_copies
 from .twin import forget_twin
 
 _CALL = "calls quantize_master_weights"
@@ -50,11 +51,9 @@ def quantize_master_weights(
     for weight in model_weights:
         if hasattr(weight, "clear_high_precision_init_val"):  # masters exist, so nobody needs it any more
             weight.clear_high_precision_init_val()
-    kept.cast(entries)
     if not manual_post_all_gather_processing:
-        for entry in entries:
-            entry.twin.adapter.outdate(entry.tensor)
-            entry.twin.forget_columnwise()
+        _drop_copies(entries)
+    kept.cast(entries)
 
 
 def cast_master_weights_to_fp8(
@@ -85,6 +84,16 @@ def release(model_weights: Sequence[Any]) -> None:
         _plans.drop(weight)
         for part in parts_of(weight):
             forget_twin(part)
+    forget_copies()
+
+
+def _drop_copies(entries: Sequence[Entry]) -> None:
+    """Columnwise copies are of the last cast: let the host drop them before this one, and hold on to none."""
+    for entry in entries:
+        entry.twin.adapter.outdate(entry.tensor)
+    held = [entry.twin.forget_columnwise() for entry in entries]
+    if any(held):
+        forget_copies()
 
 
 def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[Kept, list[Entry]]:

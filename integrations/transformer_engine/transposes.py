@@ -1,10 +1,11 @@
 """post_all_gather_processing: columnwise copies of TransformerEngine's tensors from their gathered rowwise codes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import backends
 from zerocast.columnwise import ColumnwiseCopies
@@ -12,6 +13,9 @@ from zerocast.columnwise import ColumnwiseCopies
 from .adapters import is_quantized
 from .entry import parts_of
 from .twin import Twin, twin_of
+
+_Kept = tuple[list[Twin], ColumnwiseCopies]
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the first tensor of a list: tables of where everything lies
 
 
 @torch.no_grad()
@@ -21,31 +25,46 @@ def post_all_gather_processing(model_weights: Any) -> None:
     A copy that is there is written again, where it lies. Plain tensors are passed over. TypeError or ValueError for tensors that
     are not cast, and for tensors on several devices; nothing is written then.
     """
-    weights = list(model_weights) if isinstance(model_weights, (list, tuple)) else [model_weights]
-    found = [pair for index, weight in enumerate(weights) for pair in _copied(index, weight)]
+    weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
+    found = list(_copied(weights))
     devices = {twin.weight.device for _, twin in found}
     if len(devices) > 1:
         raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
     if not found:
         return
-    copies = ColumnwiseCopies([twin.weight for _, twin in found], backends.choose(devices.pop()))
-    copies.make()
+    _copies_of(found, devices.pop()).make()
     for tensor, twin in found:
         twin.hand_over_columnwise(tensor)
         twin.adapter.copied(tensor)
 
 
-def _copied(index: int, weight: Any) -> Sequence[tuple[Any, Twin]]:
-    """(tensor, twin) of what needs a copy of a weight."""
-    if isinstance(weight, Tensor) and not is_quantized(weight):
-        return []
-    try:
-        pairs = [(part, twin_of(part, weight.dtype)) for part in parts_of(weight)]
-        found = [
-            (p, twin) for p, twin in pairs if twin.derives and not twin.codes_in_transpose and twin.adapter.copies()
-        ]
-        for part, twin in found:
-            twin.follow_columnwise(part)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise type(error)(f"model weight {index}: {error}") from error
-    return found
+def forget_copies() -> None:
+    """Hold on to no columnwise copy that a tensor may have dropped."""
+    _kept.clear()
+
+
+def _copies_of(found: list[tuple[Any, Twin]], device: torch.device) -> ColumnwiseCopies:
+    twins = [twin for _, twin in found]
+    before: _Kept | None = _kept.get(found[0][0])
+    if before is None or len(before[0]) != len(twins) or any(a is not b for a, b in zip(before[0], twins, strict=True)):
+        before = _kept[found[0][0]] = twins, ColumnwiseCopies([twin.weight for twin in twins], backends.choose(device))
+    return before[1]
+
+
+def _copied(weights: Any) -> Iterator[tuple[Any, Twin]]:
+    """(tensor, twin) of what needs a copy."""
+    needed: dict[int, bool] = {}  # by adapter
+    for index, weight in enumerate(weights):
+        if isinstance(weight, Tensor) and not is_quantized(weight):
+            continue
+        try:
+            for part in parts_of(weight):
+                twin = twin_of(part, weight.dtype)
+                key = id(twin.adapter)
+                if key not in needed:
+                    needed[key] = twin.adapter.copies()
+                if needed[key] and twin.derives and not twin.codes_in_transpose:
+                    twin.follow_columnwise(part)
+                    yield part, twin
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"model weight {index}: {error}") from error

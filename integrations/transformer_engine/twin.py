@@ -61,7 +61,8 @@ class Twin:
         return not self.codes_in_transpose or getattr(tensor, self.adapter.of_tensor[_DATA]) is None
 
     def follow(self, tensor: Any) -> None:
-        """Look where the buffers that a cast writes are now. ValueError for one that is gone or has another shape."""
+        """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
+        self.adapter.check(tensor, self._quantizer)
         self._follow(self.adapter.buffers(tensor, self._quantizer), self._written)
 
     def follow_columnwise(self, tensor: Any) -> None:
@@ -74,12 +75,14 @@ class Twin:
         else:
             self._follow(held, copy)
 
-    def forget_columnwise(self) -> None:
-        """Hold on to no columnwise copy that derives from the rowwise codes."""
-        if self.derives:
+    def forget_columnwise(self) -> bool:
+        """Hold on to no columnwise copy that derives from the rowwise codes; whether there was one."""
+        held = self.derives and self.weight.state.buffers["columnwise_data"] is not None
+        if held:
             for name in _COLUMNWISE:
                 self._seen.pop(name, None)
             self.weight.state.drop_columnwise()
+        return held
 
     def hand_over_columnwise(self, tensor: Any) -> None:
         """Give the tensor the columnwise copy that was made, where it had none."""

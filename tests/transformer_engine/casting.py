@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests import casts
 from tests.sharded import POISON, Outcome, Weight
-from tests.transformer_engine.host_on_cpu import host, integration
+from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from tests.transformer_engine.tensors import buffers, bytes_of, tensor
 from zerocast import get_format
 from zerocast.formats import Columnwise
@@ -82,7 +82,7 @@ def cast_and_gather(
     cases: tuple[Weight, ...], steps: int = 1, device: str = "cpu", manual: bool = True, columnwise: bool = False
 ) -> Outcome:
     """Cast, gather, transpose; the bytes of all tensors after each step."""
-    with host():
+    with host_on_cpu():
         casting = Casting(cases, device, columnwise)
         outcome = Outcome([], casting.complaints)
         for step in range(steps):
@@ -98,7 +98,7 @@ def cast_and_gather(
 
 def count_collectives(cases: tuple[Weight, ...]) -> list[dict[str, int]]:
     """Of a first and a second call, whose masters are new tensors, and of the processing after the gather."""
-    with host():
+    with host_on_cpu():
         casting, counts = Casting(cases), []
         after = lambda: integration().post_all_gather_processing(casting.tensors)  # noqa: E731
         for run in (casting.cast, lambda: casting.cast(1), lambda: casting.cast(2), after):
@@ -110,7 +110,7 @@ def count_collectives(cases: tuple[Weight, ...]) -> list[dict[str, int]]:
 
 def grow_amax(cases: tuple[Weight, ...], before: tuple[float, ...]) -> list[Any]:
     """A cast with delayed scaling where `before[rank]` is the amax so far: (amax, scale, history around the amax, bytes)."""
-    with host():
+    with host_on_cpu():
         casting = Casting(cases)
         (weight,), rank = casting.tensors, casting.rank
         history = torch.full((4, 3), -1.0)  # as TransformerEngine keeps it: [length, tensors], row 0 is this step's
@@ -123,7 +123,7 @@ def grow_amax(cases: tuple[Weight, ...], before: tuple[float, ...]) -> list[Any]
 
 def cast_into_shards(cases: tuple[Weight, ...]) -> list[tuple[int, list[Any], casts.Bytes, casts.Bytes]]:
     """For each weight: its first owned byte, the guarded storage of each direction, and its own bytes before and after."""
-    with host():
+    with host_on_cpu():
         casting, shards, storages = Casting(cases), [], []
         for index in range(len(cases)):
             owned, count = casting.owned_bytes(index), len(casting.payloads(index))

@@ -7,8 +7,8 @@ Where there is no GPU
 * so is its ONNX export, which needs packages of its own and which nothing here calls;
 * what TransformerEngine asks of CUDA is answered as on an H200: capability 9.0, tensors on the CPU.
 
-Its modules are in `sys.modules` inside `host()` only, since other hosts look whether they can import it. With a GPU nothing of
-this is done.
+Its modules are in `sys.modules` inside `host_on_cpu()` only, since other hosts look whether they can import it. With a GPU nothing
+of this is done.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ needs_te = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @contextlib.contextmanager
-def host() -> Iterator[None]:
+def host_on_cpu() -> Iterator[None]:
     """Within, TransformerEngine can be imported and called on this rank."""
     if WITH_GPU:
         yield
@@ -127,7 +127,7 @@ def host() -> Iterator[None]:
 
 
 def integration() -> Any:
-    """zerocast.integrations.transformer_engine; call it inside `host()`."""
+    """zerocast.integrations.transformer_engine; call it inside `host_on_cpu()`."""
     import zerocast.integrations.transformer_engine as module
 
     return module

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests import casts
 from tests.sharded import Weight
 from tests.transformer_engine.casting import Casting
-from tests.transformer_engine.host_on_cpu import host, integration
+from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from tests.transformer_engine.tensors import bytes_of
 
 Both = tuple[list[casts.Bytes], list[casts.Bytes]]
@@ -24,7 +24,7 @@ def theirs() -> Any:
 
 def cast_by_both(cases: tuple[Weight, ...], steps: int = 2) -> tuple[Both, list[str]]:
     """Bytes of all tensors after the last of some casts, gathers and transposes, by TransformerEngine and by zerocast."""
-    with host():
+    with host_on_cpu():
         runs = Casting(cases, "cuda", columnwise=True), Casting(cases, "cuda", columnwise=True)
         for calls, run in zip((theirs(), integration()), runs, strict=True):
             run.group = dist.group.WORLD
@@ -44,7 +44,7 @@ def cast_by_both(cases: tuple[Weight, ...], steps: int = 2) -> tuple[Both, list[
 
 def host_makes_copies(cases: tuple[Weight, ...]) -> list[casts.Bytes]:
     """A cast with the default, automatic post-processing; then what TransformerEngine's forward pass asks of a weight."""
-    with host():
+    with host_on_cpu():
         casting = Casting(cases, "cuda", columnwise=True)
         casting.group = dist.group.WORLD
         casting.cast()
@@ -60,7 +60,7 @@ def train(recipe: str, by_zerocast: bool, steps: int = 4) -> tuple[list[float], 
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
-    with host():
+    with host_on_cpu():
         torch.manual_seed(7)
         chosen, calls = getattr(recipes, recipe)(), integration() if by_zerocast else theirs()
         with te.quantized_model_init(enabled=True, recipe=chosen, preserve_high_precision_init_val=True):

@@ -1,4 +1,4 @@
-"""TransformerEngine's tensors of the cases in tests/sharded.py, and their bytes by zerocast's names. Call inside `host()`."""
+"""TransformerEngine's tensors of the cases in tests/sharded.py, and their bytes by zerocast's names. For inside `host_on_cpu()`."""
 
 from typing import Any
 

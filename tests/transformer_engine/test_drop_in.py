@@ -202,6 +202,13 @@ def test_nothing_is_kept_alive() -> None:
     import gc
     import weakref
 
+    here = Casting(cases(1, formats=("fp8_block", "nvfp4")))  # per-tensor FP8 keeps its transposes, marked invalid
+    here.cast(manual_post_all_gather_processing=True)
+    integration().post_all_gather_processing(here.tensors)
+    copies = [weakref.ref(one._columnwise_data.untyped_storage()) for one in here.tensors]
+    assert all(copy() is not None for copy in copies)
+    here.cast()
+    assert not any(copy() is not None for copy in copies)  # dropped by default, and nobody else holds them
     here = Casting(cases(1))
     masters, starts = here.masters()
     integration().quantize_master_weights(here.tensors, masters, starts, None)
