@@ -50,6 +50,10 @@ OPTIONS = {
         "needs a TrainSpec with zerocast's optimizers, and corpus has",
     ),
     "delayed scaling that nobody saves": (Case("fp8_delayed", "for-loop"), "has scales to checkpoint"),
+    "safetensors at the end": (
+        Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf")),
+        "would fail after the last step",
+    ),
     "no format": (Case("layers.*=,output.*=nvfp4"), r"is a list of pattern=format.*'layers.\*='"),
     "another format": (Case("layers.*=fp3"), "fp3"),
     "no recipe": (Case(options=("--quantize.linear.zerocast.recipe=",)), "is a list of pattern=format"),
