@@ -68,6 +68,11 @@ def _of_training(job_config: Any) -> Iterator[str]:
             "optimizer.early_step_in_backward is not supported with zerocast: masters would change under a backward pass that "
             "still gathers them"
         )
+    if job_config.checkpoint.enable and job_config.checkpoint.last_save_in_hf:
+        yield (
+            "checkpoint.last_save_in_hf is not supported with zerocast: safetensors cannot read the wrapped masters, and the save "
+            "would fail after the last step; save torchtitan's own checkpoint, which converts as any other"
+        )
 
 
 def _of_optimizers(job_config: Any) -> Iterator[str]:

@@ -20,6 +20,14 @@ def run(case: Case, folder: str, resume: int = -1) -> tuple[list[float], dict[st
         return made.losses, contents(made), models.complaints(made.model_parts[0], "at the end")
 
 
+def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str], list[str]]:
+    """Digests of the masters of a run that starts from Hugging Face's names, and complaints about its bytes."""
+    options = ("--checkpoint.enable", "--checkpoint.initial-load-in-hf", f"--checkpoint.initial_load_path={path}")
+    with trainer(case.having(*options), folder) as made:
+        assert made.checkpointer.load()
+        return masters(made), models.complaints(made.model_parts[0], "as loaded")
+
+
 def loaded_masters(case: Case, folder: str, step: int) -> dict[str, str]:
     """Digests of the masters that a run of this case starts with when it loads that step; data may be cut for other ranks."""
     with trainer(case.having(*SAVING, "--checkpoint.exclude_from_loading=dataloader"), folder) as made:

@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tests.torchtitan.checkpoints import loaded_masters, run
-from tests.torchtitan.host_on_cpu import needs_torchtitan
+from tests.torchtitan.checkpoints import from_safetensors, loaded_masters, run
+from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
 from tests.torchtitan.training import MIXED, Case
 from tests.workers import Ranks
+
+if not WHY_NOT:
+    with importable():
+        from zerocast.integrations.torchtitan import FusedOptimizers
 
 pytestmark = needs_torchtitan
 slow = pytest.mark.slow
@@ -41,3 +46,26 @@ def test_plain_torchtitan_loads_the_masters(ranks: Ranks, tmp_path: Path) -> Non
     for world, reader in ((2, case.plain()), (3, case.plain()), (3, case)):
         for masters in ranks(world)(loaded_masters, reader, str(tmp_path), 2):
             assert masters and masters.items() <= contents.items()
+
+
+@slow
+def test_starting_from_safetensors_with_names_of_hugging_face(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("nvfp4", "for-loop", steps=2, options=("--checkpoint.last-save-in-hf",)).plain()
+    (_, contents, _), _ = ranks(2)(run, case, str(tmp_path))
+    path = tmp_path / "checkpoint" / "step-2"
+    assert list(path.glob("*.safetensors"))
+    for masters, complaints in ranks(2)(from_safetensors, Case("fp8_block"), str(tmp_path / "next"), str(path)):
+        assert not complaints
+        assert masters and masters.items() <= contents.items()
+
+
+def test_step_counts_are_apart() -> None:
+    """FusedAdamW keeps one for many parameters, and a checkpoint is read into what `state_dict` gives."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizers = FusedOptimizers([model], {"lr": 1e-3})
+    state = optimizers.state_dict()
+    state["state.0.weight.step"].fill_(5.0)
+    assert state["state.0.bias.step"] == 1.0
+    optimizers.load_state_dict(state)
+    again = optimizers.state_dict()
+    assert (again["state.0.weight.step"], again["state.0.bias.step"]) == (5.0, 1.0)

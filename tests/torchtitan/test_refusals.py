@@ -1,10 +1,10 @@
 """What is refused, with the reason, and that the host is otherwise as it was."""
 
 import dataclasses
-import subprocess
-import sys
+import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +50,10 @@ OPTIONS = {
         "needs a TrainSpec with zerocast's optimizers, and corpus has",
     ),
     "delayed scaling that nobody saves": (Case("fp8_delayed", "for-loop"), "has scales to checkpoint"),
+    "safetensors at the end": (
+        Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf")),
+        "would fail after the last step",
+    ),
     "no format": (Case("layers.*=,output.*=nvfp4"), r"is a list of pattern=format.*'layers.\*='"),
     "another format": (Case("layers.*=fp3"), "fp3"),
     "no recipe": (Case(options=("--quantize.linear.zerocast.recipe=",)), "is a list of pattern=format"),
@@ -131,13 +135,23 @@ def test_another_shape() -> None:
 
 
 def test_no_torchtitan() -> None:
-    code = (
-        "import importlib.util as u; find = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'torchtitan' else find(name, *a)\n"
-        "import zerocast.integrations.torchtitan"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert "ImportError: torchtitan is not installed" in said
+    with (
+        mock.patch.object(importlib.util, "find_spec", return_value=None),
+        pytest.raises(ImportError, match="torchtitan is not installed"),
+    ):
+        host.seam("components.optimizer", "OptimizersContainer")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), "torchtitan is there and needs datasets"),
+        (ImportError("cannot import name 'x' from 'torch'"), "is there and cannot be imported: cannot import name 'x'"),
+    ],
+)
+def test_torchtitan_that_cannot_be_imported(error: ImportError, said: str) -> None:
+    with mock.patch.object(importlib, "import_module", side_effect=error), pytest.raises(ImportError, match=said):
+        host.seam("components.optimizer", "OptimizersContainer")
 
 
 def test_the_host_is_as_it_was() -> None:
