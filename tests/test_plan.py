@@ -95,6 +95,39 @@ def test_a_master_whose_storage_was_replaced_is_followed(backend: str) -> None:
     assert_is_cast_of(weight, parameter.detach())
 
 
+def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
+    """Of the same span: a host that makes its shards anew. Another span is refused, and nothing is taken."""
+    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), lcg_matrix(16, 32, 0)
+    flat = torch.from_numpy(master).view(-1)
+    plan = CastPlan([weight], [flat[:100].clone()], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    before = casts.bytes_of(weight)
+    for other in (flat[:101], None):
+        with pytest.raises(
+            ValueError, match=r"weight 0 \(nvfp4 .* was built for a master of 100 elements from 0 on, got"
+        ):
+            plan.move_masters([other])
+    plan.cast()
+    casts.assert_same_bytes(casts.bytes_of(weight), before)
+    plan.move_masters([2 * flat[:100]])
+    plan.cast()
+    doubled = QuantizedWeight.empty((16, 32), "nvfp4")
+    CastPlan([doubled], [2 * flat[:100]], [0], ONE_PROCESS, backend=backend).cast()
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(doubled))
+
+
+def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:
+    weight, master = QuantizedWeight.empty((16, 32), "fp8_current"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    old, moved = weight.rowwise_data, torch.zeros(16, 32, dtype=torch.uint8)
+    expected = old.clone()
+    old.zero_()
+    weight.state.repoint({"rowwise_data": moved})
+    plan.cast()
+    assert torch.equal(moved, expected) and not old.any()
+
+
 def test_masters_in_one_flat_buffer(backend: str) -> None:
     flat = torch.cat([torch.full((3,), 1e9), master_of(1), torch.full((5,), 1e9), master_of(2), torch.full((2,), 1e9)])
     masters = [flat[3 : 3 + NUMEL], flat[8 + NUMEL : 8 + 2 * NUMEL]]

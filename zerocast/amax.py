@@ -5,6 +5,9 @@ The NVFP4 tensor amax is the maximum of the reduced block amaxes and needs no co
 
 Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share that byte and both write the whole of it, so each needs
 the other's element. Non-owners send -Inf. A NaN never enters a MAX; it is sent as a flag.
+
+Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is there on any rank goes into the
+same reduction.
 """
 
 import itertools
@@ -45,6 +48,7 @@ class PackedAmax:
         self._shards = ownership.shards
         self.places: dict[int, tuple[int, int]] = {}
         self.shared: list[SharedByte] = []
+        self._kept = [index for index in cast if self._shards[index].weight.state.keeps_amax]
         size, dtypes = 0, set()
         for index in cast:
             weight = self._shards[index].weight
@@ -52,13 +56,14 @@ class PackedAmax:
             self.places[index] = (size, size + rowwise)
             size += rowwise + columnwise
             if rowwise:
-                dtypes.add(weight.dtype)
+                dtypes.add(torch.float32 if index in self._kept else weight.dtype)
             spans = [spans[index] for spans in ownership.spans]
             self.shared += shared_bytes(index, spans, weight.format.elements_per_byte)
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
         self.buffer = torch.zeros(size + 4 * len(self.shared), dtype=dtype, device=device)
         values = self.buffer[size:].view(2, -1)
         self._values, self._is_nan = values[0], values[1]
+        self._kept_slots = torch.tensor([self.places[index][0] for index in self._kept], device=device)
 
     def reset(self) -> None:
         """Nothing seen yet."""
@@ -75,6 +80,13 @@ class PackedAmax:
                     nan = value.isnan()
                     self._values[2 * slot + side] = value.masked_fill(nan, -torch.inf)
                     self._is_nan[2 * slot + side] = nan
+
+    def put_kept(self) -> None:
+        """Enter the amaxes that hosts keep, as they have grown so far."""
+        if self._kept:
+            amaxes = [self._shards[index].weight.amax for index in self._kept]
+            grown = torch.cat([amax for amax in amaxes if amax is not None])
+            self.buffer[self._kept_slots] = self.buffer[self._kept_slots].maximum(grown)
 
     def neighbours(self, rank: int) -> list[tuple[int, int, int]]:
         """(weight, element, slot) of the elements that this rank writes for a neighbour."""

@@ -33,6 +33,7 @@ class BatchKey:
     fmt: FormatSpec
     nominal: torch.dtype
     master: torch.dtype
+    rolls: bool = True  # delayed scaling: whether the amax history is here
 
 
 @dataclass
@@ -154,8 +155,8 @@ class Batch:
             )
 
     def roll_history(self, skip: Tensor | None) -> None:
-        """Delayed scaling: the scale of the next cast."""
-        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED:
+        """Delayed scaling: the scale of the next cast, unless whoever keeps the history sets it."""
+        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and self.key.rolls:
             amax, scale, history = (self._tensors(name) for name in ("amax", "scale", "amax_history"))
             ops.roll_history(*self._head(), self.table, amax, scale, history, skip)
 
@@ -178,7 +179,8 @@ class Batches(dict[BatchKey, Batch]):
 
     def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> Batch:
         """The batch of a weight with masters of this dtype."""
-        key = BatchKey(self._backend, weight.format, weight.dtype, master)
+        rolls = not weight.state.keeps_amax
+        key = BatchKey(self._backend, weight.format, weight.dtype, master, rolls)
         if key not in self:
             self[key] = Batch(key, self._device)
         return self[key]

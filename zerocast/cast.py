@@ -32,6 +32,7 @@ def cast(
             batch.partial_amax(packed.buffer)
         else:
             batch.adam_amax(update, packed.buffer, skip)
+    packed.put_kept()
     packed.put_shared(group.rank)
 
     packed.all_reduce(group)

@@ -67,8 +67,7 @@ class CastPlan:
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.freshness = Freshness(owner=weakref.ref(self))
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
-        self.freshness.watch(masters, sharded=self.group.size > 1)
+        self._watch()
         self._delayed = [i for i in self._cast if self.weights[i].scale is not None]
         self._cast_scales = torch.ones(len(self._delayed), dtype=torch.float32, device=device)
         self._bind()
@@ -112,6 +111,19 @@ class CastPlan:
         self._columnwise.make()
         self.freshness.columnwise = self.freshness.cast
 
+    def move_masters(
+        self,
+        master_weights: Sequence[Tensor | None],
+        fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
+    ) -> None:
+        """Cast these from now on: masters of the same spans, and storage of their codes, at other addresses.
+
+        Local, without communication: raises ValueError or TypeError on this rank alone, and nothing is changed then.
+        """
+        self._ownership.move(master_weights, fsdp_shard_model_weights)
+        self._watch()
+        self._bind()
+
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()` ends it."""
         handle: RemovableHandle = optimizer.register_step_post_hook(lambda *_: self.cast())
@@ -122,6 +134,10 @@ class CastPlan:
         shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
         left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
         return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
+
+    def _watch(self) -> None:
+        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        self.freshness.watch(masters, sharded=self.group.size > 1)
 
     def _owned(self, index: int) -> OwnedMaster:
         shard = self._ownership.shards[index]

@@ -48,6 +48,22 @@ class Ownership:
         """Whether any rank holds a part of the master; a weight without one is frozen and stays as it is."""
         return any(spans[index].numel for spans in self.spans)
 
+    def move(self, master_weights: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None) -> None:
+        """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with nothing taken, for other spans."""
+        data = [None] * len(self.shards) if shard_data is None else shard_data
+        moved = []
+        for index, (shard, master, part) in enumerate(zip(self.shards, master_weights, data, strict=True)):
+            try:
+                moved.append(_check_shard(shard.weight, master, shard.span.start, part))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"weight {index} ({_fingerprint(shard.weight)}): {error}") from None
+            if moved[-1].span.numel != shard.span.numel:
+                raise ValueError(
+                    f"weight {index} ({_fingerprint(shard.weight)}): this plan was built for a master of {shard.span.numel} "
+                    f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
+                )
+        self.shards[:] = moved
+
     def covers(self, index: int) -> bool:
         """Whether every element of the weight has an owner."""
         return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerocast import layout
-from zerocast.formats import Block, Columnwise, FormatSpec
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
 from zerocast.freshness import Freshness
 from zerocast.layout import BUFFERS
 
@@ -67,6 +67,11 @@ class WeightState:
         data = self.buffers["rowwise_data"]
         assert data is not None
         return data
+
+    @property
+    def keeps_amax(self) -> bool:
+        """Whether a host keeps the amax history: `amax` then grows by what casts see, and `scale` is the host's to set."""
+        return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
     @property
     def ever_cast(self) -> bool:
@@ -134,6 +139,13 @@ class WeightState:
             if source is not None:
                 target.copy_(source)
             self.buffers[name] = target
+        self._forget()
+        self._share_scalar()
+        _moved()
+
+    def repoint(self, buffers: Mapping[str, Tensor | None]) -> None:
+        """Their owner moved these buffers, by name, and the bytes with them: read and write them there from now on."""
+        self.buffers.update(buffers)
         self._forget()
         self._share_scalar()
         _moved()

@@ -3,22 +3,29 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.model import cast_whole
 
 
-def dequantize_(sharded_state_dict: Any) -> Any:
+def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
     """Replace QuantizedWeights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
 
     For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make the optimizer's part first: it
-    finds parameters by identity.
+    finds parameters by identity. `is_loading` for what a load fills: tensors of any content, made without reading a weight.
+    RuntimeError for weights that a step, a cast or a gather has left torn, unless for a load.
     """
     for entry in _entries(sharded_state_dict):
-        if isinstance(getattr(entry, "data", None), QuantizedWeight):
-            entry.data = entry.data.dequantize()
+        weight = getattr(entry, "data", None)
+        if isinstance(weight, QuantizedWeight):
+            entry.data = _unread(weight) if is_loading else weight.dequantize()
     return sharded_state_dict
+
+
+def _unread(weight: QuantizedWeight) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def _entries(nested: Any) -> Iterator[Any]:

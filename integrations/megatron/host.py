@@ -13,22 +13,29 @@ BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
-_OF_AN_OPTIMIZER = (
+_OF_ANY_OPTIMIZER = (
+    "load_parameter_state",
+    "load_state_dict",
+    "save_parameter_state",
+    "sharded_state_dict",
+    "state_dict",
+    "step",
+    "step_with_ready_grads",
+)
+_OF_A_DISTRIBUTED_OPTIMIZER = (
     "_copy_main_params_to_model_params",
     "_copy_model_params_to_main_params",
     "_get_model_param_range_map",
+    "_set_main_param_and_optimizer_states",
     "buffers",
     "data_parallel_group",
     "ddp_config",
-    "load_parameter_state",
-    "load_state_dict",
     "model_float16_groups",
     "model_fp32_groups",
     "model_param_gbuf_map",
     "optimizer",
     "shard_fp32_from_float16_groups",
     "shard_fp32_groups",
-    "step_with_ready_grads",
 )
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups", "_start_bucket_group_param_sync")
 _OF_A_BUCKET_GROUP = (
@@ -38,6 +45,7 @@ _OF_A_BUCKET_GROUP = (
     "intra_distributed_optimizer_instance_rank",
     "intra_distributed_optimizer_instance_size",
     "param_gather_handle",
+    "start_param_sync",
 )
 
 
@@ -69,9 +77,10 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """RuntimeError unless this is an optimizer whose shards zerocast can read."""
-    require(optimizer, _OF_AN_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+def check_optimizer(optimizer: Any, chained: bool = False) -> None:
+    """RuntimeError unless this is an optimizer whose shards zerocast can read; `chained` ones own none, and step, save and load."""
+    names = _OF_ANY_OPTIMIZER if chained else (*_OF_A_DISTRIBUTED_OPTIMIZER, *_OF_ANY_OPTIMIZER)
+    require(optimizer, names, f"the optimizer, a {type(optimizer).__name__},")
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

@@ -1,9 +1,8 @@
 """Source: the masters of one DistributedOptimizer as `zerocast.verify` sees them, and whether their bytes have been gathered."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerocast import verify
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
@@ -18,7 +17,6 @@ class Source:
     def __init__(self, group: Group, shards: Shards, gathers: Sequence[Gather]) -> None:
         self._group, self._shards, self._gathers = group, shards, list(gathers)
         self._due: set[int] = set()
-        self._steps = 0
 
     def cast(self) -> None:
         """The masters were cast: every bucket group has a gather before it."""
@@ -41,16 +39,6 @@ class Source:
             if id(bucket_group) in self._due:
                 chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
         yield MasterSource(self._group, tuple(self._shards.owned()))
-
-    def verify_every(self, steps: int) -> Callable[[], None]:
-        """What to call after each step: VerificationError on every rank of the group, every so many steps, if bytes differ."""
-
-        def stepped() -> None:
-            self._steps += 1
-            if self._steps % steps == 0:
-                verify(self).raise_for_differences()
-
-        return stepped
 
 
 def finish(bucket_group: Any) -> None:

@@ -3,12 +3,13 @@
 import pytest
 
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import Case, train, train_chunks, train_in_the_hole
+from tests.megatron.training import FORMATS, Case, train, train_chunks, train_in_the_hole
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values(), ranks=2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, formats: str, overlap: bool) -> None:
@@ -16,6 +17,7 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, formats: str, over
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", ["nvfp4", "mixed"])
@@ -24,12 +26,16 @@ def test_any_number_of_ranks(ranks: Ranks, world: int, formats: str, overlap: bo
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(
+    host="Megatron-Core", parallel="data, buffers of experts", formats=FORMATS["mixed"].values(), ranks=3
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_chained_optimizers_with_buffers_of_experts(ranks: Ranks, overlap: bool) -> None:
     for losses, wrong in ranks(3)(train, Case("mixed", overlap, experts=True)):
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data, model chunks", formats=FORMATS["mixed"].values(), ranks=3)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_model_chunks_of_one_optimizer(ranks: Ranks, overlap: bool) -> None:
     assert ranks(3)(train_chunks, Case("mixed", overlap, bucket_size=10_000)) == [[{}, {}]] * 3

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
-from tests.megatron.host_on_cpu import host_on_cpu
+from tests.megatron.here import host
 from tests.megatron.training import Case, Run, build
 from zerocast import QuantizedWeight, VerificationError, verify
 from zerocast.integrations import megatron as integration
@@ -29,7 +29,7 @@ def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
 
 def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
     """Whether all is well after two steps; the one difference that each flipped byte makes, and should make; parameters."""
-    with host_on_cpu():
+    with host():
         run, attached = _attached(Case("mixed", overlap, experts=True))
         for number in range(2):
             run.step(number)
@@ -52,7 +52,7 @@ def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
 def before_the_gather() -> tuple[bool, list[list[float]]]:
     """With overlap, between a step and the next forward pass; and the losses with verify and without it."""
     losses, ok = [], True
-    with host_on_cpu():
+    with host():
         for verified in (True, False):
             run, attached = _attached(Case("mixed", overlap=True))
             losses.append([])
@@ -64,7 +64,7 @@ def before_the_gather() -> tuple[bool, list[list[float]]]:
 
 def steps(every: int, overlap: bool) -> list[str]:
     """What each step says when rank 1 flips a byte after its gathers from the second step on."""
-    with host_on_cpu():
+    with host():
         run, _ = _attached(Case("mixed", overlap), verify_every=every)
         weight = dict(run.ddp.module.named_parameters())["layers.1.weight"]
         said = []
@@ -102,7 +102,7 @@ def stale_reads() -> dict[str, str]:
     zerocast.set_debug(True)
     said = {}
     try:
-        with host_on_cpu():
+        with host():
             run, attached = _attached(Case("nvfp4", overlap=True))
             weight = next(iter(run.weights.values()))
             (own,) = run.optimizer.chained_optimizers
@@ -134,7 +134,7 @@ def stale_reads() -> dict[str, str]:
 
 def detached() -> str:
     """What verify says of the model afterwards."""
-    with host_on_cpu():
+    with host():
         run, attached = _attached(Case())
         run.step(0)
         attached.detach()

@@ -30,6 +30,12 @@ CASES = {
 QUICK = ("nvfp4", "fp8_block, AdamW of torch")
 
 
+@pytest.mark.shows(
+    host="torchtitan",
+    parallel=lambda name: "data, replicas" if name == "replicas" else "data",
+    formats=lambda name: CASES[name][1].formats,
+    ranks=lambda name: CASES[name][0],
+)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES])
 def test_gathered_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str, tmp_path: Path) -> None:
     world, case = CASES[name]

@@ -29,6 +29,11 @@ class Case:
     options: tuple[str, ...] = ()  # further arguments of the command line
     converters: str = "quantize.linear.zerocast"
 
+    @property
+    def formats(self) -> list[str]:
+        """Those of the weights."""
+        return [entry.rpartition("=")[2] for entry in self.recipe.split(",")]
+
     def having(self, *options: str) -> "Case":
         """With more arguments."""
         return replace(self, options=(*self.options, *options))

@@ -1,0 +1,167 @@
+"""The table of adapters, by quantizer class. No other file here names a class of TransformerEngine.
+
+Classes that this TransformerEngine has not are left out.
+"""
+
+import functools
+from typing import Any
+
+from zerocast import FormatSpec, get_format
+
+from . import host
+from .adapter import Adapter, Option
+
+_ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
+
+_PER_TENSOR = {"rowwise_data": "_data", "rowwise_scale_inv": "_scale_inv", "columnwise_data": "_transpose"}
+_PER_BLOCK = {
+    name: f"_{name}" for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+}
+_ONE_DIRECTION = "its columnwise codes are cast by themselves, and a Hybrid tensor gathers rowwise codes alone"
+_FROM_ROWS = "its columnwise copy is made from the rowwise codes, which a Hybrid tensor keeps elsewhere"
+
+
+def _element(quantizer: Any) -> str:
+    host.require(quantizer, ["dtype"])
+    name = getattr(quantizer.dtype, "name", str(quantizer.dtype))
+    if name not in _ELEMENTS:
+        raise ValueError(f"its quantizer makes {name}, one of {', '.join(_ELEMENTS)} is needed")
+    return _ELEMENTS[name]
+
+
+def _delayed(quantizer: Any) -> FormatSpec:
+    return get_format("fp8_delayed", element=_element(quantizer))
+
+
+def _scaled(name: str, quantizer: Any) -> FormatSpec:
+    """A format that is scaled by this cast's amaxes to FP32 scales."""
+    host.require(quantizer, ["force_pow_2_scales", "amax_epsilon"])
+    power, epsilon = bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon)
+    return get_format(name, element=_element(quantizer), power_of_2_scale=power, amax_epsilon=epsilon)
+
+
+def _mxfp8(quantizer: Any) -> FormatSpec:
+    if _element(quantizer) != "e4m3":
+        raise ValueError("mxfp8 weights are E4M3, its quantizer makes E5M2")
+    return get_format("mxfp8")
+
+
+def _invalidate_transpose(tensor: Any) -> None:
+    tensor._transpose_invalid = tensor._data is not None  # without data, the transpose is all there is
+
+
+def _validate_transpose(tensor: Any) -> None:
+    tensor._transpose_invalid = False
+
+
+def _rows_only(tensor: Any) -> None:
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
+def _copy_amax(tensor: Any) -> None:
+    if tensor._amax_columnwise is None:
+        tensor._amax_columnwise = tensor._amax_rowwise.clone()
+    else:
+        tensor._amax_columnwise.copy_(tensor._amax_rowwise)
+
+
+_COMPACT = Option(
+    "with_gemm_swizzled_scales", False, "scales are written in their compact layout, which products then swizzle"
+)
+
+_ADAPTERS = {
+    "Float8Quantizer": Adapter(
+        _delayed,
+        _PER_TENSOR,
+        {"scale": "scale", "amax": "amax"},
+        outdate=_invalidate_transpose,
+        copies=host.reads_transposes,
+        copied=_validate_transpose,
+    ),
+    "Float8CurrentScalingQuantizer": Adapter(
+        functools.partial(_scaled, "fp8_current"),
+        _PER_TENSOR,
+        outdate=_invalidate_transpose,
+        copies=host.reads_transposes,
+        copied=_validate_transpose,
+    ),
+    "Float8BlockQuantizer": Adapter(
+        functools.partial(_scaled, "fp8_block"),
+        _PER_BLOCK,
+        options=(
+            Option("block_len", 128, "blocks of weights are 128x128"),
+            Option("block_scaling_dim", 2, "1x128 blocks have no columnwise copy that derives from rowwise codes"),
+            Option("is_2D_scaled", True, "1x128 blocks have no columnwise copy that derives from rowwise codes"),
+        ),
+        outdate=_rows_only,
+        alone=_FROM_ROWS,
+    ),
+    "MXFP8Quantizer": Adapter(
+        _mxfp8,
+        _PER_BLOCK,
+        options=(
+            Option("with_2d_quantization", False, "weights are cast in 1x32 and 32x1 blocks, never in 32x32 blocks"),
+            _COMPACT,
+        ),
+        alone=_ONE_DIRECTION,
+        two_payloads=True,
+    ),
+    "NVFP4Quantizer": Adapter(
+        lambda quantizer: get_format("nvfp4"),
+        {**_PER_BLOCK, "amax": "_amax_rowwise"},
+        options=(
+            Option("with_2d_quantization", True, "weights are cast in 16x16 tiles"),
+            Option(
+                "nvfp4_use_4over6", False, "codes are chosen for an E4M3 bound of 448, and read with the tensor's own"
+            ),
+            Option("nvfp4_e4m3_max", 448, "codes are chosen for this bound of the scales"),
+            Option("row_scaled_nvfp4", False, "weights have one FP32 amax a tensor"),
+            Option("stochastic_rounding", False, "weights are rounded to nearest"),
+            Option("with_rht", False, "the columnwise copy of a weight is its transpose, without a Hadamard transform"),
+            _COMPACT,
+        ),
+        outdate=_rows_only,
+        copied=_copy_amax,
+        alone=_FROM_ROWS,
+    ),
+    "IdentityQuantizer": Adapter(lambda quantizer: get_format("identity"), {"rowwise_data": "_hp_data"}),
+}
+HYBRID = "HybridQuantizer"
+
+
+@functools.cache
+def table() -> dict[type, Adapter]:
+    """The adapters of the quantizer classes that are there."""
+    tensors = host.module(host.TENSORS)
+    return {getattr(tensors, name): adapter for name, adapter in _ADAPTERS.items() if hasattr(tensors, name)}
+
+
+@functools.cache
+def hybrid() -> type | None:
+    """The quantizer class of tensors of two formats, where this TransformerEngine has it."""
+    found: type | None = getattr(host.module(host.TENSORS), HYBRID, None)
+    return found
+
+
+def quantizer_of(tensor: Any) -> Any:
+    """The quantizer of a tensor of TransformerEngine, or of a part of one. TypeError for anything else."""
+    kept = getattr(tensor, "_quantizer", None)
+    if kept is not None:
+        return kept
+    if not hasattr(tensor, "_get_quantizer"):
+        raise TypeError(f"it is a {type(tensor).__name__}: a quantized tensor of TransformerEngine is needed")
+    return tensor._get_quantizer()
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether this is a tensor of TransformerEngine, or a part of one, of a kind that is known here or not."""
+    return hasattr(tensor, "_get_quantizer")
+
+
+def adapter_of(quantizer: Any) -> Adapter:
+    """The adapter of a quantizer; TypeError for a class that is not in the table. Subclasses may cast differently."""
+    found = table().get(type(quantizer))
+    if found is None:
+        known = ", ".join(sorted(kind.__name__ for kind in table()))
+        raise TypeError(f"its quantizer is a {type(quantizer).__name__}; known: {known}, and two of them in a Hybrid")
+    return found

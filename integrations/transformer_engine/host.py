@@ -1,0 +1,34 @@
+"""Where TransformerEngine keeps what is read here. Detected by being there, never by version."""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+TENSORS = "transformer_engine.pytorch.tensor"
+UTILS = "transformer_engine.pytorch.utils"
+
+
+def module(path: str) -> Any:
+    """A module of TransformerEngine; ImportError with the reason where it cannot be imported."""
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise ImportError(f"looked for {path} of TransformerEngine: {error}") from error
+
+
+def require(owner: Any, names: Iterable[str]) -> None:
+    """RuntimeError that names what is missing, unless `owner` has all of `names`."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(
+            f"{type(owner).__name__} has no {', '.join(missing)}: this TransformerEngine has another shape than the one that "
+            "zerocast knows, of 2.20"
+        )
+
+
+def reads_transposes() -> bool:
+    """Whether FP8 products on this GPU read a transposed copy, as TransformerEngine decides it."""
+    utils = module(UTILS)
+    if not hasattr(utils, "is_non_tn_fp8_gemm_supported"):
+        raise RuntimeError(f"{UTILS} has no is_non_tn_fp8_gemm_supported: this TransformerEngine has another shape")
+    return not utils.is_non_tn_fp8_gemm_supported()

@@ -1,0 +1,90 @@
+"""Kept: the plan behind a list of weights, from one call to the next."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerocast import CastPlan
+from zerocast.arena import into_arena
+from zerocast.group import Group
+from zerocast.shard import ShardData
+
+from .entry import Entry
+
+
+class Kept:
+    """A CastPlan over the twins of some weights. Building it is collective; every later cast is one all-reduce."""
+
+    def __init__(self, entries: Sequence[Entry], group: Group) -> None:
+        self._twins = [entry.twin for entry in entries]
+        self._group, self._owned = group, _owned(entries)
+        weights, starts = [twin.weight for twin in self._twins], [entry.start for entry in entries]
+        into_arena([twin.weight for twin in self._twins if twin.keeps_own_amax], "amax")
+        masters, shards = _lists(entries)
+        self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
+        self._plan.freshness.advice = "call quantize_master_weights after the masters change"
+        self._places = _places(entries)
+
+    def is_of(self, entries: Sequence[Entry], group: Group) -> bool:
+        """Whether this was built for these weights and this group."""
+        same = len(entries) == len(self._twins) and group.handle is self._group.handle
+        return same and all(entry.twin is twin for entry, twin in zip(entries, self._twins, strict=True))
+
+    def changed(self, entries: Sequence[Entry]) -> int | None:
+        """The first entry of which this rank owns other elements than when this was built; None if there is none."""
+        pairs = enumerate(zip(self._owned, _owned(entries), strict=True))
+        return next((index for index, (before, now) in pairs if before != now), None)
+
+    def cast(self, entries: Sequence[Entry]) -> None:
+        """Cast the masters of this call, wherever they lie."""
+        places = _places(entries)
+        if places != self._places:
+            self._plan.move_masters(*_lists(entries))
+            self._places = places
+        self._plan.cast()
+        for entry in entries:
+            entry.scatter()
+
+
+class KeptPlans:
+    """What is kept, as long as the first weight of each list lives."""
+
+    def __init__(self) -> None:
+        self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def find(self, model_weights: Sequence[Any], entries: Sequence[Entry], group: Group) -> Kept | None:
+        """The plan of these weights, if one was built."""
+        found: list[Kept] = self._by_first.get(model_weights[0], [])
+        return next((kept for kept in found if kept.is_of(entries, group)), None)
+
+    def keep(self, model_weights: Sequence[Any], kept: Kept) -> None:
+        """Remember it; it replaces one of the same weights and group."""
+        self._by_first.setdefault(model_weights[0], []).append(kept)
+
+    def drop(self, weight: Any) -> None:
+        """Let go of the plans of lists that begin with this weight."""
+        self._by_first.pop(weight, None)
+
+    def knows(self, weight: Any) -> bool:
+        """Whether a list that begins with this weight was cast before."""
+        return weight in self._by_first
+
+
+def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:
+    return [(entry.start, 0 if entry.master is None else entry.master.numel()) for entry in entries]
+
+
+def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None] | None]:
+    shards = [entry.shard for entry in entries]
+    return [entry.master for entry in entries], shards if any(shard is not None for shard in shards) else None
+
+
+def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """Where masters and shards lie; whether they are what they should be is looked at when they moved."""
+    return [tuple((t.data_ptr(), t.dtype) for t in _tensors(entry.shard, entry.master)) for entry in entries]
+
+
+def _tensors(shard: ShardData | None, master: Any) -> list[Any]:
+    tensors = () if shard is None else shard if isinstance(shard, tuple) else (shard,)
+    return [*tensors, *([] if master is None else [master])]

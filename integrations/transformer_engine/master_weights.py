@@ -1,0 +1,121 @@
+"""quantize_master_weights with TransformerEngine's arguments and defaults, through one CastPlan a list of weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.agreement import agree, roll_call
+from zerocast.group import Group, GroupLike
+
+from .entry import Entry, entries_of, parts_of
+from .kept import Kept, KeptPlans
+from .transposes import forget_copies
+from .twin import forget_twin
+
+_CALL = "calls quantize_master_weights"
+_plans = KeptPlans()
+
+
+@torch.no_grad()
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: GroupLike,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Cast master shards into TransformerEngine's tensors, in place, with one all-reduce for all formats.
+
+    Args:
+        model_weights: tensors of TransformerEngine, the same list on every rank; formats and FP8 dtypes may differ.
+        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the nominal dtype; None or an
+            empty tensor where this rank owns nothing.
+        start_offsets: for each, the row-major position of the master's first element; any, odd ones for NVFP4 included.
+        group: the ranks that share the masters; None for the default group, or one process.
+        fsdp_shard_model_weights: for each, storage for the owned codes alone; a (rowwise, columnwise) pair for MXFP8.
+        manual_post_all_gather_processing: False drops columnwise copies, and the next forward pass makes them; True leaves that to
+            `post_all_gather_processing`.
+
+    The first call of a list is collective beyond the all-reduce: TypeError, ValueError or RuntimeError on every rank for what is
+    wrong on any, with nothing written. A later one raises on its rank alone, also when it owns other elements than before:
+    `release` the weights on all ranks first. The amax of delayed scaling grows by what was cast; its history is left alone.
+    """
+    if not model_weights and not master_weights:
+        return
+    members = Group.of(group)
+    roll_call(members, _CALL)
+    kept, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    for weight in model_weights:
+        if hasattr(weight, "clear_high_precision_init_val"):  # masters exist, so nobody needs it any more
+            weight.clear_high_precision_init_val()
+    if not manual_post_all_gather_processing:
+        _drop_copies(entries)
+    kept.cast(entries)
+
+
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: GroupLike,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """The older name of `quantize_master_weights`."""
+    quantize_master_weights(
+        model_weights,
+        master_weights,
+        start_offsets,
+        group,
+        fsdp_shard_model_weights,
+        manual_post_all_gather_processing,
+    )
+
+
+def release(model_weights: Sequence[Any]) -> None:
+    """Let go of what is kept between calls, masters included; the next call of these weights builds it anew, on all ranks together.
+
+    For masters that are cut anew, and for an optimizer that goes before its model.
+    """
+    for weight in model_weights:
+        _plans.drop(weight)
+        for part in parts_of(weight):
+            forget_twin(part)
+    forget_copies()
+
+
+def _drop_copies(entries: Sequence[Entry]) -> None:
+    """Columnwise copies are of the last cast: let the host drop them before this one, and hold on to none."""
+    for entry in entries:
+        entry.twin.adapter.outdate(entry.tensor)
+    held = [entry.twin.forget_columnwise() for entry in entries]
+    if any(held):
+        forget_copies()
+
+
+def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[Kept, list[Entry]]:
+    """The plan of these weights, and what it casts. Ranks agree only where a list is new, which it is on all of them."""
+    entries, problem = [], None
+    try:
+        entries = entries_of(model_weights, *lists)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        if model_weights and _plans.knows(model_weights[0]):
+            raise
+        problem = error
+    kept = None if problem else _plans.find(model_weights, entries, members)
+    changed = None if kept is None else kept.changed(entries)
+    if kept is not None and changed is not None and members.size > 1:
+        raise RuntimeError(
+            f"this rank owns other elements of {entries[changed].twin.weight!r} than at the first call: other ranks may not know. "
+            "Call release(model_weights) on all ranks, and then this"
+        )
+    if kept is None or changed is not None:
+        if kept is not None:
+            _plans.drop(model_weights[0])
+        agree(members, [], problem, what=_CALL)
+        kept = Kept(entries, members)
+        _plans.keep(model_weights, kept)
+    return kept, entries

@@ -1,0 +1,151 @@
+"""Twin: a tensor of TransformerEngine as a QuantizedWeight over the same buffers."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerocast import QuantizedWeight, layout
+from zerocast.formats import Columnwise
+
+from .adapter import Adapter
+from .adapters import adapter_of, quantizer_of
+
+_COLUMNWISE = ("columnwise_data", "columnwise_scale_inv")
+_DATA = "rowwise_data"
+
+
+class Twin:
+    """Reads and writes a tensor's own buffers, wherever they lie at a call. Does not keep the tensor alive.
+
+    `nominal` is the dtype that masters are rounded to first. An FP8 tensor may hold its codes in the transpose alone (a direction
+    of a Hybrid tensor, where products read transposes): `codes_in_transpose`; its `weight` has no codes then.
+    """
+
+    def __init__(self, tensor: Any, nominal: torch.dtype) -> None:
+        self._quantizer = quantizer_of(tensor)
+        self.adapter: Adapter = adapter_of(self._quantizer)
+        self._nominal, self._shape = nominal, tuple(tensor.shape)
+        fmt = self.adapter.format_of(tensor, self._quantizer)
+        layout.check_shape(fmt, self._shape)
+        self._expected = layout.buffers(fmt, layout.matrix_shape(self._shape), nominal)
+        self.derives = fmt.columnwise is Columnwise.TRANSPOSE
+        held = self.adapter.buffers(tensor, self._quantizer)
+        self._seen: dict[str, int] = {}
+        self._scratch: Tensor | None = None
+        buffers: dict[str, Tensor] = {}
+        self._written = [name for name in held if name not in _COLUMNWISE or not self.derives]
+        transpose = held.get("columnwise_data")
+        self.codes_in_transpose = self.derives and held[_DATA] is None and transpose is not None
+        if self.codes_in_transpose and transpose is not None:
+            self._written.remove(_DATA)
+            buffers[_DATA] = torch.empty(0, dtype=torch.uint8, device=transpose.device)
+        buffers |= {name: self._checked(name, held[name]) for name in self._written}
+        self.keeps_own_amax = "amax" not in held and self._expected["amax"] is not None
+        if self.keeps_own_amax:
+            buffers["amax"] = torch.zeros(1, dtype=torch.float32, device=buffers[_DATA].device)
+        self.weight = QuantizedWeight.of_buffers(self._shape, fmt, nominal, buffers)
+
+    def is_of(self, tensor: Any, nominal: torch.dtype) -> bool:
+        """Whether the tensor still has the quantizer, shape and dtype that this was made for."""
+        quantizer = getattr(tensor, "_quantizer", None)
+        if (
+            quantizer not in (None, self._quantizer)
+            or self._nominal is not nominal
+            or tuple(tensor.shape) != self._shape
+        ):
+            return False
+        return not self.codes_in_transpose or getattr(tensor, self.adapter.of_tensor[_DATA]) is None
+
+    def follow(self, tensor: Any) -> None:
+        """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
+        self.adapter.check(tensor, self._quantizer)
+        self._follow(self.adapter.buffers(tensor, self._quantizer), self._written)
+
+    def follow_columnwise(self, tensor: Any) -> None:
+        """Look where the rowwise buffers and the columnwise copy are now; the copy may be missing."""
+        held = self.adapter.buffers(tensor, self._quantizer)
+        self._follow(held, self._written)
+        copy = [name for name in _COLUMNWISE if name in held]
+        if any(held[name] is None for name in copy):
+            self.forget_columnwise()
+        else:
+            self._follow(held, copy)
+
+    def forget_columnwise(self) -> bool:
+        """Hold on to no columnwise copy that derives from the rowwise codes; whether there was one."""
+        held = self.derives and self.weight.state.buffers["columnwise_data"] is not None
+        if held:
+            for name in _COLUMNWISE:
+                self._seen.pop(name, None)
+            self.weight.state.drop_columnwise()
+        return held
+
+    def hand_over_columnwise(self, tensor: Any) -> None:
+        """Give the tensor the columnwise copy that was made, where it had none."""
+        for name in _COLUMNWISE:
+            attribute, made = self.adapter.of_tensor.get(name), self.weight.state.buffers[name]
+            if attribute is None or made is None or self._seen.get(name) == made.data_ptr():
+                continue
+            whole = self.weight.format.elements_per_byte == 1 and name == "columnwise_data"
+            setattr(tensor, attribute, made.view(self._shape[-1], *self._shape[:-1]) if whole else made)
+            self._seen[name] = made.data_ptr()
+
+    def transpose_of(self, tensor: Any) -> Tensor:
+        """The codes in the transpose, seen `[M, K]`."""
+        name = "columnwise_data"
+        held = self.adapter.buffers(tensor, self._quantizer)
+        return self._checked(name, held[name]).t()
+
+    def scratch(self, numel: int) -> Tensor:
+        """uint8[numel], where codes wait that belong into the transpose."""
+        if self._scratch is None or self._scratch.numel() != numel:
+            self._scratch = torch.empty(numel, dtype=torch.uint8, device=self.weight.device)
+        return self._scratch
+
+    def _follow(self, held: dict[str, Tensor | None], names: Iterable[str]) -> None:
+        moved = {}
+        for name in names:
+            buffer = held[name]
+            if buffer is None or buffer.data_ptr() != self._seen.get(name):
+                moved[name] = self._checked(name, buffer)
+        if moved:
+            self.weight.state.repoint(moved)
+
+    def _checked(self, name: str, tensor: Tensor | None) -> Tensor:
+        """A buffer in the shape that the layout has; ValueError unless it fits."""
+        buffer, attribute = self._expected[name], self.adapter.attribute(name)
+        assert buffer is not None, name
+        if tensor is None:
+            raise ValueError(f"it has no {attribute}: dropped, or never made, and a cast writes it")
+        found = tensor.detach()
+        if found.dtype.itemsize == 1:
+            found = found.view(torch.uint8)
+        fits = found.numel() == math.prod(buffer.shape) and found.dtype == buffer.dtype and found.is_contiguous()
+        padded = name.endswith("scale_inv") and len(buffer.shape) == 2  # its rows have the stride that is written by
+        if not fits or (padded and tuple(found.shape) != buffer.shape):
+            raise ValueError(
+                f"its {attribute} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, contiguous "
+                f"{buffer.dtype} {buffer.shape} is needed"
+            )
+        self._seen[name] = tensor.data_ptr()
+        return found.view(buffer.shape)
+
+
+_twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def twin_of(tensor: Any, nominal: torch.dtype) -> Twin:
+    """The twin of a tensor, the same at every call. TypeError or ValueError for a tensor that is not cast."""
+    twin: Twin | None = _twins.get(tensor)
+    if twin is None or not twin.is_of(tensor, nominal):
+        twin = _twins[tensor] = Twin(tensor, nominal)
+    return twin
+
+
+def forget_twin(tensor: Any) -> None:
+    """Keep nothing of a tensor."""
+    _twins.pop(tensor, None)

@@ -1,0 +1,116 @@
+"""TransformerEngine's tensors of the cases in tests/sharded.py, and their bytes by zerocast's names. For inside `host_on_cpu()`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import casts
+from tests.sharded import POISON, Weight
+from zerocast import get_format, layout
+from zerocast.formats import FormatSpec
+
+ATTRIBUTES = {
+    "Float8Tensor": {
+        "rowwise_data": "_data",
+        "rowwise_scale_inv": "_scale_inv",
+        "columnwise_data": "_transpose",
+        "columnwise_scale_inv": "_scale_inv",
+    },
+    "IdentityTensor": {"rowwise_data": "_hp_data"},
+}
+_BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+def host_tensors() -> Any:
+    """TransformerEngine's module of tensors."""
+    import transformer_engine.pytorch.tensor as module
+
+    return module
+
+
+def quantizer(fmt: FormatSpec, device: str = "cpu", scale: float = 1.0) -> Any:
+    """TransformerEngine's quantizer of a format."""
+    from transformer_engine.pytorch.constants import DType
+
+    te, element = host_tensors(), "" if fmt.element is None else fmt.element.name
+    dtype = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}.get(element)
+    options = {"force_pow_2_scales": fmt.power_of_2_scale, "amax_epsilon": fmt.amax_epsilon}
+    one = torch.ones(1, device=device)
+    made: Any = {
+        "fp8_delayed": lambda: te.Float8Quantizer(one * scale, one * 0, dtype),
+        "fp8_current": lambda: te.Float8CurrentScalingQuantizer(dtype, torch.device(device), **options),
+        "fp8_block": lambda: te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options),
+        "mxfp8": lambda: te.MXFP8Quantizer(dtype),
+        "nvfp4": lambda: te.NVFP4Quantizer(with_2d_quantization=True),
+        "identity": te.IdentityQuantizer,
+    }[fmt.name]()
+    return made
+
+
+def _filled(buffer: layout.Buffer | None, device: str) -> Tensor:
+    assert buffer is not None
+    data = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    data.view(torch.uint8).fill_(POISON)
+    return data
+
+
+def tensor(case: Weight, device: str = "cpu", scale: float = 1.0, columnwise: bool = False) -> Any:
+    """A tensor of a case, every buffer full of poison; with `columnwise` the copies that derive are there too."""
+    fmt, te = get_format(case.fmt), host_tensors()
+    made = quantizer(fmt, device, scale)
+    matrix = layout.matrix_shape(case.shape)
+    held = {name: buffer for name, buffer in layout.buffers(fmt, matrix, case.nominal).items() if buffer is not None}
+    data = {name: _filled(buffer, device) for name, buffer in held.items()}
+    common: dict[str, Any] = {
+        "shape": case.shape,
+        "dtype": case.nominal,
+        "quantizer": made,
+        "device": torch.device(device),
+    }
+    if fmt.name in ("fp8_delayed", "fp8_current"):
+        transpose = data["columnwise_data"].view(case.shape[-1], *case.shape[:-1]) if columnwise else None
+        result = te.Float8Tensor(
+            data=data["rowwise_data"].view(case.shape),
+            fp8_scale_inv=data["rowwise_scale_inv"],
+            fp8_dtype=made.dtype,
+            data_transpose=transpose,
+            **common,
+        )
+    elif fmt.name == "identity":
+        result = te.IdentityTensor(
+            case.shape, case.nominal, hp_data=data["rowwise_data"].view(case.shape), quantizer=made
+        )
+    else:
+        blocks: dict[str, Any] = {name: data[name] for name in _BLOCKS}
+        if not columnwise and fmt.name != "mxfp8":
+            blocks |= {"columnwise_data": None, "columnwise_scale_inv": None}
+        if fmt.name == "fp8_block":
+            result = te.Float8BlockwiseQTensor(**blocks, fp8_dtype=made.dtype, is_2D_scaled=True, **common)
+        elif fmt.name == "mxfp8":
+            result = te.MXFP8Tensor(**blocks, fp8_dtype=made.dtype, with_gemm_swizzled_scales=False, **common)
+        else:
+            amax = data["amax"]
+            result = te.NVFP4Tensor(
+                **blocks,
+                amax_rowwise=amax,
+                amax_columnwise=amax.clone() if columnwise else None,
+                fp4_dtype=made.dtype,
+                with_gemm_swizzled_scales=False,
+                **common,
+            )
+    return result
+
+
+def buffers(weight: Any) -> dict[str, Tensor]:
+    """The buffers that a tensor holds, by zerocast's names, the tensor amax among them where TransformerEngine has one."""
+    names = ATTRIBUTES.get(type(weight).__name__, {name: f"_{name}" for name in _BLOCKS} | {"amax": "_amax_rowwise"})
+    held = {name: getattr(weight, attribute, None) for name, attribute in names.items()}
+    if hasattr(weight._quantizer, "amax") and hasattr(weight._quantizer, "scale"):
+        held["amax"] = weight._quantizer.amax
+    return {name: found for name, found in held.items() if found is not None}
+
+
+def bytes_of(weight: Any) -> casts.Bytes:
+    """A copy of them."""
+    return {name: casts.raw(buffer).copy() for name, buffer in buffers(weight).items()}

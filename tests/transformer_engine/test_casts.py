@@ -1,0 +1,41 @@
+"""TransformerEngine's tensors cast by zerocast hold the bytes of the unsharded cast, however masters are cut."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests import casts, sharded
+from tests.sharded import Weight
+from tests.strategies import models
+from tests.transformer_engine import casting
+from tests.transformer_engine.host_on_cpu import needs_te
+from tests.workers import Ranks
+
+pytestmark = needs_te
+
+
+def largest(case: Weight, steps: int) -> NDArray[np.uint8]:
+    """Bytes of the amax of all masters so far, of the elements that have an owner."""
+    owned = torch.from_numpy(case.owned())
+    parts = [case.master(step).to(case.nominal).float().view(-1)[owned] for step in range(steps)]
+    seen = torch.cat([*parts, torch.zeros(1)]).abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    return casts.raw(seen.max().view(1))
+
+
+@given(world=st.sampled_from([1, 2, 3]), columnwise=st.booleans(), data=st.data())
+def test_bytes_are_those_of_the_unsharded_cast(ranks: Ranks, world: int, columnwise: bool, data: st.DataObject) -> None:
+    """Shapes, cuts (odd ones, empty shards, gaps), formats mixed in a call, nominal dtypes, special values."""
+    cases = data.draw(models(world))
+    for rank, outcome in enumerate(ranks(world)(casting.cast_and_gather, cases, 2, "cpu", True, columnwise)):
+        assert not outcome.complaints
+        for case, found in zip(cases, outcome.steps[-1], strict=True):
+            expected = sharded.expected(case, step=1)
+            if case.fmt.startswith("fp8_delayed"):
+                expected["amax"] = largest(case, steps=2)
+            elif "amax" not in found:
+                expected.pop("amax", None)
+            if not case.owned().any():
+                expected = {name: expected[name] for name in ("rowwise_data", "columnwise_data") if name in expected}
+            casts.assert_same_bytes(found, expected, f"rank {rank}, {case}")

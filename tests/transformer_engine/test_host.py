@@ -1,0 +1,57 @@
+"""Hosts that are not there, or that are another shape: the error names what was looked for. Needs no TransformerEngine."""
+
+import importlib
+import sys
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+from zerocast import get_format
+
+PACKAGE = "zerocast.integrations.transformer_engine"
+
+
+def import_beside(modules: dict[str, ModuleType | None]) -> None:
+    """Import the integration anew, with these modules in the place of the host's."""
+    ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformer_engine"}
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.startswith(PACKAGE)] + list(ours):
+            del sys.modules[name]
+        sys.modules.update(modules)  # type: ignore[arg-type]
+        importlib.import_module(PACKAGE)
+
+
+def test_no_transformer_engine() -> None:
+    with pytest.raises(ImportError, match=r"looked for transformer_engine.pytorch.tensor of TransformerEngine: "):
+        import_beside({"transformer_engine": None})
+
+
+def test_a_host_without_its_tensors() -> None:
+    package = ModuleType("transformer_engine")
+    package.__path__ = []
+    with pytest.raises(
+        ImportError, match=r"looked for transformer_engine.pytorch.tensor of TransformerEngine: No module"
+    ):
+        import_beside({"transformer_engine": package})
+
+
+def test_a_name_that_is_missing() -> None:
+    tensors, utils = ModuleType("transformer_engine.pytorch.tensor"), ModuleType("transformer_engine.pytorch.utils")
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    host = {**{name: ModuleType(name) for name in names}, tensors.__name__: tensors, utils.__name__: utils}
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+            del sys.modules[name]
+        sys.modules.update(host)
+        importlib.import_module(PACKAGE)
+        adapters, seam = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("adapters", "host"))
+        assert adapters.table() == {} and adapters.hybrid() is None  # classes that this host has not
+        with pytest.raises(
+            RuntimeError, match="utils has no is_non_tn_fp8_gemm_supported: this TransformerEngine has another"
+        ):
+            seam.reads_transposes()
+        with pytest.raises(
+            RuntimeError, match="FormatSpec has no _data: this TransformerEngine has another shape than"
+        ):
+            seam.require(get_format("nvfp4"), ["name", "_data"])

@@ -1,0 +1,208 @@
+"""What TransformerEngine gets wrong and zerocast does not cast is refused with the reason, on every rank, before a byte changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import casts, sharded
+from tests.sharded import Weight
+from tests.transformer_engine import refusing
+from tests.transformer_engine.casting import Casting
+from tests.transformer_engine.host_on_cpu import integration, needs_te
+from tests.transformer_engine.tensors import bytes_of
+from tests.workers import Ranks
+
+pytestmark = needs_te
+
+SHAPE = (64, 96)
+NUMEL = SHAPE[0] * SHAPE[1]
+
+
+def halves(fmt: str, offset: int = 0) -> Weight:
+    middle = NUMEL // 2 + offset
+    return Weight(fmt, SHAPE, ((0, middle), (middle, NUMEL)))
+
+
+def quantizer(**options: Any) -> Callable[[Any], None]:
+    """Sets options of the tensor's quantizer."""
+    return lambda weight: [setattr(weight._quantizer, name, value) for name, value in options.items()] and None
+
+
+def attributes(**values: Any) -> Callable[[Any], None]:
+    """Sets attributes of the tensor."""
+    return lambda weight: [setattr(weight, name, value) for name, value in values.items()] and None
+
+
+def e5m2(weight: Any) -> None:
+    from transformer_engine.pytorch.constants import DType
+
+    weight._quantizer.dtype = DType.kFloat8E5M2
+
+
+def both_e5m2(weight: Any) -> None:
+    e5m2(weight)
+    weight._fp8_dtype = weight._quantizer.dtype
+
+
+def strided(weight: Any) -> None:
+    weight._data = weight._data.t().contiguous().t()
+
+
+def subclassed(weight: Any) -> None:
+    kind = type(weight._quantizer)
+    weight._quantizer.__class__ = type("MyQuantizer", (kind,), {})
+
+
+REFUSED = {
+    "4over6": ("nvfp4", quantizer(nvfp4_use_4over6=True), "nvfp4_use_4over6 is True and False is needed"),
+    "4over6 tensor": ("nvfp4", attributes(_nvfp4_use_4over6=True), "_nvfp4_use_4over6 is True and False is needed"),
+    "E4M3 bound": ("nvfp4", attributes(_nvfp4_e4m3_max=256), "_nvfp4_e4m3_max is 256 and 448 is needed"),
+    "1-D NVFP4": ("nvfp4", quantizer(with_2d_quantization=False), "with_2d_quantization is False and True is needed"),
+    "row scaled": ("nvfp4", attributes(_row_scaled_nvfp4=True), "weights have one FP32 amax a tensor"),
+    "stochastic": ("nvfp4", quantizer(stochastic_rounding=True), "weights are rounded to nearest"),
+    "Hadamard": ("nvfp4", quantizer(with_rht=True), "without a Hadamard transform"),
+    "swizzled NVFP4": ("nvfp4", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
+    "swizzled MXFP8": ("mxfp8", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
+    "2-D MXFP8": ("mxfp8", quantizer(with_2d_quantization=True), "1x32 and 32x1 blocks, never in 32x32 blocks"),
+    "E5M2 MXFP8": ("mxfp8", both_e5m2, "mxfp8 weights are E4M3"),
+    "1x128 blocks": ("fp8_block", quantizer(block_scaling_dim=1), "block_scaling_dim is 1 and 2 is needed"),
+    "1x128 tensor": ("fp8_block", attributes(_is_2D_scaled=False), "_is_2D_scaled is False and True is needed"),
+    "other dtype": ("fp8_current", e5m2, "its codes are .*E4M3.* and its quantizer makes .*E5M2"),
+    "no scales": ("fp8_block", attributes(_rowwise_scale_inv=None), "it has no _rowwise_scale_inv: dropped"),
+    "no codes": ("fp8_current", attributes(_data=None), "it has no _data: dropped, or never made"),
+    "no amax": ("nvfp4", attributes(_amax_rowwise=None), "it has no _amax_rowwise"),
+    "one direction": ("mxfp8", attributes(_columnwise_data=None), "it has no _columnwise_data"),
+    "other scales": (
+        "nvfp4",
+        attributes(_rowwise_scale_inv=torch.zeros(64, 16, dtype=torch.uint8)),
+        r"_rowwise_scale_inv is torch.uint8 \(64, 16\) .* torch.uint8 \(128, 8\) is needed",
+    ),
+    "strided codes": ("fp8_current", strided, r"with strides \(1, 64\), contiguous"),
+    "subclass": (
+        "fp8_current",
+        subclassed,
+        "its quantizer is a MyQuantizer; known: Float8BlockQuantizer, Float8Current",
+    ),
+    "another shape of the host": (
+        "fp8_current",
+        lambda weight: delattr(weight._quantizer, "amax_epsilon"),
+        "Float8CurrentScalingQuantizer has no amax_epsilon: this TransformerEngine has another shape",
+    ),
+}
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    fmt, change, reason = REFUSED[name]
+    here = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)), Weight(fmt, SHAPE, ((0, NUMEL),))))
+    change(here.tensors[1])
+    before = [bytes_of(one) for one in here.tensors]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"model weight 1: .*{reason}"):
+        here.cast()
+    for one, held in zip(here.tensors, before, strict=True):
+        casts.assert_same_bytes(bytes_of(one), held)
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize(
+    "name", ["4over6", "4over6 tensor", "swizzled MXFP8", "2-D MXFP8", "1x128 tensor", "other dtype"]
+)
+def test_refused_when_set_after_a_cast(name: str) -> None:
+    fmt, change, reason = REFUSED[name]
+    here = Casting((Weight(fmt, SHAPE, ((0, NUMEL),)),))
+    here.cast()
+    change(here.tensors[0])
+    before = bytes_of(here.tensors[0])
+    with pytest.raises(ValueError, match=f"model weight 0: .*{reason}"):
+        here.cast(1)
+    casts.assert_same_bytes(bytes_of(here.tensors[0]), before)
+
+
+@pytest.mark.usefixtures("te")
+def test_arguments_that_do_not_fit() -> None:
+    here, calls = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)),)), integration()
+    (weight,), (master,) = here.tensors, here.masters()[0]
+    assert master is not None
+    for arguments, reason in (
+        (
+            ([weight], [master], [0, 1]),
+            "lists differ in length: 1 model weights, 1 master weights, 2 start offsets, 1 shards",
+        ),
+        (([weight], [master], [1]), r"elements \[1, 6145\) are not inside the weight's 6144"),
+        (([weight], [master], [-1]), r"elements \[-1, 6143\) are not inside"),
+        (([weight], [master], [None]), "needs its start offset as an int"),
+        (([weight], [master.half()], [0]), "the master is torch.float16; float32 or the nominal torch.bfloat16"),
+        (([weight, weight], [master, None], [0, None]), "model weights 0 and 1 are the same weight"),
+        (
+            ([torch.zeros(3)], [None], [None]),
+            "model weight 0: it is a Tensor: a quantized tensor of TransformerEngine is",
+        ),
+        (([weight], [master], [0], None, [None]), "it has a master here and no shard to cast it into"),
+        (
+            ([weight], [master], [0], None, [torch.zeros(5, dtype=torch.uint8)]),
+            "the shard needs 6144 bytes, its storage has 5",
+        ),
+        (([weight], [master], [0], None, ["here"]), "its shard is str; tensors of codes are needed"),
+    ):
+        rest = arguments[3:] or (None,)
+        with pytest.raises((TypeError, ValueError), match=reason):
+            calls.quantize_master_weights(*arguments[:3], *rest)
+    with pytest.raises(TypeError, match="model weight 1: it is a int"):
+        calls.post_all_gather_processing([weight, 3])
+    assert calls.quantize_master_weights([], [], [], None) is None
+
+
+@pytest.mark.usefixtures("te")
+def test_masters_of_no_elements() -> None:
+    """TransformerEngine fails at them for current scaling; a weight that nobody has a master of stays as it is."""
+    here = Casting((Weight("fp8_current", SHAPE, ((0, NUMEL),)),))
+    before = bytes_of(here.tensors[0])
+    integration().quantize_master_weights(here.tensors, [torch.zeros(0)], [0], None)
+    casts.assert_same_bytes(bytes_of(here.tensors[0]), before)
+
+
+@pytest.mark.usefixtures("te")
+def test_a_later_call_that_is_wrong_changes_nothing() -> None:
+    here = Casting((Weight("fp8_block", SHAPE, ((0, NUMEL),)),))
+    here.cast()
+    scales = here.tensors[0]._rowwise_scale_inv
+    here.tensors[0]._rowwise_scale_inv = None
+    with pytest.raises(ValueError, match="model weight 0: it has no _rowwise_scale_inv"):
+        here.cast(1)
+    here.tensors[0]._rowwise_scale_inv = scales
+    here.cast(1)
+    casts.assert_same_bytes(
+        bytes_of(here.tensors[0]), {"rowwise_data": sharded.expected(here.cases[0], step=1)["rowwise_data"]}
+    )
+
+
+def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
+    for error, unchanged in ranks(2)(refusing.wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
+        assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")
+        assert unchanged
+    for error in ranks(2)(refusing.other_formats, (halves("fp8_current"), halves("nvfp4"))):
+        assert error.startswith("ValueError: weight 0 is fp8_current (64, 96) torch.bfloat16 on rank 0 and nvfp4")
+
+
+def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
+    """Other ranks may not know of it, so a rank says so; `release` on all of them takes the new cut."""
+    case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
+    whole = sharded.expected(case)["rowwise_data"]
+    for rank, (refused, taken, found) in enumerate(ranks(2)(refusing.cut_anew, case, moved.spans)):
+        assert refused.startswith("RuntimeError: this rank owns other elements of QuantizedWeight(shape=(64, 96)")
+        assert taken == ""
+        start, stop = moved.spans[rank]
+        wanted = np.zeros_like(whole)
+        wanted[start:stop] = whole[start:stop]
+        casts.assert_same_bytes(found, {"rowwise_data": wanted}, f"rank {rank}")
+
+
+def test_debug_mode_hears_of_another_call(ranks: Ranks) -> None:
+    for error in ranks(2)(refusing.calls_out_of_step, (halves("fp8_block"),)):
+        assert error.startswith(
+            "RuntimeError: ranks make different calls: rank 0 calls quantize_master_weights, rank 1 does"
+        )
