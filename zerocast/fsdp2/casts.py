@@ -128,9 +128,8 @@ class Casts:
         with self._or_as_before():
             for group in self.groups:
                 group.cast(repeat)
+                group.stamp(self.generation + 1)
         self.generation += 1
-        for group in self.groups:
-            group.stamp(self.generation)
         self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:
