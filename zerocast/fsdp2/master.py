@@ -26,6 +26,7 @@ class Casting(Protocol):
 
     generation: int
     wholeness: Wholeness
+    written: list["Master"]
     unread: list[tuple["Master", Tensor, torch.cuda.Event]]
 
     def before_gather(self) -> None:
@@ -94,16 +95,22 @@ class Master:
             return
         self.casts.forget_measured()
         if not self.written_to:
-            self.written_to = True
+            self.mark_written()
             self.casts.first_write()
+
+    def mark_written(self) -> None:
+        """Say so at the next gather, unless a cast comes before."""
+        if not self.written_to:
+            self.written_to = True
+            self.casts.written.append(self)
 
     def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
         """The bytes of this rank for a gather over `mesh`, on the device of `master`; casts first if that is due."""
         self.casts.before_gather()
         shard = self.shard
-        if master.device == shard.master.device:  # else it is FSDP2's copy of an offloaded shard
-            moved = master.untyped_storage().data_ptr() != self._address
-            self.written_to = self.written_to or moved
+        offloaded = master.device != shard.master.device  # then it is FSDP2's copy
+        if not offloaded and master.untyped_storage().data_ptr() != self._address:
+            self.mark_written()
         self._columnwise = self.is_backward()
         outputs = tuple(part.to(master.device, non_blocking=True) for part in self._outputs())
         self._mesh, self._sent = mesh, self.casts.generation
