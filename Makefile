@@ -92,12 +92,13 @@ $(VENV)/.docs: $(VENV)/.dev
 	touch $@
 
 # Hosts that the tests of integrations/ run against: no dependencies of ours, and skipped with a reason where they are missing.
-# megatron-core declares Python 3.12 and runs on 3.11; its checkpoints need psutil, which it does not declare. torchtitan imports
-# torchdata and tokenizers; what else it would bring is not needed here.
+# megatron-core declares Python 3.12 and runs on 3.11; its checkpoints need psutil and its pipelines einops, which it does not
+# declare. torchtitan imports torchdata and tokenizers; what else it would bring is not needed here.
 HOST := $(INSTALL) --retries 1 --timeout 10 --no-deps
 hosts: $(VENV)/.dev
 	@test -e $(VENV)/.megatron || { echo "installing megatron-core into $(VENV)"; \
-	  $(HOST) --ignore-requires-python --no-build-isolation --no-binary megatron-core megatron-core psutil && touch $(VENV)/.megatron; } \
+	  $(HOST) --ignore-requires-python --no-build-isolation --no-binary megatron-core megatron-core psutil einops \
+	    && touch $(VENV)/.megatron; } \
 	  || echo "megatron-core could not be installed: its tests will be skipped"
 	@test -e $(VENV)/.torchtitan || { echo "installing torchtitan into $(VENV)"; \
 	  $(HOST) torchtitan torchdata tokenizers && touch $(VENV)/.torchtitan; } \

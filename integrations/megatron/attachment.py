@@ -1,7 +1,7 @@
 """attach(): zerocast casts the masters of Megatron's DistributedOptimizer, and makes columnwise copies after its all-gathers.
 
-Methods are replaced on the instances: the copy of masters into the model, what a bucket group does after a gather, and around
-these whatever writes, saves or loads, so that what one of them left half-written is neither used nor saved (`guard.py`).
+Methods are replaced on the instances: the copy of masters into the model, what starts and finishes a gather, and around these
+whatever writes, saves or loads, so that what one of them left half-written is neither used nor saved (`guard.py`).
 """
 
 import weakref
@@ -18,9 +18,10 @@ from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
 from . import host, refusal
-from .checkpoint import load_plain_values
+from .checkpoint import load_plain_values, saving_unpadded
 from .guard import AGAIN, RELOAD, Guard
 from .inner_state import without_steps
+from .scaling_state import ScalingState
 from .shards import Shards, misplaced, shards_of, uncovered
 from .sources import Source, finish
 
@@ -73,12 +74,14 @@ class Attachment:
         self._replaced, self._refreshes, self._undo, self.plans, self._sources = [], {}, [], [], []
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
+        if name not in vars(owner):
+            self._replaced.append((owner, name))
         setattr(owner, name, value)
-        self._replaced.append((owner, name))
 
     def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any]) -> None:
         """Replace the methods of one optimizer that cast, and those of the bucket groups of its buffers."""
         group = Group.of(optimizer.data_parallel_group)
+        scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
         plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
         plan.freshness.advice = ADVICE
         self.plans.append(plan)
@@ -86,25 +89,24 @@ class Attachment:
         parts, masters = [part for part, _ in shards.plain], [master for _, master in shards.plain]
         buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         mine = [
-            (chunk, bucket_group)
+            bucket_group
             for chunk in chunks
             for bucket_group in host.bucket_groups(chunk)
             if any(id(bucket) in buckets for bucket in bucket_group.buckets)
         ]
-
-        source = Source(group, shards, mine)
+        source = Source(group, shards, scaling, mine)
         plan.freshness.owner = weakref.ref(source)
         self._sources.append(source)
 
         @torch.no_grad()
-        def copy_masters() -> None:
+        def copy_masters(cast: Callable[[CastPlan], None] = scaling.cast) -> None:
             source.cast()
-            plan.cast()
+            cast(plan)
             if parts:
                 torch._foreach_copy_(parts, masters)
 
         def refresh() -> None:
-            copy_masters()
+            copy_masters(scaling.cast_again)
             source.gather()
 
         self._refreshes[id(optimizer)] = refresh
@@ -115,21 +117,25 @@ class Attachment:
             "_copy_model_params_to_main_params",
             self._guard.writer(copy_model, "reading masters from the model", RELOAD),
         )
+        self._replace(optimizer, "sharded_state_dict", scaling.saving(optimizer.sharded_state_dict))
+        loading = scaling.loading(optimizer.load_state_dict, self._guard.loads)
+        self._replace(optimizer, "load_state_dict", loading)
         group_of: dict[int, Any] = {}
-        for _, bucket_group in mine:
+        for bucket_group in mine:
             weights = _quantized(bucket_group)
             group_of.update((id(weight.state), bucket_group) for weight in weights)
             after_gather = _after_gather(weights, plan.backend, source, bucket_group)
-            gathers = bucket_group.start_param_sync, bucket_group.finish_param_sync, after_gather
-            for name, gather in zip(
-                ("start_param_sync", "finish_param_sync", "_post_param_sync"), gathers, strict=True
-            ):
+            for name in ("start_param_sync", "finish_param_sync"):
+                gather = _completing(bucket_group, name, after_gather)
                 self._replace(bucket_group, name, self._guard.writer(gather, "an all-gather", AGAIN))
         plan.freshness.finish = lambda weight: finish(group_of[id(weight.state)])
 
     def _stand_guard(self, optimizer: Any, distributed: Sequence[Any], verify_every: int | None) -> None:
         """Around whatever steps, saves and loads, of the optimizer that was given and of those inside it."""
         guard = self._guard
+        for one in distributed:
+            self._replace(one, "_set_main_param_and_optimizer_states", without_steps(one))
+            self._replace(one, "sharded_state_dict", saving_unpadded(one))
         for one in {id(one): one for one in (optimizer, *distributed)}.values():
             of_all = one is optimizer or len(distributed) == 1
             refresh = self._refresh if of_all else self._refreshes.get(id(one), lambda: None)
@@ -143,9 +149,6 @@ class Attachment:
             for name in ("load_state_dict", "load_parameter_state"):
                 loaded = distributed if of_all else [one]
                 self._replace(one, name, guard.loader(getattr(one, name), refresh, loaded, of_all))
-        for one in distributed:
-            name = "_set_main_param_and_optimizer_states"
-            self._replace(one, name, without_steps(getattr(one, name)))
 
     def _verify_every(self, steps: int) -> Callable[[], None]:
         """What to call after each step: VerificationError on every rank of a group, every so many steps, if bytes differ."""
@@ -204,7 +207,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
 
 def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
     taken = [one for one in optimizers if "step_with_ready_grads" in vars(one)]
-    taken += [group for group in groups if "_post_param_sync" in vars(group)]
+    taken += [group for group in groups if "start_param_sync" in vars(group)]
     if taken:
         raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")
 
@@ -246,6 +249,20 @@ def _after_gather(
         source.gathered(bucket_group)
 
     return after_gather
+
+
+def _completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
+    """The host's method that starts or finishes a gather, then `after_gather` if the bytes are here now and were not before."""
+    method = getattr(bucket_group, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        pending = bucket_group.param_gather_handle is not None or not bucket_group.param_gather_dispatched
+        result = method(*args, **kwargs)
+        if bucket_group.param_gather_handle is None and (pending or name == "start_param_sync"):
+            after_gather()
+        return result
+
+    return call
 
 
 def _copy_model(optimizer: Any, shards: Shards) -> Callable[..., None]:

@@ -36,6 +36,10 @@ class Guard:
         """Whether something died while it wrote, and nothing has been written whole since."""
         return any(freshness.is_torn for freshness in self._watched)
 
+    def loads(self) -> bool:
+        """Whether what is being loaded is a checkpoint, and not what the host loads of itself to prepare for one."""
+        return not self._preparing
+
     def check_whole(self) -> None:
         """RuntimeError while masters or weights are torn; not while a load is prepared, which reads what it will overwrite."""
         for freshness in () if self._preparing else self._watched:

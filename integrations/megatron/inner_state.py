@@ -42,11 +42,13 @@ def take_steps(optimizers: Sequence[Any]) -> None:
                     state["step"] = state["step"].new_tensor(float(group["step"]))
 
 
-def without_steps(set_states: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
-    """The host's method that fills the state of a parameter, with the step left out: a checkpoint has none a parameter."""
+def without_steps(one: Any) -> Callable[[Any, dict[str, Any]], None]:
+    """The host's method that fills the state of a parameter, with the step left as it is: a checkpoint has none a parameter."""
+    fill = one._set_main_param_and_optimizer_states
 
     def call(model_param: Any, tensors: dict[str, Any]) -> None:
-        set_states(model_param, {**tensors, "step": None})
+        held = one._get_main_param_and_optimizer_states(model_param)
+        fill(model_param, {**tensors, **({"step": held["step"]} if "step" in held else {})})
 
     return call
 

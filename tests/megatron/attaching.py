@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.megatron.here import host
-from tests.megatron.training import Case, Run, build
+from tests.megatron.training import MIXED, Case, Run, build
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
+from zerocast.integrations.megatron import host as seams
 
 
 def _built(case: Case) -> Run:
@@ -105,6 +106,12 @@ def in_a_format(fmt: str) -> str:
         return _error(lambda: _built(Case(fmt)))
 
 
+def without_four_bits() -> str:
+    """An nvfp4 weight in a megatron-core that has FP8 buffers only, or as if this one had."""
+    with host(), mock.patch.object(seams, "has_four_bit_buffers", return_value=False):
+        return _error(lambda: _built(Case("nvfp4")))
+
+
 def built_outside() -> str:
     with host():
         return _error(lambda: build(Case()))
@@ -113,7 +120,7 @@ def built_outside() -> str:
 def left_behind() -> list[str]:
     """What differs in the host after attaching, training and detaching from what was there before."""
     with host():
-        run = _built(Case("mixed", overlap=True))
+        run = _built(Case(MIXED, overlap=True))
         owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
         before = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
         hooks = [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]
@@ -131,7 +138,7 @@ def left_behind() -> list[str]:
 def interrupted() -> tuple[str, bool]:
     """Where the plan of the second optimizer fails: the error, and whether the first was attached nevertheless."""
     with host():
-        run = _built(Case("mixed", experts=True))
+        run = _built(Case(MIXED, experts=True))
         plans = mock.patch.object(
             attachment, "CastPlan", side_effect=[attachment.CastPlan([], [], []), ValueError("no")]
         )
@@ -143,7 +150,7 @@ def interrupted() -> tuple[str, bool]:
 def forced_sync() -> SimpleNamespace:
     """With overlap, between the step and the next forward pass."""
     with host():
-        run = _built(Case("mixed", overlap=True))
+        run = _built(Case(MIXED, overlap=True))
         _attach(run)
         run.step(0)
         stale = [not weight.state.columnwise_is_fresh() for weight in run.weights.values()]
@@ -162,7 +169,7 @@ def forced_sync() -> SimpleNamespace:
 def masters_by_hand() -> dict[str, int]:
     """After masters were written by hand."""
     with host():
-        run = _built(Case("mixed"))
+        run = _built(Case(MIXED))
         attached = _attach(run)
         run.step(0)
         for group in _own(run).shard_fp32_from_float16_groups:
@@ -176,7 +183,7 @@ def masters_by_hand() -> dict[str, int]:
 def finetuned(with_state: bool) -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model: whether they are those values, and stale bytes."""
     with host():
-        run = _built(Case("mixed"))
+        run = _built(Case(MIXED))
         _attach(run)
         values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
         run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.training import Case, Run, build
+from tests.megatron.training import MIXED, Case, Run, build
 from zerocast.integrations import megatron as integration
 
 if not WHY_NOT:
@@ -31,19 +31,22 @@ def _content(run: Run, is_loading: bool, kind: str) -> dict[str, Any]:
     return integration.dequantize_({"model": model, "optimizer": optimizer}, is_loading)
 
 
-def _save(run: Run, folder: str, kind: str) -> None:
+def save(run: Run, folder: str, kind: str) -> None:
+    """As a training loop does."""
     run.force_sync()
     with mock.patch.dict(vars(multiprocessing.current_process())["_config"], daemon=False):  # the host forks to write
         dist_checkpointing.save(_content(run, False, kind), folder)
 
 
-def _load(run: Run, folder: str, kind: str) -> None:
+def load(run: Run, folder: str, kind: str) -> None:
+    """As a resumed run does."""
     state = dist_checkpointing.load(_content(run, True, kind), folder)
     run.ddp.module.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
 
 
-def _attached(case: Case) -> Run:
+def attached(case: Case) -> Run:
+    """Built and attached."""
     with integration.building():
         run = build(case)
     integration.attach(run.optimizer, run.ddp)
@@ -57,18 +60,18 @@ def _state(run: Run) -> State:
 def saved(case: Case, folder: str, kind: str) -> State:
     """Trained and saved: masters and moments."""
     with host():
-        run = _attached(case)
+        run = attached(case)
         for number in range(case.steps):
             run.step(number)
-        _save(run, folder, kind)
+        save(run, folder, kind)
         return _state(run)
 
 
 def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[str, int]]:
     """In another run: masters and moments, steps, stale bytes then and after two more steps."""
     with host():
-        run = _attached(case)
-        _load(run, folder, kind)
+        run = attached(case)
+        load(run, folder, kind)
         state, wrong = _state(run), run.stale_bytes()
         steps = {float(s["step"]) for one in run.optimizer.chained_optimizers for s in one.optimizer.state.values()}
         for number in range(2):
@@ -80,7 +83,7 @@ def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[
 def small_buckets(kind: str, is_loading: bool) -> str:
     """What is said of a bucket that leaves a rank without any parameter."""
     with host():
-        run = _attached(Case("mixed", experts=True))
+        run = attached(Case(MIXED, experts=True))
         run.step(0)
         try:
             _content(run, is_loading, kind)
@@ -94,11 +97,11 @@ def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:
     box = [tempfile.mkdtemp(prefix="zerocast-megatron-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
     with host():
-        straight, resumed = _attached(case), _attached(case)
+        straight, resumed = attached(case), attached(case)
         for number in range(case.steps):
             straight.step(number)
-        _save(straight, box[0], kind)
-        _load(resumed, box[0], kind)
+        save(straight, box[0], kind)
+        load(resumed, box[0], kind)
         wrong = resumed.stale_bytes()
         for number in range(case.steps, case.steps + 2):
             straight.step(number)

@@ -5,7 +5,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from tests import casts
-from tests.megatron.here import host
+from tests.megatron.here import groups, host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import Case, build
 from tests.optim.faults import OutOfMemory
@@ -25,7 +25,6 @@ from zerocast.group import Group
 from zerocast.integrations import megatron as integration
 
 if not WHY_NOT:
-    from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -184,19 +183,6 @@ def _attempt(attached: Attached, memory: OutOfMemory, where: str, state: Any, fo
     return outcome
 
 
-@contextmanager
-def _groups(seconds: float | None = None) -> Iterator[None]:
-    """The host's process groups made anew, with a timeout."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        **({} if seconds is None else {"distributed_timeout_minutes": seconds / 60})
-    )
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def _faulty(collective: str, fault: Callable[[], Any]) -> Any:
     """`fault` before the all-reduce of a cast, or before an all-gather of bytes."""
     owner, name = (Group, "all_reduce_max") if collective == "all-reduce" else (buffers, "dist_all_gather_func")
@@ -205,7 +191,7 @@ def _faulty(collective: str, fault: Callable[[], Any]) -> Any:
 
 def dies(collective: str, case: Case) -> None:
     """Rank 1 dies in its second step, or in the forward pass after it; rank 0 raises what it was told when it tried to go on."""
-    with _groups(), host():
+    with groups(), host():
         attached = Attached(case)
         attached.run.step(0)
         dist.barrier()
@@ -223,7 +209,7 @@ def dies(collective: str, case: Case) -> None:
 def fails_alone(collective: str, fault: str, case: Case) -> tuple[float, str, bool, list[str]]:
     """Rank 1 is out of memory, or late, in its second step: how long and what a rank raised; torn; what differs after a resume."""
     with host():
-        with _groups(TIMEOUT):
+        with groups(TIMEOUT):
             attached = Attached(case)
             attached.run.step(0)
             state = attached.saved()
@@ -234,7 +220,7 @@ def fails_alone(collective: str, fault: str, case: Case) -> tuple[float, str, bo
             with pytest.raises(RuntimeError, match=SAID):
                 attached.run.optimizer.step()
         dist.barrier()
-        with _groups():
+        with groups():
             straight, resumed = Attached(case), Attached(case)
             straight.run.step(0)
             resumed.load(state)

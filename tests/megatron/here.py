@@ -28,3 +28,18 @@ def host() -> Iterator[None]:
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield
+
+
+@contextlib.contextmanager
+def groups(seconds: float | None = None, **sizes: int) -> Iterator[None]:
+    """The host's process groups made anew, of other sizes or with a timeout; afterwards there are none."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    timeout = {} if seconds is None else {"distributed_timeout_minutes": seconds / 60}
+    parallel_state.initialize_model_parallel(**sizes, **timeout)
+    if dist.get_backend() == "nccl":
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -7,11 +7,11 @@ import pytest
 
 from tests.megatron import faulty
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import Case
+from tests.megatron.training import MIXED, Case
 from tests.workers import Ranks, RanksFailed
 
 pytestmark = needs_megatron
-SYNC, OVERLAP = Case("mixed", experts=True), Case("mixed", overlap=True, experts=True)
+SYNC, OVERLAP = Case(MIXED, experts=True), Case(MIXED, overlap=True, experts=True)
 AFTER = [  # where memory runs out, whether gathers overlap, and what there is to do then
     ("step", False, {"again", "load"}),
     ("step", True, {"again", "load"}),
@@ -24,7 +24,7 @@ AFTER = [  # where memory runs out, whether gathers overlap, and what there is t
 
 
 def check(ranks: Ranks, where: str, overlap: bool, every: int, folder: Path) -> None:
-    case = Case("mixed", overlap, experts=True)
+    case = Case(MIXED, overlap, experts=True)
     ((outcomes, wrong),) = ranks(1)(faulty.at_operators, case, where, every, str(folder), timeout=900.0)
     assert not wrong, wrong[:5]
     assert outcomes.pop("nothing") == 2, "once with enough memory, before and after"
@@ -51,7 +51,7 @@ def test_every_operator(ranks: Ranks, tmp_path: Path, where: str, overlap: bool)
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_a_rank_that_dies(ranks: Ranks, collective: str, overlap: bool) -> None:
     with pytest.raises(RanksFailed) as caught:
-        ranks(2)(faulty.dies, collective, Case("mixed", overlap))
+        ranks(2)(faulty.dies, collective, Case(MIXED, overlap))
     said = str(caught.value)
     assert "--- rank 1 ---\nthe process died" in said
     assert re.search(r"RuntimeError: rank 0 was told after [012] s, torn: True", said), said
@@ -61,7 +61,7 @@ def test_a_rank_that_dies(ranks: Ranks, collective: str, overlap: bool) -> None:
 @pytest.mark.parametrize("fault", [pytest.param("late", marks=pytest.mark.slow), "out of memory"])
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_a_rank_that_fails_alone(ranks: Ranks, collective: str, fault: str, overlap: bool) -> None:
-    first, second = ranks(2)(faulty.fails_alone, collective, fault, Case("mixed", overlap))
+    first, second = ranks(2)(faulty.fails_alone, collective, fault, Case(MIXED, overlap))
     assert first[0] < faulty.TIMEOUT + 2.0, "rank 0 waits as long as its group says"
     assert ("injected" if fault == "out of memory" else "too late") in second[1]
     for waited, said, torn, differ in (first, second):

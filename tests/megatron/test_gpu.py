@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import attaching, faulty, verifying
+from tests.megatron import attaching, delaying, faulty, measuring, verifying
 from tests.megatron.checkpoints import loaded, resume, saved
+from tests.megatron.gpt import train as train_gpt
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.test_checkpoints import KINDS, check
-from tests.megatron.training import FORMATS, Case, train, train_chunks
+from tests.megatron.test_parallel import PARALLEL, said
+from tests.megatron.training import FORMATS, NARROW, Case, train, train_chunks
 from tests.workers import Ranks
 
 ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
@@ -45,6 +47,22 @@ def test_model_chunks_of_one_optimizer(gpu_ranks: Ranks, world: int) -> None:
     assert gpu_ranks(world)(train_chunks, Case("mixed", True, bucket_size=10_000), timeout=SECONDS) == [[{}, {}]] * 2
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=[NARROW])
+@pytest.mark.parametrize("name", [name for name, (ranks, _) in PARALLEL.items() if ranks == 2])
+@pytest.mark.parametrize("world", [TWO])
+def test_other_parallelism(gpu_ranks: Ranks, world: int, name: str) -> None:
+    for losses, stale, ok, _ in gpu_ranks(world)(train_gpt, PARALLEL[name][1], timeout=SECONDS):
+        assert not stale and ok
+        assert not losses or losses[3] < losses[0]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_delayed_scaling(gpu_ranks: Ranks, tmp_path: Path, world: int) -> None:
+    assert gpu_ranks(world)(delaying.steps, 5, timeout=SECONDS) == [[[]] * 5] * world
+    assert gpu_ranks(world)(delaying.resumed, str(tmp_path), KINDS[0], timeout=SECONDS) == [([], [])] * world
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
@@ -58,6 +76,17 @@ def test_other_numbers_of_ranks(gpu_ranks: Ranks, tmp_path: Path, world: int) ->
     case = Case("mixed", overlap=True, experts=True)
     written = gpu_ranks(world)(saved, case, str(tmp_path), KINDS[0], timeout=SECONDS)[0]
     check(written, gpu_ranks(1)(loaded, case, str(tmp_path), KINDS[0], timeout=SECONDS))
+
+
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
+    plain = gpu_ranks(world)(measuring.steps, True, None, timeout=SECONDS)
+    for (losses, samples, amaxes), (expected, _, _) in zip(
+        gpu_ranks(world)(measuring.steps, True, 2, timeout=SECONDS), plain, strict=True
+    ):
+        assert losses == expected
+        assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes
+        assert samples[-1].nbytes["weight_gather"] and samples[-1].milliseconds["forward and backward/all_gather"]
 
 
 @pytest.mark.parametrize("world", [TWO])
@@ -81,7 +110,7 @@ def test_some_operators_of_a_step(gpu_ranks: Ranks, tmp_path: Path, world: int) 
         assert set(outcomes) == {"nothing", "again", "load"}
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", "bf16"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_the_example(world: int, fmt: str) -> None:
     line = f"-m torch.distributed.run --standalone --nproc-per-node {world} -m examples.megatron.pretrain_gpt --overlap"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.megatron.here import device, host
-from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
@@ -37,6 +37,7 @@ if not WHY_NOT:
             (distrib_optimizer, "group_params_for_buffers"),
             (distributed_data_parallel, "group_params_for_buffers"),
         )
+        if KNOWS_FOUR_BITS
     ]
 else:
     MegatronModule = nn.Module
@@ -46,15 +47,19 @@ FORMATS = {
     "fp8_current": {"*.weight": "fp8_current"},
     "nvfp4": {"*.weight": "nvfp4"},
     "mxfp8": {"layers.0.*": "mxfp8"},
-    "fp8_delayed": {"*.weight": "fp8_delayed"},
+    "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
+    "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
 }
+MIXED = "mixed" if KNOWS_FOUR_BITS else "fp8"  # as many formats as the host's buffers can hold
+NARROW = "nvfp4" if KNOWS_FOUR_BITS else "fp8_block"
+ALL = ["fp8_block", "fp8_current", *(["nvfp4", "mixed"] if KNOWS_FOUR_BITS else ["fp8"])]
 WIDTHS = (64, 192, 96, 208, 64)  # boundaries of ranks fall inside weights
 
 
 @dataclass(frozen=True)
 class Case:
-    formats: str = "nvfp4"
+    formats: str = NARROW
     overlap: bool = False
     busbw: bool = False
     bucket_size: int | None = None
@@ -127,17 +132,17 @@ class Run:
 
     def gathered(self, of: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
         """By parameter, whole, what is `of` an optimizer and the master of a shard."""
-        mine = {}
+        names = {id(param): name for name, param in self.ddp.module.named_parameters()}
+        everyone: list[Any] = []
         for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            mine = {}
             for models, mains in zip(one.model_float16_groups, one.shard_fp32_from_float16_groups, strict=True):
                 for param, master in zip(models, mains, strict=True):
-                    name = next((n for n, p in self.ddp.module.named_parameters() if p is param), "of another chunk")
-                    mine[name] = (
-                        one._get_model_param_range_map(param)["param"].start,
-                        of(one, master).detach().cpu().clone(),
-                    )
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+                    start = one._get_model_param_range_map(param)["param"].start
+                    mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
+            its_ranks: list[Any] = [None] * one.data_parallel_group.size()
+            dist.all_gather_object(its_ranks, mine, group=one.data_parallel_group)
+            everyone += its_ranks
         whole = {}
         for name, param in self.ddp.module.named_parameters():
             flat = torch.full((param.numel(),), torch.nan)
@@ -149,11 +154,19 @@ class Run:
             whole[name] = flat.view(param.shape)
         return whole
 
+    def cast_scales(self) -> dict[str, float]:
+        """What delayed scaling says that it cast with; see delaying.py for whether that is right."""
+        owners = {id(weight.master_owner): weight.master_owner for weight in self.weights.values()}
+        shown = [
+            owned for owner in owners.values() if owner for source in owner.master_sources() for owned in source.masters
+        ]
+        return {str(o.name).removeprefix("module."): float(o.scale) for o in shown if o.scale is not None}
+
     def stale_bytes(self) -> dict[str, int]:
         """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does."""
-        masters, wrong = self.masters(), {}
+        masters, wrong, scales = self.masters(), {}, self.cast_scales()
         for name, weight in self.weights.items():
-            expected = casts.unsharded(str(weight.format), masters[name], weight.dtype)
+            expected = casts.unsharded(str(weight.format), masters[name], weight.dtype, scales.get(name, 1.0))
             found = casts.bytes_of(weight)
             assert weight.state.columnwise_is_fresh(), name
             for buffer, content in expected.items():

@@ -38,25 +38,29 @@ class CastMeter:
         self._before: dict[str, Tensor] = {}
         self.device = torch.device("cpu")
         self._transient = False
+        self._buffers: list[dict[str, Tensor | None]] = []
         for source in self._sources():
             self._before |= {name: part.data().clone() for name, part in _parts(source).items()}
             self.device = next((owned.weight.device for owned in source.masters), self.device)
-            self._transient |= source.transient
         if not self._owners:
             raise TypeError(f"a meter takes a model or an optimizer that owns masters, got {type(owner).__name__}")
 
     @property
     def gathered_into(self) -> list[Tensor] | None:
-        """Buffers of the weights where they are now."""
+        """Buffers of the weights where they are now. Nothing is gathered for it, since that is what is measured."""
         if self._transient:
             return None
-        owned = [owned.weight.state.buffers for source in self._sources() for owned in source.masters]
-        held = [buffers[name] for buffers in owned for name in ("rowwise_data", "columnwise_data")]
+        held = [buffers[name] for buffers in self._buffers for name in ("rowwise_data", "columnwise_data")]
         return [tensor for tensor in held if tensor is not None]
 
     def _sources(self) -> Iterator[MasterSource]:
+        self._buffers = []
         for owner in self._owners:
-            yield from owner.master_sources()
+            for source in owner.master_sources():
+                self._transient |= source.transient
+                if not source.transient:
+                    self._buffers += [owned.weight.state.buffers for owned in source.masters]
+                yield source
 
     @torch.no_grad()
     def measure(self) -> dict[str, CastCounts]:

@@ -25,6 +25,7 @@ STAGES = {
     "zerocast::partial_cast": "scales_and_cast",
     "zerocast::roll_history": "scales_and_cast",
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "zerocast::transpose": "columnwise",
 }
 GATHER, REST = "all_gather", "rest"
