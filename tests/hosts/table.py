@@ -55,7 +55,11 @@ def _ranges(numbers: set[int]) -> str:
 
 def _recorded_with(runs: list[dict[str, Any]]) -> str:
     found = {"hosts": {package for run in runs for package in _packages(run)}}
-    found |= {device: {_machine(run, device) for run in runs if _ran(run, device)} for device in ON}
+    for device in ON:
+        dates = defaultdict(set)
+        for run in (run for run in runs if _ran(run, device)):
+            dates[_machine(run, device)].add(run["date"])
+        found[device] = {f"{machine} ({', '.join(sorted(days))})" for machine, days in dates.items()}
     parts = [f"{what}: {', '.join(sorted(values))}" for what, values in found.items() if values]
     return f"Recorded with {'; '.join(parts)}."
 
@@ -72,7 +76,7 @@ def _ran(run: dict[str, Any], device: str) -> bool:
 def _machine(run: dict[str, Any], device: str) -> str:
     gpus, cores, cpu = (run["hardware"][name] for name in ("gpus", "cores", "cpu"))
     what = f"{len(gpus)} {gpus[0]}" if device == "GPU" else f"{cores} cores of {cpu}"
-    return f"torch {run['versions']['torch']} on {what} ({run['date']})"
+    return f"torch {run['versions']['torch']} on {what}"
 
 
 def with_table(text: str, made: str) -> str:
