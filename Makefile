@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-slow hosts bench cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test test-slow hosts hosts-table bench cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -29,6 +29,10 @@ bench: $(VENV)/.dev
 cuda: $(VENV)/.python
 	ZEROCAST_CUDA=1 $(INSTALL) --editable '.[dev,examples]'
 	touch $(VENV)/.dev $(VENV)/.demo
+
+# The table of hosts in README.md, from the recorded runs of their tests (tests/README.md).
+hosts-table: $(VENV)/.dev
+	$(BIN)/python -m tests.hosts.table
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
 SANITIZED := tests/test_goldens.py tests/test_adam_amax.py tests/test_adam_step.py tests/test_dequantize.py tests/test_gemm_inputs.py tests/test_backends.py
@@ -88,11 +92,17 @@ $(VENV)/.docs: $(VENV)/.dev
 	touch $@
 
 # Hosts that the tests of integrations/ run against: no dependencies of ours, and skipped with a reason where they are missing.
-# megatron-core declares Python 3.12 and runs on 3.11; its checkpoints need psutil, which it does not declare.
+# megatron-core declares Python 3.12 and runs on 3.11; its checkpoints need psutil and its pipelines einops, which it does not
+# declare. torchtitan imports torchdata and tokenizers; what else it would bring is not needed here.
+HOST := $(INSTALL) --retries 1 --timeout 10 --no-deps
 hosts: $(VENV)/.dev
-	@test -e $(VENV)/.hosts || { echo "installing megatron-core into $(VENV)"; \
-	  $(INSTALL) --retries 1 --timeout 10 --no-deps --ignore-requires-python --no-build-isolation --no-binary megatron-core \
-	    megatron-core psutil && touch $(VENV)/.hosts; } || echo "megatron-core could not be installed: its tests will be skipped"
+	@test -e $(VENV)/.megatron || { echo "installing megatron-core into $(VENV)"; \
+	  $(HOST) --ignore-requires-python --no-build-isolation --no-binary megatron-core megatron-core psutil einops \
+	    && touch $(VENV)/.megatron; } \
+	  || echo "megatron-core could not be installed: its tests will be skipped"
+	@test -e $(VENV)/.torchtitan || { echo "installing torchtitan into $(VENV)"; \
+	  $(HOST) torchtitan torchdata tokenizers && touch $(VENV)/.torchtitan; } \
+	  || echo "torchtitan could not be installed: its tests will be skipped"
 
 $(VENV)/.demo: $(VENV)/.python $(SOURCES)
 	@echo "installing zerocast and what the examples need into $(VENV)"

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from tests.devices import HERE, gpu_params
+from tests.hosts.record import pytest_addoption, pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
 from tests.workers import Pool, Ranks
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,21 @@ class Weight:
             if data is not None:
                 data.view(torch.uint8).fill_(POISON)
         return weight
+
+
+def every_format(world: int, seed: int) -> tuple[Weight, ...]:
+    """A weight of every format and nominal dtype, cut after an odd element, the parts with the ranks in any order."""
+    draw, cases = random.Random(seed), []
+    for fmt in casts.FORMATS:
+        for nominal in casts.NOMINAL:
+            row, column = get_format(fmt).multiple
+            shape = 147 // row * row, 77 // column * column
+            numel = shape[0] * shape[1]
+            inner = sorted(2 * draw.randrange(numel // 2) + 1 for _ in range(world - 1))
+            spans = list(zip([0, *inner], [*inner, numel], strict=True))
+            draw.shuffle(spans)
+            cases.append(Weight(fmt, shape, tuple(spans), nominal, seed=draw.randrange(1000)))
+    return tuple(cases)
 
 
 def expected(weight: Weight, scale: float = 1.0, step: int = 0) -> casts.Bytes:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests import casts, sharded
 from tests.matrices import CONTENTS
-from tests.selection import examples_on
+from tests.selection import examples_on, worlds
 from tests.sharded import Weight
 from tests.strategies import models
 from tests.workers import Ranks
@@ -23,6 +23,14 @@ def test_any_cut_of_any_mix(ranks: Ranks, world: int) -> None:
             sharded.assert_unsharded(outcome, cases, f"rank {rank}")
 
     check()
+
+
+@pytest.mark.shows(host="CastPlan", parallel="data", formats=casts.FORMATS)
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4, 5)))
+def test_every_format_in_one_plan(ranks: Ranks, world: int, seed: int) -> None:
+    cases = sharded.every_format(world, seed)
+    for rank, outcome in enumerate(ranks(world)(sharded.cast_and_gather, cases)):
+        sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
 
 
 @pytest.mark.parametrize("nominal", casts.NOMINAL)

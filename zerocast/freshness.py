@@ -5,13 +5,11 @@ compares and refuses what is stale. Columnwise copies are compared always. In de
 the masters have changed since their last cast: at their version counters, and at steps of torch optimizers over them, since fused
 ones move no counter. Writes through `.data` or by foreign kernels are seen by neither; `zerocast.verify` sees everything.
 
-What raises while it writes masters or weights (out of memory, a rank that died) leaves them torn, and they are not read until they
-have been written whole.
+Weights that something has left half written are not read either (`wholeness.py`).
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +18,13 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from zerocast.wholeness import Wholeness
+
 CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
 
 
 @dataclass(eq=False)
-class Freshness:
+class Freshness(Wholeness):
     """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes columnwise copies on demand.
 
     `sharded` says whether other ranks hold masters too, `advice` which call makes weights fresh. A weight outlives its optimizer:
@@ -38,35 +38,10 @@ class Freshness:
     owner: Callable[[], Any] | None = None  # a weak reference to what shows the masters to `zerocast.verify`
     sharded: bool = False
     advice: str = CAST
-    torn: str | None = None  # what died while it wrote, and what to do now
     _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
     _versions: list[int] | None = field(default=None, init=False)  # of the masters at a cast in debug mode
     _stepped: bool = field(default=False, init=False)
     _before_step: int = field(default=0, init=False)
-    _writing: bool = field(default=False, init=False)
-
-    @contextlib.contextmanager
-    def writing(self, what: str, remedy: str) -> Iterator[None]:
-        """Within, `what` writes masters or weights; an exception leaves them torn until another such write is complete."""
-        if self._writing:
-            yield  # a part of something larger
-            return
-        self._writing, self.torn = True, f"{what} raised half-way: {remedy}"
-        try:
-            yield
-            self.torn = None
-        finally:
-            self._writing = False
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether something died while it wrote, and nothing has been written whole since."""
-        return self.torn is not None and not self._writing
-
-    def check_whole(self) -> None:
-        """RuntimeError while masters or weights are torn."""
-        if self.is_torn:
-            raise RuntimeError(self.torn)
 
     def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
         """These masters are what the weights are cast from, at present and from now on."""

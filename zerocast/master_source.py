@@ -4,10 +4,11 @@ An optimizer, a plan or a host offers it by one method, `master_sources()`: a so
 or for each part of a model whose bytes are there together. A parameter says who that is by `master_owner`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from zerocast.group import Group
@@ -35,12 +36,14 @@ class OwnedMaster:
 class MasterSource:
     """The masters of some weights, in the same order on every rank of `group`. Spans of the ranks do not overlap.
 
-    `left_out` names weights that are not shown, since no rank has a master of them, or none of some of their elements.
+    `left_out` names weights that are not shown, since no rank has a master of them, or none of some of their elements. The bytes of
+    `transient` ones are there for this look alone: a step gathers into other memory.
     """
 
     group: Group
     masters: tuple[OwnedMaster, ...]
     left_out: tuple[str, ...] = ()
+    transient: bool = False
 
 
 class OwnsMasters(Protocol):
@@ -49,3 +52,33 @@ class OwnsMasters(Protocol):
     def master_sources(self) -> Iterable[MasterSource]:
         """The masters as they are now. All ranks ask for the sources one by one; each holds until the next is asked for."""
         ...
+
+
+def owners_of(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, ...]]:
+    """(owners, names of weights by their state, quantized weights whose masters nobody here owns).
+
+    `what` is an owner, a model whose weights were given to one, or a model or an optimizer under `zerocast.fsdp2`.
+    """
+    if hasattr(what, "master_sources"):
+        return [what], {}, ()
+    owners: dict[int, OwnsMasters] = {}
+    names, without = {}, []
+    for name, parameter in _parameters(what):
+        held = getattr(parameter, "_local_tensor", parameter)  # that of a DTensor
+        if not hasattr(held, "master_owner"):
+            continue
+        names[id(getattr(held, "state", None))] = name
+        owner = held.master_owner
+        if owner is None:
+            without.append(name)
+        else:
+            owners[id(owner)] = owner
+    return list(owners.values()), names, tuple(without)
+
+
+def _parameters(what: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(what, torch.nn.Module):
+        yield from what.named_parameters()
+    elif isinstance(what, torch.optim.Optimizer):
+        for group in what.param_groups:
+            yield from (("", parameter) for parameter in group["params"])

@@ -23,7 +23,7 @@ from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.group import Group, GroupLike
 from zerocast.layout import Span
-from zerocast.master_source import MasterSource, OwnedMaster, OwnsMasters
+from zerocast.master_source import MasterSource, OwnedMaster, owners_of
 from zerocast.verify_report import Difference, VerifyReport
 
 PIECE = 2**20  # elements
@@ -43,7 +43,10 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
 
     Raises TypeError for anything else, ValueError for a model without any known master or for ranks that hold other weights.
     """
-    owners, names, without = _owners(model_or_optimizer)
+    owners, names, without = owners_of(model_or_optimizer)
+    if not owners and not isinstance(model_or_optimizer, torch.nn.Module):
+        kind = type(model_or_optimizer).__name__
+        raise TypeError(f"verify takes a model or an optimizer that owns masters, got {kind}")
     if not owners:
         raise ValueError(
             "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
@@ -51,35 +54,6 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
     sources = (source for owner in owners for source in owner.master_sources())
     reports = [_verify(source, source.group if group is None else Group.of(group), names) for source in sources]
     return VerifyReport.of(reports, without)
-
-
-def _owners(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, ...]]:
-    """(owners, names of weights by their state, quantized weights whose masters nobody here owns)."""
-    if hasattr(what, "master_sources"):
-        return [what], {}, ()
-    owners: dict[int, OwnsMasters] = {}
-    names, without = {}, []
-    for name, parameter in _parameters(what):
-        held = getattr(parameter, "_local_tensor", parameter)  # that of a DTensor
-        if not hasattr(held, "master_owner"):
-            continue
-        names[id(getattr(held, "state", None))] = name
-        owner = held.master_owner
-        if owner is None:
-            without.append(name)
-        else:
-            owners[id(owner)] = owner
-    if not owners and not isinstance(what, torch.nn.Module):
-        raise TypeError(f"verify takes a model or an optimizer that owns masters, got {type(what).__name__}")
-    return list(owners.values()), names, tuple(without)
-
-
-def _parameters(what: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(what, torch.nn.Module):
-        yield from what.named_parameters()
-    elif isinstance(what, torch.optim.Optimizer):
-        for group in what.param_groups:
-            yield from (("", parameter) for parameter in group["params"])
 
 
 def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> VerifyReport:

@@ -131,9 +131,11 @@ class Trainer:
         self._make_meter()
 
     def _make_meter(self) -> None:
-        """Only the config's `parallel=zero` has a meter, and weights that are not quantized give it times alone."""
-        every, optimizer = self.config.measure_every, self.optimizer
-        self.meter = Meter(optimizer, every) if every and isinstance(optimizer, zerocast.ZeroAdamW) else None
+        """Weights that are not quantized give times alone, and under FSDP2 nothing: nobody owns masters there."""
+        zero = isinstance(self.optimizer, zerocast.ZeroAdamW)
+        self.meter = None
+        if self.config.measure_every and (zero or self.config.format_at(self.step) != "bf16"):
+            self.meter = Meter(self.optimizer if zero else self.model, self.config.measure_every)
 
     def _measured(self) -> AbstractContextManager[Measurement]:
         return self.meter.step() if self.meter else nullcontext(NOT_MEASURED)

@@ -1,7 +1,7 @@
 """Checkpoints: Apex's own state dict of full FP32 tensors, with delayed scaling in it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from zerocast import QuantizedWeight
 from zerocast.optim.delayed import DelayedScaling
 
 logger = logging.getLogger(__name__)
+MASTER_AND_MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 FIELDS = ("scale", "amax_history", "cast_scale")
 
 
@@ -32,12 +33,36 @@ def check_format(state_dict_format: int | None) -> None:
         raise ValueError(f"state dicts of format 2 hold quantized weights' masters, got format {state_dict_format}")
 
 
-def format_of(state_dict: Mapping[str, Any]) -> int | None:
+def _format_of(state_dict: Mapping[str, Any]) -> int | None:
     """As Apex tells it; the first format is older than its tag."""
     if "buckets" in state_dict or "gathered_states" in state_dict:
         return 1
     found: int | None = state_dict.get("format")
     return found
+
+
+def problem_of(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Exception | None:
+    """Why this state does not fit these parameters; None if it does. Apex alone finds out when some have been overwritten."""
+    try:
+        check_format(_format_of(state_dict))
+        _check_entries(state_dict, param_groups)
+    except KeyError as error:
+        return ValueError(f"the state does not fit this optimizer: it lacks {error}")
+    except ValueError as error:
+        return error
+    return None
+
+
+def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    saved, ours = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], param_groups))
+    if saved != ours:
+        raise ValueError(f"the state has groups of {saved} parameters, this optimizer of {ours}")
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        found = {name: tuple(state_dict["state"][key][name].shape) for name in MASTER_AND_MOMENTS}
+        if any(shape != tuple(parameter.shape) for shape in found.values()):
+            raise ValueError(f"parameter {key} has shapes {found} in the state and {tuple(parameter.shape)} here")
 
 
 def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
@@ -48,6 +73,7 @@ def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping
 
 def load_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
     """Take over what `add_delayed` put there; where it is missing or does not fit, it is seeded at the next cast."""
+    delayed.found()  # what an earlier load lost, and raised before it was seeded
     for name, views in delayed.views.items():
         saved = state[keys[name]]
         if all(field in saved and saved[field].shape == views[field].shape for field in FIELDS):

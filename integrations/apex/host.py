@@ -16,7 +16,9 @@ _OF_THE_CLASS = (
     "_broadcast_params",
     "_check_params_shard_dtypes",
     "_init_param_state",
+    "_local_step",
     "_param_copy_fragments",
+    "grad_norm",
     "init_params",
     "init_params_bucket",
     "load_state_dict",
@@ -26,6 +28,7 @@ _OF_THE_CLASS = (
     "state_dict",
 )
 _OF_AN_OPTIMIZER = (
+    "_params_buckets",
     "alignment",
     "capturable",
     "contiguous_param_buffer",

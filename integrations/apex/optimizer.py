@@ -3,6 +3,8 @@
 Apex has two places for that: `_check_params_shard_dtypes`, between its update of the master shards and the all-gather, and
 `_param_copy_fragments`, after it. The first casts into this rank's slice of a bucket's bytes and gives Apex that buffer to gather;
 the second has nothing to copy, since weights are views of it. Apex makes the masters too, from the values before quantization.
+From the first write of a master to the last columnwise copy is one call, `_local_step`: what raises in it leaves an optimizer that
+says so.
 """
 
 import contextlib
@@ -33,12 +35,14 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     quantization, become everyone's masters. After a step all ranks hold the bytes of the unsharded cast. Plain parameters are
     Apex's business as ever.
 
-    Raises, on every rank if on any: ValueError for options that are not supported, with the reason; TypeError for a parameter of
+    Raises, on every rank if on any: ValueError for options that are not supported, with the reason, for a parameter that is listed
+    twice and for a quantized weight that is not trained; TypeError for a parameter of
     a class that zerocast does not know; RuntimeError for a weight that has an owner, and for an Apex of another shape.
     """
 
     alignment: int  # of Apex, in elements
     default_shard_size: int  # likewise
+    _params_buckets: dict[int, Any]  # of Apex: what a step is about to gather
     _weights: Weights | None = None
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
@@ -58,13 +62,21 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def refresh(self) -> None:
         """Make the quantized weights from the masters as they are: after those were written by hand. All ranks call it."""
         assert self._weights is not None
+        self._weights.check_whole()
         self._weights.refresh()
 
     def param_sync(self) -> None:
-        """Gather what was cast, and make the columnwise copies."""
-        super().param_sync()
+        """Nothing is left to gather: a step ends with that. RuntimeError after a step that raised half-way."""
         if self._weights is not None:
-            self._weights.finish()
+            self._weights.check_whole()
+        self._params_buckets.clear()  # a step that raised before its update left some, of which nothing was written
+
+    def grad_norm(self, *args: Any, **options: Any) -> Tensor:
+        """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised half-way."""
+        assert self._weights is not None
+        self._weights.check_whole()
+        norm: Tensor = super().grad_norm(*args, **options)
+        return norm
 
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
         """Apex's state dict, the same on every rank: full FP32 masters and moments, and delayed scaling beside them."""
@@ -79,13 +91,19 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of the same parameters, from any number of ranks and any format, and cast its masters.
 
-        Plain parameters are loaded with the model, as ever. ValueError for the deprecated first format.
+        Plain parameters are loaded with the model, as ever. After a step that raised half-way this makes the optimizer whole again,
+        and forgets the gradients of that step. ValueError, with nothing changed, for the deprecated first format, for another
+        number of parameters and for other shapes.
         """
-        checkpoint.check_format(checkpoint.format_of(state_dict))
         assert self._weights is not None
-        super().load_state_dict(state_dict)
-        checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
-        self.refresh()
+        problem = checkpoint.problem_of(state_dict, self.param_groups)
+        agree(Group.of(self.process_group), [], problem, what="loads a state")
+        if self._weights.is_torn:
+            self.zero_grad()
+        with self._weights.writing("loading a state"):
+            super().load_state_dict(state_dict)
+            checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+            self._weights.refresh()
 
     def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters of the quantized weights, for `zerocast.verify`."""
@@ -127,6 +145,14 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         super()._init_param_state(value, *args, **kwargs)
         self.state[param] = self.state.pop(value)
         param.high_precision_init_val = None
+
+    def _local_step(self, bucket_ids: list[int]) -> None:
+        """The update, the cast, the gather and the columnwise copies. Apex asks for the gather after this, and finds it done."""
+        assert self._weights is not None
+        with self._weights.writing("an optimizer step"):
+            super()._local_step(bucket_ids)
+            super().param_sync()
+            self._weights.finish()
 
     def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
         """The masters have stepped: cast them, and let Apex gather the bytes."""

@@ -31,10 +31,14 @@ def problem_of(optimizer: Any, named: list[tuple[str, Tensor]]) -> Exception | N
             f"quantized weights need FP32 masters: dtype=torch.float32 and store_params=True, got {optimizer.dtype} and "
             f"{optimizer.store_params}"
         )
+    seen: set[int] = set()
     for name, parameter in named:
         problem = _problem_of_parameter(optimizer, name, parameter)
         if problem is not None:
             return problem
+        if id(parameter) in seen:
+            return ValueError(f"{name} is listed twice: a parameter has one master")
+        seen.add(id(parameter))
     return None
 
 
@@ -44,6 +48,10 @@ def _problem_of_parameter(optimizer: Any, name: str, parameter: Tensor) -> Excep
             return None
         return TypeError(
             f"{name} is a {type(parameter).__name__}, which zerocast does not know: pass plain parameters and QuantizedWeights"
+        )
+    if not parameter.requires_grad:
+        return ValueError(
+            f"{name} needs no gradient, and would decay all the same: pass the parameters that are trained"
         )
     if parameter.master_owner is not None:
         gc.collect()  # an optimizer that nobody holds lives on in its own hooks

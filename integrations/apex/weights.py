@@ -1,5 +1,6 @@
 """Weights: the quantized weights of one optimizer, from the masters in Apex's buckets to bytes and columnwise copies."""
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,10 @@ from zerocast.optim.delayed import DelayedScaling
 
 from .wire import Wire
 
+RELOAD = (
+    "masters, moments and weights may be of different steps; load a state with optimizer.load_state_dict(...), or end the run if "
+    "ranks have died"
+)
 ADVICE = "masters that were written by hand are taken over by optimizer.refresh(), loaded ones by optimizer.load_state_dict(...)"
 
 
@@ -66,16 +71,30 @@ class Weights:
 
     def refresh(self) -> None:
         """Cast the masters as they are, gather and transpose. Delayed scaling does not move on; a lost state is seeded."""
-        self._reclaim()
-        for _ in range(2):
-            with self.delayed.replay():
-                self.plan.cast()
-            if not self.delayed.found():  # else that cast found the amax which scales the next
-                break
-        for wire in self.wires.values():
-            wire.bytes.start(self._group)
-            wire.bytes.wait()
-        self.plan.post_all_gather()
+        with self.writing("a cast"):
+            self._reclaim()
+            for _ in range(2):
+                with self.delayed.replay():
+                    self.plan.cast()
+                if not self.delayed.found():  # else that cast found the amax which scales the next
+                    break
+            for wire in self.wires.values():
+                wire.bytes.start(self._group)
+                wire.bytes.wait()
+            self.plan.post_all_gather()
+
+    def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Within, masters and weights belong to different steps; what raises in here leaves them torn until a state is loaded."""
+        return self.plan.freshness.writing(what, RELOAD)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether something raised while it wrote masters or weights, and no state was loaded since."""
+        return self.plan.freshness.is_torn
+
+    def check_whole(self) -> None:
+        """RuntimeError while masters and weights are torn."""
+        self.plan.freshness.check_whole()
 
     def master_source(self) -> MasterSource:
         """The masters with the weights as the model reads them now."""

@@ -1,6 +1,7 @@
 """attach(): zerocast casts the masters of Megatron's DistributedOptimizer, and makes columnwise copies after its all-gathers.
 
-Two methods are replaced, on the instances: the copy of masters into the model, and what a bucket group does after a gather.
+Methods are replaced on the instances: the copy of masters into the model, what starts and finishes a gather, and around these
+whatever writes, saves or loads, so that what one of them left half-written is neither used nor saved (`guard.py`).
 """
 
 import weakref
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocast import CastPlan, QuantizedWeight
+from zerocast import CastPlan, QuantizedWeight, verify
 from zerocast.agreement import agree
 from zerocast.columnwise import ColumnwiseCopies
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
 from . import host, refusal
-from .checkpoint import load_plain_values
+from .checkpoint import load_plain_values, saving_unpadded
+from .guard import AGAIN, RELOAD, Guard
+from .inner_state import without_steps
+from .scaling_state import ScalingState
 from .shards import Shards, misplaced, shards_of, uncovered
 from .sources import Source, finish
 
@@ -32,17 +36,22 @@ class Attachment:
 
     def __init__(self) -> None:
         self.plans: list[CastPlan] = []
+        self._guard = Guard()
         self._sources: list[Source] = []
         self._replaced: list[tuple[Any, str]] = []
-        self._refreshes: list[Callable[[], None]] = []
+        self._refreshes: dict[int, Callable[[], None]] = {}  # by id of the optimizer
         self._undo: list[Callable[[], None]] = []
 
     def refresh(self) -> None:
         """Cast, gather and transpose from the masters as they are: after they were written by hand. Collective.
 
-        The optimizer does this by itself when it loads a checkpoint or reads its masters from the model.
+        The optimizer does this by itself when it loads a checkpoint or reads its masters from the model. RuntimeError after a step
+        that raised half-way: its masters are not worth a cast.
         """
-        for refresh in self._refreshes:
+        self._guard.refresh(self._refresh)
+
+    def _refresh(self) -> None:
+        for refresh in self._refreshes.values():
             refresh()
 
     def master_sources(self) -> Iterator[MasterSource]:
@@ -50,6 +59,7 @@ class Attachment:
 
         Bytes that no gather has brought since the last cast are gathered first, as the next forward pass would.
         """
+        self._guard.check_whole()
         for source in self._sources:
             yield from source.master_sources()
 
@@ -61,56 +71,96 @@ class Attachment:
             undo()
         for plan in self.plans:
             plan.freshness.finish = None
-        self._replaced, self._refreshes, self._undo, self.plans, self._sources = [], [], [], [], []
+        self._replaced, self._refreshes, self._undo, self.plans, self._sources = [], {}, [], [], []
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
+        if name not in vars(owner):
+            self._replaced.append((owner, name))
         setattr(owner, name, value)
-        self._replaced.append((owner, name))
 
-    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any], verify_every: int | None) -> None:
-        """Replace the methods of one optimizer and of the bucket groups of its buffers."""
+    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any]) -> None:
+        """Replace the methods of one optimizer that cast, and those of the bucket groups of its buffers."""
         group = Group.of(optimizer.data_parallel_group)
+        scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
         plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
         plan.freshness.advice = ADVICE
         self.plans.append(plan)
+        self._guard.watch(plan.freshness)
         parts, masters = [part for part, _ in shards.plain], [master for _, master in shards.plain]
         buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         mine = [
-            (chunk, bucket_group)
+            bucket_group
             for chunk in chunks
             for bucket_group in host.bucket_groups(chunk)
             if any(id(bucket) in buckets for bucket in bucket_group.buckets)
         ]
-
-        source = Source(group, shards, mine)
+        source = Source(group, shards, scaling, mine)
         plan.freshness.owner = weakref.ref(source)
         self._sources.append(source)
 
         @torch.no_grad()
-        def copy_masters() -> None:
+        def copy_masters(cast: Callable[[CastPlan], None] = scaling.cast) -> None:
             source.cast()
-            plan.cast()
+            cast(plan)
             if parts:
                 torch._foreach_copy_(parts, masters)
 
         def refresh() -> None:
-            copy_masters()
+            copy_masters(scaling.cast_again)
             source.gather()
 
-        self._refreshes.append(refresh)
-        self._replace(optimizer, "_copy_main_params_to_model_params", copy_masters)
-        self._replace(optimizer, "_copy_model_params_to_main_params", _then(_copy_model(optimizer, shards), refresh))
-        for name in ("load_state_dict", "load_parameter_state"):
-            self._replace(optimizer, name, _then(getattr(optimizer, name), refresh))
-        if verify_every is not None:
-            stepped = source.verify_every(verify_every)
-            self._replace(optimizer, "step_with_ready_grads", _then(optimizer.step_with_ready_grads, stepped))
+        self._refreshes[id(optimizer)] = refresh
+        copy_model = _then(_copy_model(optimizer, shards), refresh)
+        self._replace(optimizer, "_copy_main_params_to_model_params", self._guard.writer(copy_masters, "a cast", AGAIN))
+        self._replace(
+            optimizer,
+            "_copy_model_params_to_main_params",
+            self._guard.writer(copy_model, "reading masters from the model", RELOAD),
+        )
+        self._replace(optimizer, "sharded_state_dict", scaling.saving(optimizer.sharded_state_dict))
+        loading = scaling.loading(optimizer.load_state_dict, self._guard.loads)
+        self._replace(optimizer, "load_state_dict", loading)
         group_of: dict[int, Any] = {}
-        for _, bucket_group in mine:
+        for bucket_group in mine:
             weights = _quantized(bucket_group)
             group_of.update((id(weight.state), bucket_group) for weight in weights)
-            self._replace(bucket_group, "_post_param_sync", _after_gather(weights, plan.backend, source, bucket_group))
+            after_gather = _after_gather(weights, plan.backend, source, bucket_group)
+            for name in ("start_param_sync", "finish_param_sync"):
+                gather = _completing(bucket_group, name, after_gather)
+                self._replace(bucket_group, name, self._guard.writer(gather, "an all-gather", AGAIN))
         plan.freshness.finish = lambda weight: finish(group_of[id(weight.state)])
+
+    def _stand_guard(self, optimizer: Any, distributed: Sequence[Any], verify_every: int | None) -> None:
+        """Around whatever steps, saves and loads, of the optimizer that was given and of those inside it."""
+        guard = self._guard
+        for one in distributed:
+            self._replace(one, "_set_main_param_and_optimizer_states", without_steps(one))
+            self._replace(one, "sharded_state_dict", saving_unpadded(one))
+        for one in {id(one): one for one in (optimizer, *distributed)}.values():
+            of_all = one is optimizer or len(distributed) == 1
+            refresh = self._refresh if of_all else self._refreshes.get(id(one), lambda: None)
+            step = guard.writer(one.step_with_ready_grads, "an optimizer step", RELOAD)
+            if one is optimizer and verify_every is not None:
+                step = _then(step, self._verify_every(verify_every))
+            self._replace(one, "step_with_ready_grads", step)
+            for name in ("step", "state_dict", "save_parameter_state"):
+                self._replace(one, name, guard.checked(getattr(one, name)))
+            self._replace(one, "sharded_state_dict", guard.sharded_state_dict(one.sharded_state_dict, distributed))
+            for name in ("load_state_dict", "load_parameter_state"):
+                loaded = distributed if of_all else [one]
+                self._replace(one, name, guard.loader(getattr(one, name), refresh, loaded, of_all))
+
+    def _verify_every(self, steps: int) -> Callable[[], None]:
+        """What to call after each step: VerificationError on every rank of a group, every so many steps, if bytes differ."""
+        taken = 0
+
+        def stepped() -> None:
+            nonlocal taken
+            taken += 1
+            if taken % steps == 0:
+                verify(self).raise_for_differences()
+
+        return stepped
 
 
 def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> Attachment:
@@ -130,12 +180,13 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     refusal.refuse_layer_wise(optimizer)
     optimizers = host.distributed_optimizers(optimizer)
+    host.check_optimizer(optimizer, chained=True)
     for one in optimizers:
         refusal.refuse(one)
         host.check_optimizer(one)
     names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
-    _check_first(optimizers, groups)
+    _check_first([optimizer, *optimizers], groups)
     found = [shards_of(one, names) for one in optimizers]
     _check_owned(found, groups, names)
     attachment = Attachment()
@@ -144,7 +195,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     try:
         for one, shards in zip(optimizers, found, strict=True):
             if shards.weights:
-                attachment._take_over(one, shards, chunks, verify_every)
+                attachment._take_over(one, shards, chunks)
+        attachment._stand_guard(optimizer, optimizers, verify_every)
     except Exception:
         attachment.detach()
         raise
@@ -154,8 +206,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
 
 
 def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
-    taken = [one for one in optimizers if "_copy_main_params_to_model_params" in vars(one)]
-    taken += [group for group in groups if "_post_param_sync" in vars(group)]
+    taken = [one for one in optimizers if "step_with_ready_grads" in vars(one)]
+    taken += [group for group in groups if "start_param_sync" in vars(group)]
     if taken:
         raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")
 
@@ -197,6 +249,20 @@ def _after_gather(
         source.gathered(bucket_group)
 
     return after_gather
+
+
+def _completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
+    """The host's method that starts or finishes a gather, then `after_gather` if the bytes are here now and were not before."""
+    method = getattr(bucket_group, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        pending = bucket_group.param_gather_handle is not None or not bucket_group.param_gather_dispatched
+        result = method(*args, **kwargs)
+        if bucket_group.param_gather_handle is None and (pending or name == "start_param_sync"):
+            after_gather()
+        return result
+
+    return call
 
 
 def _copy_model(optimizer: Any, shards: Shards) -> Callable[..., None]:

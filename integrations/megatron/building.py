@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.formats import AmaxPolicy, Columnwise
+from zerocast.formats import Columnwise
 
 from . import host, layout
 
@@ -30,7 +30,7 @@ def building() -> Iterator[None]:
     """Build DistributedDataParallel and the optimizer in here, over a model whose weights `zerocast.quantize_` replaced.
 
     Masters start from the values before quantization. RuntimeError for a megatron-core without a name that is needed, ValueError
-    for a weight whose format has no place in a byte buffer (mxfp8, fp8_delayed, identity).
+    for a weight whose format has no place in a byte buffer (mxfp8, identity).
     """
     moved: list[QuantizedWeight] = []
     replaced: list[tuple[Any, str, Any]] = []
@@ -50,17 +50,9 @@ def building() -> Iterator[None]:
 
 def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
     """(owner, name, value) of everything that is other inside the context."""
-    fp8, fp4, buffer = host.module(host.FP8), host.module(host.FP4), host.module(host.BUFFER)
-    ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
+    fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
-    host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS", "is_grouped_nvfp4tensor"), host.FP4)
-    host.require(
-        buffer, ("_ParamAndGradBuffer", "group_params_for_buffers", "modify_nvfp4_rowwise_storage"), host.BUFFER
-    )
-    host.require(buffer._ParamAndGradBuffer, ("_compute_nvfp4_packed_layout",), "_ParamAndGradBuffer")
-    host.require(ddp, ("group_params_for_buffers",), host.DDP)
-    host.require(optimizer, ("DistributedOptimizer", "group_params_for_buffers"), host.OPTIMIZER)
-    host.require(optimizer.DistributedOptimizer, ("_compute_per_buffer_param_layout",), "DistributedOptimizer")
+    host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS"), host.FP4)
 
     def move_with(original: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
         def move(param: Any, storage: Tensor) -> None:
@@ -72,6 +64,18 @@ def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
 
         return move
 
+    return [
+        (fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
+        (fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
+        (fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
+        *(_of_four_bits(move_with) if host.has_four_bit_buffers() else ()),
+    ]
+
+
+def _of_four_bits(move_with: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
+    """What is other where the host's buffers can hold 4-bit weights: also how they are laid out."""
+    fp4, buffer = host.module(host.FP4), host.module(host.BUFFER)
+    ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
     grouped, lay_out = buffer.group_params_for_buffers, optimizer.DistributedOptimizer._compute_per_buffer_param_layout
 
     def group_by_width(*args: Any, **kwargs: Any) -> Any:
@@ -81,9 +85,6 @@ def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
         return layout.of_one_width(lay_out, *args, **kwargs)
 
     return [
-        (fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
-        (fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
-        (fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
         (fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
         (fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
         (buffer, "modify_nvfp4_rowwise_storage", move_with(buffer.modify_nvfp4_rowwise_storage)),
@@ -102,9 +103,10 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     fmt = weight.format
     if fmt.columnwise is Columnwise.OWN_GRID:
         raise ValueError(f"{weight!r}: {fmt} needs both directions gathered, and a byte buffer of Megatron holds one")
-    if fmt.amax_policy is not AmaxPolicy.CURRENT:
-        raise ValueError(
-            f"{weight!r}: scale and history of {fmt} have no place in Megatron's checkpoints; take fp8_current"
+    if storage.numel() != weight.rowwise_data.numel():
+        raise RuntimeError(
+            f"{weight!r} has {weight.rowwise_data.numel()} bytes, and this megatron-core sets {storage.numel()} aside for it: "
+            "it knows no buffers of two elements a byte; 0.19 does"
         )
     weight.rebind(rowwise_data=storage.view(weight.rowwise_data.shape))
     host_weight: Any = weight

@@ -1,24 +1,32 @@
 """Quantized weights in checkpoints: values of the nominal dtype go out and come in; what is exact is the optimizer's masters."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.model import cast_whole
 
 
-def dequantize_(sharded_state_dict: Any) -> Any:
+def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
     """Replace QuantizedWeights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
 
     For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make the optimizer's part first: it
-    finds parameters by identity.
+    finds parameters by identity. `is_loading` for what a load fills: tensors of any content, made without reading a weight.
+    RuntimeError for weights that a step, a cast or a gather has left torn, unless for a load.
     """
     for entry in _entries(sharded_state_dict):
-        if isinstance(getattr(entry, "data", None), QuantizedWeight):
-            entry.data = entry.data.dequantize()
+        weight = getattr(entry, "data", None)
+        if isinstance(weight, QuantizedWeight):
+            entry.data = _unread(weight) if is_loading else weight.dequantize()
     return sharded_state_dict
+
+
+def _unread(weight: QuantizedWeight) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def _entries(nested: Any) -> Iterator[Any]:
@@ -49,3 +57,31 @@ def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
                 )
             cast_whole(param, value.detach().to(param.device))
             state_dict[prefix + name] = param
+
+
+def saving_unpadded(one: Any) -> Callable[..., Any]:
+    """An optimizer's `sharded_state_dict`, in which parameters have the places that they have in a `fully_reshardable` state.
+
+    Megatron gathers buffers without the padding between their buckets, and takes parameters out by offsets that count the padding.
+    """
+    method = one.sharded_state_dict
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (kwargs.get("metadata") or {}).get("distrib_optim_sharding_type") != "fully_reshardable":
+            return method(*args, **kwargs)
+        kept = [(buffer, buffer.param_index_map) for buffer in one.buffers]
+        try:
+            for buffer, places in kept:
+                buffer.param_index_map = _unpadded(buffer.buckets, places)
+            return method(*args, **kwargs)
+        finally:
+            for buffer, places in kept:
+                buffer.param_index_map = places
+
+    return call
+
+
+def _unpadded(buckets: Sequence[Any], places: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:
+    before = list(itertools.accumulate((bucket.numel_unpadded for bucket in buckets), initial=0))
+    padding = [bucket.offset - start for bucket, start in zip(buckets, before, strict=False)]
+    return {param: (start - padding[at], stop - padding[at], at) for param, (start, stop, at) in places.items()}

@@ -12,32 +12,45 @@ FP4 = "megatron.core.fp4_utils"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+CHECKPOINT_MAPPING = "megatron.core.dist_checkpointing.mapping"
 
-_OF_AN_OPTIMIZER = (
-    "_copy_main_params_to_model_params",
-    "_copy_model_params_to_main_params",
-    "_get_model_param_range_map",
-    "buffers",
-    "data_parallel_group",
-    "ddp_config",
+_UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 and 0.19"
+_OF_ANY_OPTIMIZER = (
     "load_parameter_state",
     "load_state_dict",
+    "save_parameter_state",
+    "sharded_state_dict",
+    "state_dict",
+    "step",
+    "step_with_ready_grads",
+)
+_OF_A_DISTRIBUTED_OPTIMIZER = (
+    "_copy_main_params_to_model_params",
+    "_copy_model_params_to_main_params",
+    "_get_main_param_and_optimizer_states",
+    "_get_model_param_range_map",
+    "_set_main_param_and_optimizer_states",
+    "buffers",
+    "data_parallel_group",
+    "data_parallel_group_idx",
+    "ddp_config",
+    "distributed_optimizer_instance_id",
     "model_float16_groups",
     "model_fp32_groups",
     "model_param_gbuf_map",
     "optimizer",
     "shard_fp32_from_float16_groups",
     "shard_fp32_groups",
-    "step_with_ready_grads",
 )
-_OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups", "_start_bucket_group_param_sync")
+_OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
 _OF_A_BUCKET_GROUP = (
-    "_post_param_sync",
     "buckets",
     "finish_param_sync",
     "intra_distributed_optimizer_instance_rank",
     "intra_distributed_optimizer_instance_size",
+    "param_gather_dispatched",
     "param_gather_handle",
+    "start_param_sync",
 )
 
 
@@ -46,16 +59,35 @@ def module(path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"looked for {path} of megatron-core (0.19): {error}") from error
+        raise RuntimeError(f"looked for {path} of megatron-core (0.16 or 0.19): {error}") from error
+
+
+def has_four_bit_buffers() -> bool:
+    """Whether this megatron-core knows byte buffers of two elements a byte. RuntimeError if it has a part of the names only."""
+    names = [(owner, name) for owner, names in _four_bit_names() for name in names]
+    missing = [f"{owner.__name__}.{name}" for owner, name in names if not hasattr(owner, name)]
+    if missing and len(missing) < len(names):
+        raise RuntimeError(f"looked for {', '.join(missing)}: {_UNKNOWN}")
+    return not missing
+
+
+def _four_bit_names() -> list[tuple[Any, tuple[str, ...]]]:
+    buffer, optimizer = module(BUFFER), module(OPTIMIZER)
+    return [
+        (module(FP4), ("is_grouped_nvfp4tensor",)),
+        (buffer, ("group_params_for_buffers", "modify_nvfp4_rowwise_storage")),
+        (buffer._ParamAndGradBuffer, ("_compute_nvfp4_packed_layout",)),
+        (module(DDP), ("group_params_for_buffers",)),
+        (optimizer, ("group_params_for_buffers",)),
+        (optimizer.DistributedOptimizer, ("_compute_per_buffer_param_layout",)),
+    ]
 
 
 def require(owner: Any, names: Iterable[str], what: str) -> None:
     """RuntimeError that names what is missing, unless `owner` has all of `names`."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
-        raise RuntimeError(
-            f"{what} has no {', '.join(missing)}: this megatron-core has another shape than the one that zerocast knows, of 0.19"
-        )
+        raise RuntimeError(f"{what} has no {', '.join(missing)}: {_UNKNOWN}")
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
@@ -69,9 +101,10 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """RuntimeError unless this is an optimizer whose shards zerocast can read."""
-    require(optimizer, _OF_AN_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+def check_optimizer(optimizer: Any, chained: bool = False) -> None:
+    """RuntimeError unless this is an optimizer whose shards zerocast can read; `chained` ones own none, and step, save and load."""
+    names = _OF_ANY_OPTIMIZER if chained else (*_OF_A_DISTRIBUTED_OPTIMIZER, *_OF_ANY_OPTIMIZER)
+    require(optimizer, names, f"the optimizer, a {type(optimizer).__name__},")
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

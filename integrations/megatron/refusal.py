@@ -35,3 +35,27 @@ def has_stepped(optimizer: Any) -> bool:
     """Whether the inner optimizer holds any state yet."""
     inner = optimizer.optimizer
     return any(inner.state.values()) or any(group.get("step", 0) for group in inner.param_groups)
+
+
+def refuse_checkpoint(optimizer: Any, metadata: Any) -> None:
+    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint that Megatron would assert on with some ranks alone."""
+    if (metadata or {}).get("distrib_optim_sharding_type") != "dp_reshardable":
+        return
+    ranks = optimizer.data_parallel_group.size()
+    for buffer in optimizer.buffers:
+        for bucket in buffer.buckets:
+            slices = bucket.grad_data.numel() // ranks
+            places = [buffer.param_index_map[param][:2] for param in bucket.params_list]
+            owned = {
+                rank for start, stop in places for rank in _ranks(start - bucket.offset, stop - bucket.offset, slices)
+            }
+            if len(owned) < ranks:
+                raise ValueError(
+                    f"bucket {bucket.bucket_id} with {len(places)} parameters leaves {ranks - len(owned)} of {ranks} ranks "
+                    "without any, which dp_reshardable checkpoints do not provide for: take fully_reshardable, or larger buckets"
+                )
+
+
+def _ranks(start: int, stop: int, slices: int) -> range:
+    """Who owns elements [start, stop) of a bucket."""
+    return range(start // slices, (stop - 1) // slices + 1)

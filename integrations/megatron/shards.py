@@ -1,6 +1,6 @@
 """What one DistributedOptimizer owns: shards of quantized weights, plain parameters, and whether their bytes are sent from here."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,13 @@ class Shards:
         master, start = self.masters[index], self.starts[index]
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
-    def owned(self) -> Iterator[OwnedMaster]:
-        """All parameters with their masters, for `zerocast.verify`; plain ones as they are rounded to their dtype."""
+    def owned(self, scale_of: Callable[[str], Tensor | None]) -> Iterator[OwnedMaster]:
+        """All parameters with their masters, for `zerocast.verify`; plain ones as they are rounded to their dtype.
+
+        `scale_of` a name is what delayed scaling cast a weight with.
+        """
         for i, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
-            yield OwnedMaster(name, weight, self.masters[i], self.span(i))
+            yield OwnedMaster(name, weight, self.masters[i], self.span(i), scale_of(name))
         for name, (param, master, start) in self.others.items():
             shape = tuple(param.shape) or (1,)
             live = {"rowwise_data": param.detach().view(-1, shape[-1])}

@@ -1,28 +1,25 @@
 """Source: the masters of one DistributedOptimizer as `zerocast.verify` sees them, and whether their bytes have been gathered."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerocast import verify
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
+from .scaling_state import ScalingState
 from .shards import Shards
-
-Gather = tuple[Any, Any]  # a model chunk and one of its bucket groups
 
 
 class Source:
     """`shards` over `group`; `gathers` are the bucket groups that bring their bytes."""
 
-    def __init__(self, group: Group, shards: Shards, gathers: Sequence[Gather]) -> None:
-        self._group, self._shards, self._gathers = group, shards, list(gathers)
+    def __init__(self, group: Group, shards: Shards, scaling: ScalingState, gathers: Sequence[Any]) -> None:
+        self._group, self._shards, self._scaling, self._gathers = group, shards, scaling, list(gathers)
         self._due: set[int] = set()
-        self._steps = 0
 
     def cast(self) -> None:
         """The masters were cast: every bucket group has a gather before it."""
-        self._due = {id(bucket_group) for _, bucket_group in self._gathers}
+        self._due = set(map(id, self._gathers))
 
     def gathered(self, bucket_group: Any) -> None:
         """A gather has brought the bytes of the last cast."""
@@ -30,27 +27,17 @@ class Source:
 
     def gather(self) -> None:
         """Gather all bytes now, those on their way first. Collective."""
-        for chunk, bucket_group in self._gathers:
+        for bucket_group in self._gathers:
             finish(bucket_group)
-            chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
+            bucket_group.start_param_sync(force_sync=True)
 
     def master_sources(self) -> Iterator[MasterSource]:
         """The masters; what no gather has brought since the last cast is gathered first, as the next forward pass would."""
-        for chunk, bucket_group in self._gathers:
+        for bucket_group in self._gathers:
             finish(bucket_group)
             if id(bucket_group) in self._due:
-                chunk._start_bucket_group_param_sync(bucket_group, force_sync=True)
-        yield MasterSource(self._group, tuple(self._shards.owned()))
-
-    def verify_every(self, steps: int) -> Callable[[], None]:
-        """What to call after each step: VerificationError on every rank of the group, every so many steps, if bytes differ."""
-
-        def stepped() -> None:
-            self._steps += 1
-            if self._steps % steps == 0:
-                verify(self).raise_for_differences()
-
-        return stepped
+                bucket_group.start_param_sync(force_sync=True)
+        yield MasterSource(self._group, tuple(self._shards.owned(self._scaling.scale_of)))
 
 
 def finish(bucket_group: Any) -> None:

@@ -21,7 +21,7 @@ def held(run: Run) -> dict[str, Any]:
     return found
 
 
-def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     assert set(ours) == set(theirs)
     return [name for name, value in ours.items() if not (value == theirs[name]).all()]
 
@@ -35,11 +35,11 @@ def resume(path: str, case: Case) -> dict[str, list[str]]:
         save(straight, path)
         resumed.step(99)  # to be overwritten
         load(resumed, path)
-        after_loading = _different(held(resumed), held(straight))
+        after_loading = different(held(resumed), held(straight))
         for number in range(case.steps, case.steps + 2):
             straight.step(number)
             resumed.step(number)
-        return {"loaded": after_loading, "later": _different(held(resumed), held(straight)), "wrong": resumed.wrong()}
+        return {"loaded": after_loading, "later": different(held(resumed), held(straight)), "wrong": resumed.wrong()}
 
 
 def save(run: Run, path: str) -> None:
@@ -108,5 +108,5 @@ def scaled(infinite_at: int) -> tuple[list[bool], list[str]]:
             scaler.step(run.optimizer)
             scaler.update()
             run.optimizer.zero_grad()
-            changed.append(bool(_different(held(run), before)))
+            changed.append(bool(different(held(run), before)))
         return changed, run.wrong()

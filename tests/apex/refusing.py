@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
+from tests.apex.checkpoints import different, held
+from tests.apex.comparing import FIELDS
 from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.apex.training import SMALL, Case, Run
 from zerocast import ZeroAdamW
@@ -92,6 +94,15 @@ def other_weights() -> str:
         return _error(lambda: build(model("nvfp4" if dist.get_rank() else "fp8_block")))
 
 
+def not_to_be_trained() -> tuple[str, str]:
+    """A weight that needs no gradient, and one that is listed twice."""
+    with host_on_cpu():
+        frozen, one = model(), model()
+        frozen.weight.requires_grad_(False)
+        named = [("weight", one.weight), ("again", one.weight)]
+        return _error(lambda: build(frozen)), _error(lambda: DistributedFusedAdam(named, bucket_cap_mb=SMALL))
+
+
 def more_parameters() -> str:
     with host_on_cpu():
         optimizer = build(model())
@@ -107,6 +118,26 @@ def first_format() -> tuple[str, str, str]:
             _error(lambda: optimizer.load_state_dict({"gathered_states": []})),
             _error(lambda: optimizer.load_state_dict({"format": 1})),
         )
+
+
+def other_states(only_on: int) -> tuple[list[str], list[str]]:
+    """States that do not fit, on one rank: what is said, and what they changed."""
+    with host_on_cpu():
+        run = Run(Case())
+        run.step(0)
+        before, state, said = held(run), run.optimizer.state_dict(), []
+        entries = [key for key in state["state"] if key != "step"]
+        group = state["param_groups"][0]
+        for other in (
+            {"state": state["state"]},
+            {**state, "state": {key: value for key, value in state["state"].items() if key != entries[-1]}},
+            {**state, "state": {**state["state"], entries[0]: {"param": torch.zeros(3)}}},
+            {**state, "state": {**state["state"], entries[0]: dict.fromkeys(FIELDS, torch.zeros(3))}},
+            {**state, "param_groups": [{**group, "params": group["params"][1:]}, *state["param_groups"][1:]]},
+        ):
+            given = other if dist.get_rank() == only_on else state
+            said.append(_error(lambda given=given: run.optimizer.load_state_dict(dict(given))))
+        return said, different(held(run), before)
 
 
 def without(name: str) -> str:

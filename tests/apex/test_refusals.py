@@ -48,6 +48,14 @@ def test_what_is_wrong_on_one_rank_raises_on_all(host_ranks: Ranks, world: int) 
 
 
 @needs_apex
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_what_is_trained_is_listed_once(host_ranks: Ranks) -> None:
+    ((frozen, again),) = host_ranks(1)(refusing.not_to_be_trained)
+    assert frozen.startswith("ValueError: weight needs no gradient, and would decay all the same")
+    assert again.startswith("ValueError: again is listed twice: a parameter has one master")
+
+
+@needs_apex
 def test_no_more_parameters(host_ranks: Ranks) -> None:
     assert host_ranks(1)(refusing.more_parameters)[0].startswith(
         "RuntimeError: this optimizer cannot take more parameters"
@@ -65,6 +73,19 @@ def test_an_apex_of_another_shape(host_ranks: Ranks) -> None:
     (said,) = host_ranks(1)(refusing.without, "default_shard_size")
     assert said.startswith("RuntimeError: DistributedFusedAdam has no default_shard_size: this Apex has another shape")
     assert "this Apex has another layout" in host_ranks(1)(refusing.of_another_layout)[0]
+
+
+@needs_apex
+@pytest.mark.parametrize("world", [2])
+def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
+    """On one rank: all of them refuse, and nothing is changed on any."""
+    for said, changed in host_ranks(world)(refusing.other_states, 1):
+        assert changed == []
+        lacks = "ValueError: rank 1: the state does not fit this optimizer: it lacks "
+        assert [text.startswith(lacks) for text in said] == [True, True, True, False, False], said
+        assert "'param_groups'" in said[0] and "13" in said[1] and "'exp_avg'" in said[2]
+        assert "'param': (3,), 'exp_avg': (3,), 'exp_avg_sq': (3,)} in the state and (50, 24) here" in said[3]
+        assert "the state has groups of [9, 4] parameters, this optimizer of [10, 4]" in said[4]
 
 
 @needs_apex

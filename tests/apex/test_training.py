@@ -31,11 +31,17 @@ OTHERS = [
 ]
 
 
+@pytest.mark.shows(host="Apex", parallel="data", formats=lambda case: [spec.fmt for spec in case.specs])
 @pytest.mark.parametrize(("case", "world"), [*RUNS, *OTHERS])
 def test_live_bytes_are_the_unsharded_cast(host_ranks: Ranks, case: Case, world: int) -> None:
     assert host_ranks(world)(training.train, case) == [[]] * world
 
 
+@pytest.mark.shows(
+    host="Apex",
+    parallel=lambda world: "replicas" if world == 2 else "data, replicas",
+    formats=[spec.fmt for spec in training.MIXED],
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicated_masters(host_ranks: Ranks, world: int) -> None:

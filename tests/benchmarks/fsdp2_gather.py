@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m tests.benchmarks.fsdp2_gather [--device cuda]
 
-bf16 is FSDP2 alone. Where torchao is installed its FP8 all-gather is a row too, with `precompute_float8_dynamic_scale_for_fsdp` as
-the refresh, which finds scales and leaves the cast to each gather. A step of training is timed by `examples.gpt_pretrain.phases
---parallel fsdp2`.
+bf16 is FSDP2 alone. Where torchao is installed its FP8 all-gather is a row too (ran with 0.16.0), with
+`precompute_float8_dynamic_scale_for_fsdp` as the refresh, which finds scales and leaves the cast to each gather. It sends FP8,
+which gloo does not take: on several ranks it needs GPUs. A step of training is timed by
+`examples.gpt_pretrain.phases --parallel fsdp2`.
 """
 
 import argparse
@@ -81,12 +82,12 @@ def torchao(model: Stack) -> Callable[[], object]:
     return partial(precompute_float8_dynamic_scale_for_fsdp, model)
 
 
-def ways() -> dict[str, Callable[[Stack], Callable[[], object]]]:
+def ways(device: str) -> dict[str, Callable[[Stack], Callable[[], object]]]:
     """What is done to a model before it is sharded, by the name of its row."""
     found: dict[str, Callable[[Stack], Callable[[], object]]] = {"bf16": lambda model: lambda: None}
     found |= {fmt: partial(prepared, fmt, False) for fmt in FORMATS}
     found["mxfp8, one direction"] = partial(prepared, "mxfp8", True)
-    if importlib.util.find_spec("torchao"):
+    if importlib.util.find_spec("torchao") and (device == "cuda" or dist.get_world_size() == 1):
         found["torchao fp8"] = torchao
     return found
 
@@ -119,6 +120,7 @@ def measure(name: str, way: Callable[[Stack], Callable[[], object]], options: ar
             block.unshard()
             block.reshard()
 
+    refresh()
     gather()
     with Traffic() as seen:
         gather()
@@ -143,7 +145,7 @@ def main() -> None:
     if options.device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     rate = copy_rate(options.device)
-    rows = [measure(name, way, options, rate) for name, way in ways().items()]
+    rows = [measure(name, way, options, rate) for name, way in ways(options.device).items()]
     if dist.get_rank() == 0 and options.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     elif dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from tests.docs.page import ROOT
 from zerocast.cli import app
 
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-HOSTS = ("integrations.apex", "integrations.megatron", "integrations.transformer_engine")
+HOSTS = ("integrations.apex", "integrations.megatron", "integrations.torchtitan", "integrations.transformer_engine")
 SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", *HOSTS)
 ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
 

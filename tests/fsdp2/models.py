@@ -145,6 +145,7 @@ def complaints(model: nn.Module, what: str) -> list[str]:
     whole = {name: (parameter.full_tensor(), owner) for name, (parameter, owner) in masters(model).items()}
     found, seen = [], set()
     for name, weight in unsharded(model):
+        name = name.replace("_orig_mod.", "")  # of a block that was compiled
         seen.add(name)
         try:
             casts.assert_same_bytes(bytes_of(weight), expected(*whole[name]), f"{what}, {name}")

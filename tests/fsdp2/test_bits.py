@@ -42,6 +42,7 @@ def check(ranks: Ranks, world: int, *case: Any) -> None:
     assert ranks(world)(trained, *case) == [[]] * world
 
 
+@pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
 @pytest.mark.parametrize(("world", "hidden"), [*PLACES, *(slow(*place) for place in MORE_PLACES)])
 def test_every_format(ranks: Ranks, world: int, hidden: int) -> None:
     check(ranks, world, FORMATS, 64, hidden, {})
@@ -79,6 +80,12 @@ def on_mesh(shape: tuple[int, int]) -> list[str]:
     return trained(SOME, 64, 96, {"mesh": models.mesh(shape, ("replicate", "shard"))})
 
 
+@pytest.mark.shows(
+    host="FSDP2",
+    parallel=lambda shape: "replicas" if shape[1] == 1 else "data, replicas",
+    formats=SOME,
+    ranks=lambda shape: shape[0] * shape[1],
+)
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), slow((4, 1))])
 def test_replicas(ranks: Ranks, shape: tuple[int, int]) -> None:
     world = shape[0] * shape[1]

@@ -133,6 +133,23 @@ def test_resume_is_exact(ranks: Ranks, tmp_path: Path, world: int) -> None:
     assert ranks(world)(interrupted, str(tmp_path)) == [[]] * world
 
 
+def saved_in_the_background(path: str) -> list[str]:
+    """What of a state that is loaded differs from the moment at which it was saved, with steps going on meanwhile."""
+    first, second = build("fsdp"), build("fsdp")
+    models.train(*first, range(3), WIDTH)
+    wanted = contents(*first)
+    saving: Any = dcp.async_save(state_of(*first), checkpoint_id=path, process_group=dist.new_group(backend="gloo"))
+    models.train(*first, range(3, 5), WIDTH)
+    saving.result()
+    load(*second, path)
+    found = contents(*second)
+    return [name for name in wanted if found[name] != wanted[name]]
+
+
+def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2)(saved_in_the_background, str(tmp_path)) == [[]] * 2
+
+
 READER = """
 import sys
 sys.modules["zerocast"] = None  # importing it fails

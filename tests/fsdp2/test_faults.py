@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import zerocast
 from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
+from tests.fsdp2.test_freshness import load_and_assign
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks, RanksFailed
 from zerocast import fsdp2, verify
@@ -31,26 +33,39 @@ def weight_bytes(model: Any) -> casts.Bytes:
     return {f"{name} {key}": raw for name, w in models.unsharded(model) for key, raw in models.bytes_of(w).items()}
 
 
-def memory_runs_out(formats: tuple[str, ...], repeat: bool, every: int) -> tuple[int, list[str]]:
-    """A cast dies at every so manieth operator, as a step's or as a repeated one; the next forward pass casts whole.
+def written(model: Any) -> None:
+    """Cast, and then every master is written to."""
+    weight_bytes(model)
+    for parameter in models.held(model):
+        parameter.data.mul_(1.5)
 
-    How often it died, and complaints.
+
+def moved(model: Any) -> None:
+    """Cast, and then every master lies elsewhere."""
+    weight_bytes(model)
+    load_and_assign(model)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"step": lambda model: None, "written": written, "moved": moved}
+
+
+def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[int, list[str]]:
+    """A cast dies at every so manieth operator; the next forward pass casts whole. How often it died, and complaints.
+
+    A step's cast, or a repeated one of masters that were written to, or lie elsewhere.
     """
     died, found = 0, []
     for afterwards in (False, True):
         at = every // 2 * afterwards
         while True:
             (model, optimizer), (other, twin) = trained(formats), trained(formats)
-            if repeat:
-                for one in (model, other):
-                    weight_bytes(one)  # casts
-                    for parameter in models.held(one):
-                        parameter.data.mul_(1.5)
+            for one in (model, other):
+                CHANGES[kind](one)
             (casts_of,) = {master.casts for _, master in models.masters(model).values()}
             memory = OutOfMemory(at, afterwards)
             try:
                 with memory:
-                    casts_of.refresh(repeat)
+                    casts_of.refresh(repeat=kind != "step")
             except torch.OutOfMemoryError:
                 died += 1
             for one, its in ((model, optimizer), (other, twin)):
@@ -68,12 +83,12 @@ def memory_runs_out(formats: tuple[str, ...], repeat: bool, every: int) -> tuple
 RECENT = "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3"  # each cast has another scale
 
 
-@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("kind", list(CHANGES))
 @pytest.mark.parametrize(
     ("formats", "every"), [((RECENT,), 6), pytest.param(("nvfp4", RECENT, "mxfp8"), 1, marks=pytest.mark.slow)]
 )
-def test_a_cast_that_runs_out_of_memory(ranks: Ranks, formats: tuple[str, ...], every: int, repeat: bool) -> None:
-    for died, found in ranks(1)(memory_runs_out, formats, repeat, every, timeout=300.0):
+def test_a_cast_that_runs_out_of_memory(ranks: Ranks, formats: tuple[str, ...], every: int, kind: str) -> None:
+    for died, found in ranks(1)(memory_runs_out, formats, kind, every, timeout=300.0):
         assert died > 4
         assert found == []
 

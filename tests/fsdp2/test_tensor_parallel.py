@@ -84,6 +84,9 @@ def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]
 SLICED = [("nvfp4", 192), ("nvfp4", 160), ("mxfp8", 192), ("fp8_block", 256), ("fp8_current", 192), (DELAYED, 192)]
 
 
+@pytest.mark.shows(
+    host="FSDP2", parallel=lambda world: "tensor" if world == 2 else "data, tensor", formats=lambda fmt: [fmt]
+)
 @pytest.mark.parametrize(
     ("fmt", "hidden", "world"), [*((*case, 4) for case in SLICED), *(models.slow(*case, 2) for case in SLICED)]
 )
@@ -101,6 +104,7 @@ def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
             assert (y.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
+@pytest.mark.shows(host="FSDP2", parallel="tensor, replicas", formats=["nvfp4"], ranks=4)
 def test_slices_in_replicas(ranks: Ranks) -> None:
     """Hybrid sharding over tensor parallelism: amaxes are reduced over one replica's slices."""
     assert [found for found, _ in ranks(4)(slices, "nvfp4", 192, 2)] == [[]] * 4

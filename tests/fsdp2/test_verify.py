@@ -84,7 +84,7 @@ def flipped(buffer: str, fmt: str, on_wire: bool) -> list[tuple[str, int, str, i
     if dist.get_rank() == 1:
         if on_wire:
             shard = models.masters(model)[name][1].shard
-            shard.wire.parts(shard.buffer)[0][0].view(-1)[3] ^= 1
+            shard.outputs(False)[0].view(-1)[3] ^= 1
         else:
             tensor = dict(model.named_parameters())[name].state.buffers[buffer]
             tensor.view(-1).view(torch.uint8)[3] ^= 1
@@ -172,7 +172,7 @@ def _break_the_cast(model: Any) -> None:
 
     def broken(repeat: bool) -> None:
         refresh(repeat)
-        master.shard.wire.parts(master.shard.buffer)[0][0].view(-1)[0] ^= 1
+        master.shard.outputs(False)[0].view(-1)[0] ^= 1
 
     casts.refresh = broken
 
@@ -196,7 +196,7 @@ def sliced() -> tuple[bool, list[Any]]:
     before = verify(model, dist.group.WORLD)
     shard = models.masters(model)["blocks.1.1.weight"][1].shard
     if dist.get_rank() == 3:
-        shard.wire.parts(shard.buffer)[0][0].view(-1)[0] ^= 1
+        shard.outputs(False)[0].view(-1)[0] ^= 1
     return before.ok, said(verify(model, dist.group.WORLD))
 
 
@@ -220,7 +220,7 @@ def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
     quiet = verify(model)
     shard = models.masters(model)["blocks.0.3.weight"][1].shard
     if dist.get_rank() == 0:
-        shard.wire.parts(shard.buffer)[0][0].view(-1)[7] ^= 1
+        shard.outputs(False)[0].view(-1)[7] ^= 1
     return quiet.ok, said(verify(model))
 
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.megatron.host_on_cpu import host_on_cpu
-from tests.megatron.training import Case, Run, build
+from tests.megatron.here import host
+from tests.megatron.training import MIXED, Case, Run, build
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
+from zerocast.integrations.megatron import host as seams
 
 
 def _built(case: Case) -> Run:
@@ -37,7 +38,7 @@ def _own(run: Run) -> Any:
 
 
 def twice() -> str:
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         _attach(run)
         return _error(lambda: _attach(run))
@@ -45,7 +46,7 @@ def twice() -> str:
 
 def after_a_step(only_on: int | None = None) -> str:
     """`only_on` one rank: the others hear of it."""
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         if only_on in (None, dist.get_rank()):
             main = _own(run).optimizer.param_groups[0]["params"][0]
@@ -54,7 +55,7 @@ def after_a_step(only_on: int | None = None) -> str:
 
 
 def with_setting(of: str, name: str) -> str:
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         setattr(getattr(_own(run), of), name, True)
         return _error(lambda: _attach(run))
@@ -64,14 +65,14 @@ def layer_wise() -> str:
     class LayerWiseOptimizer:
         chained_optimizers: tuple[()] = ()
 
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         run.optimizer.chained_optimizers.append(LayerWiseOptimizer())
         return _error(lambda: _attach(run))
 
 
 def of_another_shape() -> tuple[str, str]:
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         del _own(run).model_float16_groups
         optimizer = _error(lambda: _attach(run))
@@ -80,20 +81,20 @@ def of_another_shape() -> tuple[str, str]:
 
 
 def not_distributed() -> str:
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         run.optimizer.chained_optimizers = [SimpleNamespace()]
         return _error(lambda: _attach(run))
 
 
 def of_another_model() -> str:
-    with host_on_cpu():
+    with host():
         ours, theirs = _built(Case()), _built(Case())
         return _error(lambda: integration.attach(ours.optimizer, [ours.ddp, theirs.ddp]))
 
 
 def with_a_tensor_of_others() -> str:
-    with host_on_cpu():
+    with host():
         run = _built(Case())
         buffer = next(b for b in _own(run).buffers if b.param_dtype == torch.uint8)
         buffer.params.append(nn.Parameter(torch.zeros(2)))
@@ -101,19 +102,25 @@ def with_a_tensor_of_others() -> str:
 
 
 def in_a_format(fmt: str) -> str:
-    with host_on_cpu():
+    with host():
         return _error(lambda: _built(Case(fmt)))
 
 
+def without_four_bits() -> str:
+    """An nvfp4 weight in a megatron-core that has FP8 buffers only, or as if this one had."""
+    with host(), mock.patch.object(seams, "has_four_bit_buffers", return_value=False):
+        return _error(lambda: _built(Case("nvfp4")))
+
+
 def built_outside() -> str:
-    with host_on_cpu():
+    with host():
         return _error(lambda: build(Case()))
 
 
 def left_behind() -> list[str]:
     """What differs in the host after attaching, training and detaching from what was there before."""
-    with host_on_cpu():
-        run = _built(Case("mixed", overlap=True))
+    with host():
+        run = _built(Case(MIXED, overlap=True))
         owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
         before = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
         hooks = [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]
@@ -130,8 +137,8 @@ def left_behind() -> list[str]:
 
 def interrupted() -> tuple[str, bool]:
     """Where the plan of the second optimizer fails: the error, and whether the first was attached nevertheless."""
-    with host_on_cpu():
-        run = _built(Case("mixed", experts=True))
+    with host():
+        run = _built(Case(MIXED, experts=True))
         plans = mock.patch.object(
             attachment, "CastPlan", side_effect=[attachment.CastPlan([], [], []), ValueError("no")]
         )
@@ -142,8 +149,8 @@ def interrupted() -> tuple[str, bool]:
 
 def forced_sync() -> SimpleNamespace:
     """With overlap, between the step and the next forward pass."""
-    with host_on_cpu():
-        run = _built(Case("mixed", overlap=True))
+    with host():
+        run = _built(Case(MIXED, overlap=True))
         _attach(run)
         run.step(0)
         stale = [not weight.state.columnwise_is_fresh() for weight in run.weights.values()]
@@ -161,8 +168,8 @@ def forced_sync() -> SimpleNamespace:
 
 def masters_by_hand() -> dict[str, int]:
     """After masters were written by hand."""
-    with host_on_cpu():
-        run = _built(Case("mixed"))
+    with host():
+        run = _built(Case(MIXED))
         attached = _attach(run)
         run.step(0)
         for group in _own(run).shard_fp32_from_float16_groups:
@@ -175,13 +182,13 @@ def masters_by_hand() -> dict[str, int]:
 
 def finetuned(with_state: bool) -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model: whether they are those values, and stale bytes."""
-    with host_on_cpu():
-        run = _built(Case("mixed"))
+    with host():
+        run = _built(Case(MIXED))
         _attach(run)
-        values = {name: torch.randn(p.shape).bfloat16() for name, p in run.ddp.module.named_parameters()}
+        values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
         run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
         cast = {name: weight.dequantize() for name, weight in run.weights.items()}
         run.optimizer.reload_model_params(**({"state_dict": dict(values)} if with_state else {}))
         expected = values if with_state else {**values, **cast}
         masters = run.masters()
-        return all(torch.equal(masters[name], expected[name].float()) for name in masters), run.stale_bytes()
+        return all(torch.equal(masters[name], expected[name].cpu().float()) for name in masters), run.stale_bytes()

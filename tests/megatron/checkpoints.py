@@ -9,59 +9,99 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu
-from tests.megatron.training import Case, Run, build
+from tests.megatron.here import host
+from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.training import MIXED, Case, Run, build
 from zerocast.integrations import megatron as integration
 
 if not WHY_NOT:
     from megatron.core import dist_checkpointing
 
-METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+State = dict[str, dict[str, torch.Tensor]]
 
 
-def _inner(run: Run) -> Any:
-    (one,) = run.optimizer.chained_optimizers
-    return one.optimizer
+def metadata(kind: str) -> dict[str, Any]:
+    """Of a sharding type; gathered over gloo, since NCCL's way asks for CUDA."""
+    return {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
-def _content(run: Run, is_loading: bool) -> dict[str, Any]:
-    model = run.ddp.module.sharded_state_dict(metadata=METADATA)
-    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
-    return integration.dequantize_({"model": model, "optimizer": optimizer})
+def _content(run: Run, is_loading: bool, kind: str) -> dict[str, Any]:
+    model = run.ddp.module.sharded_state_dict(metadata=metadata(kind))
+    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata(kind))
+    return integration.dequantize_({"model": model, "optimizer": optimizer}, is_loading)
 
 
-def _load(run: Run, folder: str) -> None:
-    run.step(99)  # a fresh torch.optim.Adam has no state to load into
-    state = dist_checkpointing.load(_content(run, is_loading=True), folder)
+def save(run: Run, folder: str, kind: str) -> None:
+    """As a training loop does."""
+    run.force_sync()
+    with mock.patch.dict(vars(multiprocessing.current_process())["_config"], daemon=False):  # the host forks to write
+        dist_checkpointing.save(_content(run, False, kind), folder)
+
+
+def load(run: Run, folder: str, kind: str) -> None:
+    """As a resumed run does."""
+    state = dist_checkpointing.load(_content(run, True, kind), folder)
     run.ddp.module.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
-    inner = _inner(
-        run
-    )  # without TransformerEngine and Apex the host loads the step of the groups, and not that of the states
-    for group in inner.param_groups:
-        for param in group["params"]:
-            inner.state[param]["step"] = torch.tensor(float(group["step"]))
 
 
-def resume(case: Case) -> tuple[dict[str, bool], dict[str, int]]:
+def attached(case: Case) -> Run:
+    """Built and attached."""
+    with integration.building():
+        run = build(case)
+    integration.attach(run.optimizer, run.ddp)
+    return run
+
+
+def _state(run: Run) -> State:
+    return {"master": run.masters(), "exp_avg": run.moments("exp_avg"), "exp_avg_sq": run.moments("exp_avg_sq")}
+
+
+def saved(case: Case, folder: str, kind: str) -> State:
+    """Trained and saved: masters and moments."""
+    with host():
+        run = attached(case)
+        for number in range(case.steps):
+            run.step(number)
+        save(run, folder, kind)
+        return _state(run)
+
+
+def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[str, int]]:
+    """In another run: masters and moments, steps, stale bytes then and after two more steps."""
+    with host():
+        run = attached(case)
+        load(run, folder, kind)
+        state, wrong = _state(run), run.stale_bytes()
+        steps = {float(s["step"]) for one in run.optimizer.chained_optimizers for s in one.optimizer.state.values()}
+        for number in range(2):
+            run.step(number)
+        run.force_sync()
+        return state, steps, wrong | run.stale_bytes()
+
+
+def small_buckets(kind: str, is_loading: bool) -> str:
+    """What is said of a bucket that leaves a rank without any parameter."""
+    with host():
+        run = attached(Case(MIXED, experts=True))
+        run.step(0)
+        try:
+            _content(run, is_loading, kind)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:
     """Whether masters equal those of an uninterrupted run, bit for bit; stale bytes right after loading and in the end."""
     box = [tempfile.mkdtemp(prefix="zerocast-megatron-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
-    with host_on_cpu():
-        runs = []
-        for _ in range(2):
-            with integration.building():
-                runs.append(build(case))
-            integration.attach(runs[-1].optimizer, runs[-1].ddp)
-        straight, resumed = runs
+    with host():
+        straight, resumed = attached(case), attached(case)
         for number in range(case.steps):
             straight.step(number)
-        straight.force_sync()
-        with mock.patch.dict(
-            vars(multiprocessing.current_process())["_config"], daemon=False
-        ):  # the host forks to write
-            dist_checkpointing.save(_content(straight, is_loading=False), box[0])
-        _load(resumed, box[0])
+        save(straight, box[0], kind)
+        load(resumed, box[0], kind)
         wrong = resumed.stale_bytes()
         for number in range(case.steps, case.steps + 2):
             straight.step(number)

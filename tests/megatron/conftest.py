@@ -1,5 +1,5 @@
 """Ranks are forked with megatron-core imported, which takes seconds."""
 
-from tests.workers import context
+from tests.workers import preload
 
-context.set_forkserver_preload(["torch.distributed", "hypothesis", "pytest", "zerocast", "tests.megatron.training"])
+preload("tests.megatron.training")

@@ -1,6 +1,6 @@
 """What megatron-core needs to run on the CPU over gloo. The integration needs none of it.
 
-* tensors that it asks of CUDA are made on the CPU;
+* tensors that it asks of CUDA are made on the CPU, and there are no streams;
 * parameters call themselves by the type string of CUDA tensors, by which its optimizer sorts them;
 * dropout draws from the one generator there is;
 * the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes.
@@ -16,21 +16,25 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from zerocast.integrations.megatron import host
+
 WHY_NOT = ""
 try:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     from megatron.core import parallel_state, tensor_parallel
 except Exception as error:  # such as the syntax of a newer Python
     WHY_NOT = f"megatron-core cannot be imported: {error}"
-else:
-    if not hasattr(buffers, "modify_nvfp4_rowwise_storage"):
-        WHY_NOT = "this megatron-core is older than 0.19"
-
 needs_megatron = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+KNOWS_FOUR_BITS = not WHY_NOT and host.has_four_bit_buffers()
+needs_four_bits = pytest.mark.skipif(
+    not KNOWS_FOUR_BITS, reason="this megatron-core has no byte buffers of two elements a byte"
+)
 
 
 class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
@@ -79,7 +83,7 @@ def host_on_cpu() -> Iterator[None]:
     assert dist.get_backend() == "gloo"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
-        for name in ("current_stream", "synchronize"):
+        for name in ("current_stream", "synchronize", "Stream", "stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
         stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock()))
         stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.megatron import attaching
-from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.workers import Ranks
 from zerocast.integrations.megatron import building, host
 
@@ -48,6 +48,25 @@ def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert not _changed(before)
 
 
+@needs_four_bits
+@pytest.mark.parametrize("name", ["modify_nvfp4_rowwise_storage", "group_params_for_buffers"])
+def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = _everything()
+    monkeypatch.delattr(importlib.import_module(host.BUFFER), name)
+    with (
+        pytest.raises(RuntimeError, match=f"looked for .*param_and_grad_buffer.{name}: this megatron-core has"),
+        building(),
+    ):
+        pass
+    monkeypatch.undo()
+    assert not _changed(before)
+
+
+def test_a_host_without_buffers_of_four_bits_is_named(ranks: Ranks) -> None:
+    for said in ranks(2)(attaching.without_four_bits):
+        assert "it knows no buffers of two elements a byte; 0.19 does" in said
+
+
 def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "FP4", "megatron.core.fp2_utils")
     with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), building():
@@ -69,7 +88,6 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         (attaching.of_another_model, (), "ValueError: no optimizer that was given owns the quantized weights"),
         (attaching.with_a_tensor_of_others, (), "TypeError: .* lies in a byte buffer and is a Parameter"),
         (attaching.in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),
-        (attaching.in_a_format, ("fp8_delayed",), "ValueError: .* scale and history of fp8_delayed"),
         (attaching.built_outside, (), "RuntimeError: cannot view QuantizedWeight"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", ""),

@@ -1,19 +1,70 @@
 """A run that is saved, loaded and continued is the run that was never interrupted."""
 
-import pytest
+from pathlib import Path
 
-from tests.megatron.checkpoints import resume
+import pytest
+import torch
+
+from tests.megatron.checkpoints import State, loaded, resume, saved, small_buckets
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import Case
+from tests.megatron.training import ALL, MIXED, NARROW, Case
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
 pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
 
 
+KINDS = ["dp_reshardable", "fully_reshardable"]
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["nvfp4", "mixed"])
-def test_resume_is_exact(ranks: Ranks, formats: str, overlap: bool) -> None:
-    for same, wrong in ranks(2)(resume, Case(formats, overlap)):
+@pytest.mark.parametrize("formats", [NARROW, MIXED])
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
+def test_resume_is_exact(ranks: Ranks, formats: str, overlap: bool, kind: str) -> None:
+    for same, wrong in ranks(2)(resume, Case(formats, overlap), kind):
         assert all(same.values()), same
         assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "experts", "kind"),
+    [
+        (2, 3, True, KINDS[0]),
+        (3, 2, True, KINDS[1]),
+        pytest.param(3, 1, True, KINDS[0], marks=SLOW),
+        pytest.param(2, 4, False, KINDS[0], marks=SLOW),
+        pytest.param(2, 4, True, KINDS[1], marks=SLOW),
+        pytest.param(1, 4, False, KINDS[1], marks=SLOW),
+    ],
+)
+def test_other_numbers_of_ranks(
+    ranks: Ranks, tmp_path: Path, before: int, after: int, experts: bool, kind: str
+) -> None:
+    case = Case(MIXED, overlap=True, experts=experts)
+    check(ranks(before)(saved, case, str(tmp_path), kind)[0], ranks(after)(loaded, case, str(tmp_path), kind))
+
+
+@SLOW
+@pytest.mark.parametrize(("kind", "busbw", "world"), [(KINDS[0], False, 2), (KINDS[1], False, 3), (KINDS[1], True, 1)])
+@pytest.mark.parametrize("formats", ALL)
+def test_several_buckets(ranks: Ranks, tmp_path: Path, formats: str, busbw: bool, kind: str, world: int) -> None:
+    """Padding lies between them, for bandwidth much of it; Megatron alone then saves parameters from the wrong places."""
+    case = Case(formats, overlap=True, busbw=busbw, bucket_size=20_000)
+    check(ranks(world)(saved, case, str(tmp_path), kind)[0], ranks(world)(loaded, case, str(tmp_path), kind))
+
+
+def check(written: State, read: list[tuple[State, set[float], dict[str, int]]]) -> None:
+    for state, steps, wrong in read:
+        assert steps == {3.0}
+        for key, whole in written.items():
+            assert all(torch.equal(whole[name], state[key][name]) for name in whole), key
+        assert not wrong
+
+
+@pytest.mark.parametrize("is_loading", [False, pytest.param(True, marks=SLOW)])
+def test_a_rank_without_parameters_of_a_bucket(ranks: Ranks, is_loading: bool) -> None:
+    """Megatron asserts there on that rank alone, and the others wait."""
+    for said in ranks(4)(small_buckets, KINDS[0], is_loading):
+        assert "leaves 1 of 4 ranks without any" in said and "take fully_reshardable" in said
+    assert ranks(4)(small_buckets, KINDS[1], is_loading) == [""] * 4

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu, needs_megatron
+from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu, needs_four_bits, needs_megatron
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -21,7 +21,7 @@ def losses_of(*line: str) -> list[float]:
         return pretrain_gpt.train(pretrain_gpt.arguments(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
+@pytest.mark.parametrize("fmt", [pytest.param("nvfp4", marks=needs_four_bits), "fp8_block"])
 def test_the_loss_falls_as_in_bf16(ranks: Ranks, fmt: str) -> None:
     options = ("--steps", "20", "--layers", "1", "--sequence", "32", "--overlap", "--cpu")
     bf16 = ranks(2)(losses_of, "--format", "bf16", *options)[0]

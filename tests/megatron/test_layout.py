@@ -4,17 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.megatron.host_on_cpu import WHY_NOT, needs_megatron
+from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_four_bits, needs_megatron
 from zerocast import QuantizedWeight
 from zerocast.integrations.megatron import building, layout
 from zerocast.layout import Span, byte_range
 
-if not WHY_NOT:
+if KNOWS_FOUR_BITS:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-pytestmark = needs_megatron
+pytestmark = [needs_megatron, needs_four_bits]
 ONE_WIDTH = [((208, 64), "nvfp4"), ((64, 16), "nvfp4"), ((48, 176), "nvfp4"), ((96, 240), "nvfp4")]
 TWO_WIDTHS = [*ONE_WIDTH, ((80, 48), "fp8_block"), ((16, 16), "nvfp4"), ((112, 16), "fp8_current"), ((32, 80), "nvfp4")]
 

@@ -2,46 +2,51 @@
 
 import pytest
 
-from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import Case, train, train_chunks, train_in_the_hole
+from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
+from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, train, train_chunks, train_in_the_hole
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values(), ranks=2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
+@pytest.mark.parametrize("formats", ALL)
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, formats: str, overlap: bool) -> None:
     for losses, wrong in ranks(2)(train, Case(formats, overlap)):
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["nvfp4", "mixed"])
+@pytest.mark.parametrize("formats", [NARROW, MIXED])
 def test_any_number_of_ranks(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
     for losses, wrong in ranks(world)(train, Case(formats, overlap, bucket_size=10_000)):
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data, buffers of experts", formats=FORMATS[MIXED].values(), ranks=3)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_chained_optimizers_with_buffers_of_experts(ranks: Ranks, overlap: bool) -> None:
-    for losses, wrong in ranks(3)(train, Case("mixed", overlap, experts=True)):
+    for losses, wrong in ranks(3)(train, Case(MIXED, overlap, experts=True)):
         assert not wrong and losses[2] < losses[0]
 
 
+@pytest.mark.shows(host="Megatron-Core", parallel="data, model chunks", formats=FORMATS[MIXED].values(), ranks=3)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_model_chunks_of_one_optimizer(ranks: Ranks, overlap: bool) -> None:
-    assert ranks(3)(train_chunks, Case("mixed", overlap, bucket_size=10_000)) == [[{}, {}]] * 3
+    assert ranks(3)(train_chunks, Case(MIXED, overlap, bucket_size=10_000)) == [[{}, {}]] * 3
 
 
-@pytest.mark.parametrize("formats", ["nvfp4", "mixed"])
+@pytest.mark.parametrize("formats", [NARROW, MIXED])
 @pytest.mark.parametrize("world", [2, 4])
 def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) -> None:
     for _, wrong in ranks(world)(train, Case(formats, overlap=True, busbw=True)):
         assert not wrong
 
 
+@needs_four_bits
 @pytest.mark.parametrize(
     ("world", "case"),
     [(3, Case()), (2, Case(busbw=True)), (2, Case("mixed"))],

@@ -1,7 +1,7 @@
 """A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, and its bytes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu
+from tests.megatron.here import device, host
+from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
@@ -36,6 +37,7 @@ if not WHY_NOT:
             (distrib_optimizer, "group_params_for_buffers"),
             (distributed_data_parallel, "group_params_for_buffers"),
         )
+        if KNOWS_FOUR_BITS
     ]
 else:
     MegatronModule = nn.Module
@@ -45,15 +47,19 @@ FORMATS = {
     "fp8_current": {"*.weight": "fp8_current"},
     "nvfp4": {"*.weight": "nvfp4"},
     "mxfp8": {"layers.0.*": "mxfp8"},
-    "fp8_delayed": {"*.weight": "fp8_delayed"},
+    "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
+    "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
 }
+MIXED = "mixed" if KNOWS_FOUR_BITS else "fp8"  # as many formats as the host's buffers can hold
+NARROW = "nvfp4" if KNOWS_FOUR_BITS else "fp8_block"
+ALL = ["fp8_block", "fp8_current", *(["nvfp4", "mixed"] if KNOWS_FOUR_BITS else ["fp8"])]
 WIDTHS = (64, 192, 96, 208, 64)  # boundaries of ranks fall inside weights
 
 
 @dataclass(frozen=True)
 class Case:
-    formats: str = "nvfp4"
+    formats: str = NARROW
     overlap: bool = False
     busbw: bool = False
     bucket_size: int | None = None
@@ -97,11 +103,17 @@ class Run:
         return loss
 
     def forward_and_backward(self, number: int) -> float:
+        return self.backward(self.forward(number))
+
+    def forward(self, number: int) -> Tensor:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         generator = torch.Generator().manual_seed(number % 2 + 2 * dist.get_rank())
-        x = torch.randn(8, WIDTHS[0], generator=generator).bfloat16()
-        loss = (self.ddp(x) - x.roll(1, -1)).float().square().mean()
+        x = torch.randn(8, WIDTHS[0], generator=generator).bfloat16().to(device())
+        loss: Tensor = (self.ddp(x) - x.roll(1, -1)).float().square().mean()
+        return loss
+
+    def backward(self, loss: Tensor) -> float:
         loss.backward()
         self.ddp.finish_grad_sync()
         return loss.item()
@@ -112,30 +124,49 @@ class Run:
 
     def masters(self) -> dict[str, Tensor]:
         """The whole FP32 masters, from the shards of all ranks."""
-        mine = {}
+        return self.gathered(lambda one, master: master)
+
+    def moments(self, key: str) -> dict[str, Tensor]:
+        """Likewise exp_avg or exp_avg_sq."""
+        return self.gathered(lambda one, master: one.optimizer.state[master][key])
+
+    def gathered(self, of: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+        """By parameter, whole, what is `of` an optimizer and the master of a shard."""
+        names = {id(param): name for name, param in self.ddp.module.named_parameters()}
+        everyone: list[Any] = []
         for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            mine = {}
             for models, mains in zip(one.model_float16_groups, one.shard_fp32_from_float16_groups, strict=True):
                 for param, master in zip(models, mains, strict=True):
-                    name = next((n for n, p in self.ddp.module.named_parameters() if p is param), "of another chunk")
-                    mine[name] = one._get_model_param_range_map(param)["param"].start, master.detach().clone()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+                    start = one._get_model_param_range_map(param)["param"].start
+                    mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
+            its_ranks: list[Any] = [None] * one.data_parallel_group.size()
+            dist.all_gather_object(its_ranks, mine, group=one.data_parallel_group)
+            everyone += its_ranks
         whole = {}
         for name, param in self.ddp.module.named_parameters():
             flat = torch.full((param.numel(),), torch.nan)
             for shards in everyone:
                 if name in shards:
-                    start, master = shards[name]
-                    flat[start : start + master.numel()] = master
+                    start, shard = shards[name]
+                    flat[start : start + shard.numel()] = shard
             assert not flat.isnan().any(), name
             whole[name] = flat.view(param.shape)
         return whole
 
+    def cast_scales(self) -> dict[str, float]:
+        """What delayed scaling says that it cast with; see delaying.py for whether that is right."""
+        owners = {id(weight.master_owner): weight.master_owner for weight in self.weights.values()}
+        shown = [
+            owned for owner in owners.values() if owner for source in owner.master_sources() for owned in source.masters
+        ]
+        return {str(o.name).removeprefix("module."): float(o.scale) for o in shown if o.scale is not None}
+
     def stale_bytes(self) -> dict[str, int]:
         """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does."""
-        masters, wrong = self.masters(), {}
+        masters, wrong, scales = self.masters(), {}, self.cast_scales()
         for name, weight in self.weights.items():
-            expected = casts.unsharded(str(weight.format), masters[name], weight.dtype)
+            expected = casts.unsharded(str(weight.format), masters[name], weight.dtype, scales.get(name, 1.0))
             found = casts.bytes_of(weight)
             assert weight.state.columnwise_is_fresh(), name
             for buffer, content in expected.items():
@@ -143,7 +174,7 @@ class Run:
                 if differ:
                     wrong[f"{name}.{buffer}"] = differ
         for name, param in self.ddp.module.named_parameters():
-            if name not in self.weights and not torch.equal(param.data.float(), masters[name].to(param.dtype).float()):
+            if name not in self.weights and not torch.equal(param.data.cpu(), masters[name].to(param.dtype)):
                 wrong[name] = param.numel()
         return wrong
 
@@ -182,7 +213,7 @@ def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> A
     model = Model(config)
     for param in model.layers[2:].parameters() if case.experts else ():
         param.allreduce = False
-    zerocast.quantize_(model, zerocast.Recipe(FORMATS[case.formats]))
+    zerocast.quantize_(model.to(device()), zerocast.Recipe(FORMATS[case.formats]))
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=case.overlap,
@@ -208,7 +239,7 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
 
 def train(case: Case) -> tuple[list[float], dict[str, int]]:
     """Losses by step, and the stale bytes of the weights in the end."""
-    with host_on_cpu():
+    with host():
         with integration.building():
             run = build(case)
         attached = integration.attach(run.optimizer, run.ddp)
@@ -218,7 +249,7 @@ def train(case: Case) -> tuple[list[float], dict[str, int]]:
 
 def train_chunks(case: Case) -> list[dict[str, int]]:
     """Of two model chunks under one optimizer: the stale bytes of each."""
-    with host_on_cpu():
+    with host():
         with integration.building():
             chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
             optimizer = build_optimizer(case, chunks)
@@ -242,7 +273,7 @@ def trained(run: Run) -> tuple[list[float], dict[str, int]]:
 
 def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
     """With Megatron's own layout: what `attach` says, and the stale bytes where its check is left out."""
-    with host_on_cpu():
+    with host():
         with integration.building(), hosts_own_layout():
             run = build(case)
         try:

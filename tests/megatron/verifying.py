@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
-from tests.megatron.host_on_cpu import host_on_cpu
-from tests.megatron.training import Case, Run, build
+from tests.megatron.here import host
+from tests.megatron.training import MIXED, NARROW, Case, Run, build
 from zerocast import QuantizedWeight, VerificationError, verify
 from zerocast.integrations import megatron as integration
 
@@ -29,8 +29,8 @@ def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
 
 def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
     """Whether all is well after two steps; the one difference that each flipped byte makes, and should make; parameters."""
-    with host_on_cpu():
-        run, attached = _attached(Case("mixed", overlap, experts=True))
+    with host():
+        run, attached = _attached(Case(MIXED, overlap, experts=True))
         for number in range(2):
             run.step(number)
         quiet = verify(attached)
@@ -52,9 +52,9 @@ def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
 def before_the_gather() -> tuple[bool, list[list[float]]]:
     """With overlap, between a step and the next forward pass; and the losses with verify and without it."""
     losses, ok = [], True
-    with host_on_cpu():
+    with host():
         for verified in (True, False):
-            run, attached = _attached(Case("mixed", overlap=True))
+            run, attached = _attached(Case(MIXED, overlap=True))
             losses.append([])
             for number in range(3):
                 losses[-1].append(run.step(number))
@@ -64,8 +64,8 @@ def before_the_gather() -> tuple[bool, list[list[float]]]:
 
 def steps(every: int, overlap: bool) -> list[str]:
     """What each step says when rank 1 flips a byte after its gathers from the second step on."""
-    with host_on_cpu():
-        run, _ = _attached(Case("mixed", overlap), verify_every=every)
+    with host():
+        run, _ = _attached(Case(MIXED, overlap), verify_every=every)
         weight = dict(run.ddp.module.named_parameters())["layers.1.weight"]
         said = []
         for number in range(4):
@@ -82,13 +82,20 @@ def steps(every: int, overlap: bool) -> list[str]:
 
 
 def _break(group: Any, weight: QuantizedWeight) -> None:
-    after_gather = group._post_param_sync
+    """From now on, on rank 1, a byte of the weight is wrong after each of its gathers."""
+    broken = weight.state.columnwise_cast
 
-    def broken() -> None:
-        after_gather()
-        _flip_on_rank_1(weight.state.rowwise_data, 5)
+    def breaking(gather: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            nonlocal broken
+            gather(*args, **kwargs)
+            if weight.state.columnwise_cast != broken:
+                _flip_on_rank_1(weight.state.rowwise_data, 5)
+                broken = weight.state.columnwise_cast
 
-    group._post_param_sync = broken
+        return call
+
+    group.start_param_sync, group.finish_param_sync = map(breaking, (group.start_param_sync, group.finish_param_sync))
 
 
 def _refusal(weight: QuantizedWeight) -> str:
@@ -102,8 +109,8 @@ def stale_reads() -> dict[str, str]:
     zerocast.set_debug(True)
     said = {}
     try:
-        with host_on_cpu():
-            run, attached = _attached(Case("nvfp4", overlap=True))
+        with host():
+            run, attached = _attached(Case(NARROW, overlap=True))
             weight = next(iter(run.weights.values()))
             (own,) = run.optimizer.chained_optimizers
             run.step(0)
@@ -134,7 +141,7 @@ def stale_reads() -> dict[str, str]:
 
 def detached() -> str:
     """What verify says of the model afterwards."""
-    with host_on_cpu():
+    with host():
         run, attached = _attached(Case())
         run.step(0)
         attached.detach()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import zerocast
@@ -43,11 +44,46 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
 }
 
 
+def formats_of(case: tuple[Any, ...]) -> tuple[str, ...]:
+    """What a case is known to cover."""
+    if case[0] is test_bits.on_mesh:
+        return test_bits.SOME
+    return case[1] if case[0] is test_bits.trained else ()
+
+
+@pytest.mark.shows(
+    host="FSDP2",
+    parallel=lambda case: "replicas" if case[0] is test_bits.on_mesh else "data",
+    formats=formats_of,
+    ranks=2,
+)
 @pytest.mark.parametrize("case", CLEAN.values(), ids=CLEAN)
 def test_bytes_are_the_unsharded_cast(gpu_ranks, case):
     assert gpu_ranks(2)(*case, timeout=SECONDS) == [[], []]
 
 
+def passes_after_a_change_on_one() -> tuple[int, str]:
+    """How many forward passes went well, and what the next one raised."""
+    model = models.sharded(models.Net(models.FEW, 64, 96))
+    zerocast.fsdp2.refresh(model)
+    if dist.get_rank() == 1:
+        test_freshness.write_data(model)
+    for done in range(3):
+        try:
+            model(models.batch(0, 64))
+        except RuntimeError as error:
+            return done, str(error)
+    return 3, "nothing"
+
+
+def test_a_change_on_one_rank_raises_on_both_at_once(gpu_ranks):
+    """The host reads a few gathers late what ranks said of their bytes, and before the same gather on each."""
+    first, second = gpu_ranks(2)(passes_after_a_change_on_one, timeout=SECONDS)
+    assert first == second
+    assert first[0] <= 1 and "was changed on ranks [1] of its shard group and not on ranks [0]" in first[1]
+
+
+@pytest.mark.shows(host="FSDP2", parallel="tensor", formats=lambda fmt: [fmt], ranks=2)
 @pytest.mark.parametrize(("fmt", "hidden"), test_tensor_parallel.SLICED)
 def test_slices(gpu_ranks, fmt, hidden):
     assert [found for found, _ in gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)] == [[], []]

@@ -23,6 +23,7 @@ RUNS = {
 }
 
 
+@pytest.mark.shows(host="ZeroAdamW", parallel="data", formats=lambda run: [spec.fmt for spec in run.specs], ranks=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_every_step_gives_the_bits_of_the_reference(gpu_ranks, run, backend):

@@ -48,6 +48,7 @@ RUNS = {
 }
 
 
+@pytest.mark.shows(host="ZeroAdamW", parallel="data", formats=lambda run: [spec.fmt for spec in run.specs])
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4)))
 @pytest.mark.parametrize(
     "run",

@@ -59,6 +59,7 @@ def test_bytes_are_those_of_transformer_engine(gpu_ranks: Ranks, world: int, fmt
             casts.assert_same_bytes(without_padding(case, found), without_padding(case, expected), str(case))
 
 
+@pytest.mark.shows(host="TransformerEngine", parallel="data", formats=(*BY_BOTH, *ONLY_ZEROCAST))
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_format_on_a_gpu(gpu_ranks: Ranks, world: int) -> None:
     """NVFP4 too, on any GPU, K of any multiple of 16, odd cuts: the bytes of the unsharded reference."""

@@ -49,6 +49,7 @@ class AmaxGroup:
         self.delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], device)
         self.places = self._places()
         self._shards: dict[str, MasterShard] = {}
+        self._headers: list[tuple[int, Tensor]] = []  # int32 `[weights, 2]` of weights of one geometry
         copies = []
         classes = by_geometry(weights)
         sizes = [len(members) * members[0].wire.nbytes for members in classes]
@@ -57,6 +58,7 @@ class AmaxGroup:
             stack = Stack(members, part.view(len(members), -1))
             self._shards |= {w.name: shard for w, shard in zip(members, stack.shards, strict=True) if w.takes_part}
             copies += stack.copies
+            self._headers += [(members[0].says, header) for header in members[0].wire.headers(stack.sent)]
         self._targets, self._sources = [target for target, _ in copies], [source for _, source in copies]
         self._batches = self._batch(list(self._shards))
         self._unmeasured: dict[frozenset[str], list[Batch]] = {frozenset(): self._batches}
@@ -135,6 +137,12 @@ class AmaxGroup:
                     batch.roll_history(None)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
+
+    def stamp(self, generation: int) -> None:
+        """Write the headers of a cast; as arguments of kernels the numbers travel to a GPU without a wait."""
+        for said, header in self._headers:
+            header[:, 0].fill_(said)
+            header[:, 1].fill_(generation)
 
     def _measure_the_rest(self) -> None:
         """Amaxes of the masters that no step has measured."""

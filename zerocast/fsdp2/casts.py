@@ -13,15 +13,15 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerocast.agreement import agree, roll_call
-from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
+from zerocast.fsdp2.headers import UNREAD, Headers
 from zerocast.fsdp2.held import Held, held_by
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.sources import sources
@@ -39,12 +39,13 @@ class Casts:
         self._stepped = True  # whether a step made it due
         self.generation = 0
         self.steps = 0  # casts after an optimizer step
-        self.unread: list[tuple[Master, Tensor, torch.cuda.Event]] = []  # headers on their way from a GPU
+        self.headers = Headers()
         self.groups: list[AmaxGroup] = []
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
         self._written = False
+        self.wholeness = torn.wholeness(self)
 
     @property
     def model(self) -> nn.Module:
@@ -59,6 +60,7 @@ class Casts:
         self.due = self._stepped = True
         if by not in self.measuring:
             self.forget_measured()
+        torch_fsdp.discard_gathers(group() for group in self._gathering)
         self._free_gathered()
 
     def _free_gathered(self) -> None:
@@ -73,12 +75,11 @@ class Casts:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
         for reduction, _ in self._reductions:
             roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
-        unread, self.unread = self.unread, []
-        for master, headers, arrived in unread:
-            arrived.synchronize()
-            master.check(headers)
+        self.headers.check(leave=0 if self.due else UNREAD)
         if self.due:
             self.refresh(repeat=not self._stepped)
+        elif not self.groups:
+            self.bind()
 
     def first_write(self) -> None:
         """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
@@ -93,18 +94,22 @@ class Casts:
     def delayed(self) -> dict[str, dict[str, Tensor]]:
         """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
         self.before_gather()
+        self.wholeness.check_whole()
         return {master.name: master.delayed for master in self.masters if master.delayed}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning."""
-        delayed = self.delayed()
+        """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning.
+
+        Casts nothing: `state` may be what is in use, filled by a reader.
+        """
+        self.bind()
         for master in self.masters:
             saved = state.get(master.name, {})
-            if master.name in delayed and "scale" in saved and "amax_history" in saved:
+            if master.delayed and "scale" in saved and "amax_history" in saved:
                 for name, tensor in master.delayed.items():
                     tensor.copy_(saved.get(name, saved["scale"]))
                 master.seeded = True
-            elif master.name in delayed:
+            elif master.delayed:
                 warnings.warn(
                     f"no state of delayed scaling for {master.name}: it starts anew from its amax", stacklevel=3
                 )
@@ -124,6 +129,8 @@ class Casts:
             for group in self.groups:
                 group.cast(repeat)
         self.generation += 1
+        for group in self.groups:
+            group.stamp(self.generation)
         self.steps += not repeat
         self.due = self._stepped = self._written = False
         for master in self.masters:
@@ -159,6 +166,9 @@ class Casts:
             self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
         if not self.groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
+            self.groups = []  # whatever raises from here on is begun anew
+            for master in self.masters:
+                master.written_to = True  # buffers to send are new ones: a cast fills them, or the next gather says so
             self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
 
     def _seed(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.formats import FormatSpec, get_format
+from zerocast.fsdp2 import torn
 from zerocast.fsdp2.adam_pass import AdamPass, AdamShard
 from zerocast.fsdp2.amax_group import AmaxGroup
 from zerocast.fsdp2.master_parameter import MasterParameter
@@ -63,10 +64,16 @@ class FusedAdamW(torch.optim.Optimizer):
             raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
         self._bound: list[list[int]] = []  # what the tables were made for
         self._amax_groups: list[AmaxGroup] = []
+        self._casts: list[Any] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of masters and moments; returns what `closure` returned, or None."""
+        """One update of masters and moments; returns what `closure` returned, or None.
+
+        What raises before masters are written changes nothing. What raises later leaves an optimizer and a model that say so at
+        every call, and cannot be saved, until a state is loaded through `zerocast.fsdp2.TrainingState`.
+        """
+        torn.check_whole([self])
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,8 +81,16 @@ class FusedAdamW(torch.optim.Optimizer):
         self._bind()
         if not self._bound:
             return loss
-        self._clocks += 1
         self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+        for casts in self._casts:
+            casts.make_due(self)  # also of a step that raises half-way: all ranks cast before they gather, and are told
+        with torn.writing("an optimizer step", [self, *self._casts]):
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        """The device's part of a step."""
+        self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
         for measured in self._measured:
             packed = measured.group.measuring(measured.names)
@@ -83,12 +98,16 @@ class FusedAdamW(torch.optim.Optimizer):
                 one.run(scalars, self._clip, packed)
         for one in self._plain:
             one.run(scalars, self._clip, self._unread)
-        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
+        torn.check_whole([self])
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of this class, or of torch.optim.AdamW."""
-        super().load_state_dict(dict(state_dict))
         self._bound = []
+        super().load_state_dict(dict(state_dict))
 
     def _bind(self) -> None:
         """Tables of where everything lies, made anew when any of it was replaced or other parameters have gradients."""
@@ -99,8 +118,10 @@ class FusedAdamW(torch.optim.Optimizer):
         for casts in all_casts.values():
             casts.bind()
             casts.measuring.add(self)
-        groups = [group for casts in all_casts.values() for group in casts.groups]
+        self._casts = list(all_casts.values())
+        groups = [group for casts in self._casts for group in casts.groups]
         if self._places(locals_) != self._bound or groups != self._amax_groups:
+            self._bound = []  # whatever raises from here on is begun anew
             self._rows(indexed)
             self._build(locals_, groups)
             self._amax_groups, self._bound = groups, self._places(locals_)

@@ -12,9 +12,42 @@ from torch import Tensor
 
 from zerocast import layout
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.rows import RowShards
 from zerocast.fsdp2.shard_weight import ShardWeight
 from zerocast.fsdp2.wire import Scales
 from zerocast.weight import QuantizedWeight
+
+
+class Fill:
+    """Puts gathered `scales` from the side channels `side` `[world, bytes]` into a weight's `buffer`.
+
+    What lies where is found once: FSDP2 gives the same tensors memory at every gather.
+    """
+
+    def __init__(self, scales: Scales, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
+        self.scales, self._buffer, self._padding = scales, buffer, padding
+        height = scales.height if scales.repeat else 1
+        blocks = -(-shards.rows // scales.height)
+        self._pads = buffer.numel() > blocks * height * scales.across
+        self._sent = scales.of(side)
+        target = buffer[: blocks * height, : scales.across].unflatten(0, (blocks, height))
+        self._owners: tuple[Tensor, ...] | None = None  # rank and place of each block row, where boundaries cut some
+        if shards.cut(scales.height):
+            self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(scales.height))
+            self._copies = [(target, self._sent)]
+            return
+        full, rest = divmod(blocks, scales.count)
+        in_order = self._sent.unsqueeze(2)
+        self._copies = [(target[: full * scales.count].unflatten(0, (full, scales.count)), in_order[:full])]
+        if rest:
+            self._copies.append((target[full * scales.count :], in_order[full, :rest]))
+
+    def __call__(self) -> None:
+        """Fill the buffer."""
+        if self._pads:
+            self._buffer.fill_(self._padding)
+        for target, sent in self._copies:
+            target.copy_(sent if self._owners is None else sent[self._owners].unsqueeze(1))
 
 
 class Gathered:
@@ -23,6 +56,7 @@ class Gathered:
     def __init__(self, shard: ShardWeight, outputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._wire, shards = shard.wire, shard.shards
         codes, self._side = self._wire.gathered(outputs)
+        self._headers = self._side[:, :8].view(torch.int32)
         if self._wire.one_direction:
             codes = codes * 2  # one storage, and what was gathered last is in it
         buffers = dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
@@ -32,17 +66,14 @@ class Gathered:
             buffers["rowwise_scale_inv"] = self._scalar(self._wire.scale_offset)
         device = self._side.device
         specs = layout.buffers(shard.format, (shard.rows, shard.columns), dtype)
-        self._owners: dict[str, tuple[Tensor, ...]] = {}  # rank and place of each block row, where boundaries cut some
         self.inner: list[Tensor] = []
+        self._fills: list[Fill] = []
         for scales in self._wire.scales:
             spec = specs[scales.name]
             assert spec is not None
             buffers[scales.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             self.inner.append(buffers[scales.name])
-            if shards.cut(scales.height):
-                owners = shards.owners(scales.height)
-                self._owners[scales.name] = tuple(torch.tensor(index, device=device) for index in owners)
-        self._padding = [specs[scales.name].padding for scales in self._wire.scales]  # type: ignore[union-attr]
+            self._fills.append(Fill(scales, shards, self._side, buffers[scales.name], spec.padding))
         self.weight = QuantizedWeight.of_buffers(shard.shape, shard.format, dtype, buffers)
         self.weight.state.was_cast = True
         self.weight.state.columnwise_on_demand = True
@@ -52,14 +83,7 @@ class Gathered:
 
     def headers(self) -> Tensor:
         """int32 `[world, 2]`: what each rank said of the bytes it sent."""
-        return self._side[:, :8].view(torch.int32)
-
-    def _in_order(self, scales: Scales) -> Tensor:
-        """The scales of all block rows; without cuts they lie in order."""
-        sent = scales.of(self._side)
-        if scales.name in self._owners:
-            return sent[self._owners[scales.name]]
-        return sent.reshape(-1, scales.across)[: -(-self._wire.shards.rows // scales.height)]
+        return self._headers
 
     @torch.no_grad()
     def fill(self, columnwise: bool) -> None:
@@ -70,12 +94,7 @@ class Gathered:
         self.weight.state.freshness.cast += 1
         if self._wire.one_direction:
             self.weight.state.only = "columnwise" if columnwise else "rowwise"
-        for scales, buffer, padding in zip(self._wire.scales, self.inner, self._padding, strict=True):
-            if self._wire.one_direction and scales.side != columnwise:
-                continue
-            entries = self._in_order(scales)
-            if scales.repeat:
-                entries = entries.repeat_interleave(scales.height, 0)
-            with torch_fsdp.unversioned(buffer):
-                buffer.fill_(padding)
-                buffer[: entries.shape[0], : scales.across] = entries
+        with torch_fsdp.unversioned(self.inner):
+            for fill in self._fills:
+                if not self._wire.one_direction or fill.scales.side == columnwise:
+                    fill()

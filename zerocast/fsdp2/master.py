@@ -12,18 +12,20 @@ from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
 from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
-from zerocast.fsdp2.shard_weight import ShardWeight
+from zerocast.fsdp2.headers import Headers
+from zerocast.fsdp2.shard_weight import CLEAN, EMPTY, TORN, WRITTEN, ShardWeight
 from zerocast.group import Group
+from zerocast.wholeness import Wholeness
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
-CLEAN, WRITTEN, EMPTY = range(3)  # what a rank says of its shard since the last cast; an empty one has nothing to say
 
 
 class Casting(Protocol):
     """What a weight needs of the casts of its model."""
 
     generation: int
-    unread: list[tuple["Master", Tensor, torch.cuda.Event]]
+    headers: Headers
+    wholeness: Wholeness
 
     def before_gather(self) -> None:
         """Cast if that is due."""
@@ -55,8 +57,12 @@ class Master:
         self._shard: ShardWeight | None = None
         self._address = 0
         self._gathered: Gathered | None = None
-        self._header: tuple[int, int] | None = None
+        self._header = -1, CLEAN  # of which cast, and what it says
         self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
+
+    def __deepcopy__(self, memo: Any) -> "Master":
+        """Itself: `async_save` copies shards with what they point to, and the copy is a state of the same weight."""
+        return self
 
     @property
     def is_cast(self) -> bool:
@@ -71,7 +77,7 @@ class Master:
 
     @shard.setter
     def shard(self, shard: ShardWeight) -> None:
-        self._shard, self._header = shard, None
+        self._shard, self._header = shard, (-1, CLEAN)
         self.freshness.watch([shard.master], sharded=False)
         self._address = shard.master.untyped_storage().data_ptr()
 
@@ -102,21 +108,30 @@ class Master:
             moved = master.untyped_storage().data_ptr() != self._address
             self.written_to = self.written_to or moved
         self._columnwise = self.is_backward()
-        outputs = tuple(part.to(master.device, non_blocking=True) for part in self._outputs())
+        outputs = self._outputs(master.device)
         self._mesh, self._sent = mesh, self.casts.generation
         return outputs
 
-    def _outputs(self) -> tuple[Tensor, ...]:
-        shard = self.shard
-        empty = shard.shards.span(shard.rank).numel == 0
-        self._said = EMPTY if empty else WRITTEN if self.written_to else CLEAN
-        header = self._said, self.casts.generation
-        if header != self._header:
-            _, sides = shard.wire.parts(shard.buffer)
-            for side in sides:
-                side[:8].view(torch.int32).copy_(torch.tensor(header, dtype=torch.int32))
-            self._header = header
-        return shard.wire.outputs(shard.buffer, self._columnwise)
+    def _outputs(self, device: torch.device) -> tuple[Tensor, ...]:
+        self._say()
+        outputs = self.shard.outputs(self._columnwise)
+        if device == self.shard.master.device:
+            return outputs
+        return tuple(part.to(device, non_blocking=True) for part in outputs)
+
+    def _say(self) -> None:
+        """Write into the header what differs from what it says since the last cast."""
+        cast, before = self._header
+        if cast != self.casts.generation:
+            before = self.shard.says
+        self._said = self.shard.says
+        if self.casts.wholeness.is_torn:
+            self._said = TORN
+        elif self.written_to and self._said == CLEAN:
+            self._said = WRITTEN
+        if self._said != before:
+            self.shard.say(self._said)
+        self._header = self.casts.generation, self._said
 
     def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None) -> Any:
         """(weight, buffers that FSDP2 allocates and frees with it), refilled in place where `out` is given."""
@@ -133,17 +148,17 @@ class Master:
     def _is_stale(self, gathered: Gathered) -> bool:
         """Whether all ranks must send again; RuntimeError on all of them where only some were written to.
 
-        Reading the headers makes the host wait for a GPU. A rank that was not written to can only learn that it must raise, and
-        does so one gather later, when the bytes have long arrived.
+        Reading the headers makes the host wait for a GPU: only a rank that was written to does, since all may have been. If not
+        all were, it learns of it with the others, later.
         """
         headers = gathered.headers()
-        if headers.is_cuda and self._said == CLEAN:
-            here = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
-            here.copy_(headers, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self.casts.unread.append((self, here, arrived))
-        elif self._all_written(headers) and self._sent == self.casts.generation:
+        if not headers.is_cuda:
+            everywhere = self._all_written(headers)
+        else:
+            self.casts.headers.note(self, headers)
+            changed = WRITTEN, EMPTY
+            everywhere = self._said in changed and all(said in changed for said, _ in headers.tolist())
+        if everywhere and self._sent == self.casts.generation:
             self.casts.cast_again()
         return self._sent != self.casts.generation
 
@@ -152,8 +167,16 @@ class Master:
         self._all_written(headers)
 
     def _all_written(self, headers: Tensor) -> bool:
-        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were."""
+        """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were, or are torn."""
+        if self._said == TORN:
+            self.casts.wholeness.check_whole()
         said = headers.tolist()
+        torn = [rank for rank, (flag, _) in enumerate(said) if flag == TORN]
+        if torn:
+            raise RuntimeError(
+                f"{self.name}: an optimizer step or a load raised half-way on ranks {torn} of its shard group, which have masters "
+                "of different steps: load a checkpoint on all ranks"
+            )
         if len({generation for _, generation in said}) > 1:
             raise RuntimeError(
                 f"{self.name}: the ranks of a shard group sent bytes of different casts, numbers {[n for _, n in said]} by "
@@ -171,7 +194,7 @@ class Master:
     def _gather(self, outputs: Sequence[Tensor]) -> None:
         """Once more, in place of what FSDP2 gathered."""
         group = Group.of(self._mesh)
-        for output, part in zip(outputs, self._outputs(), strict=True):
-            with torch_fsdp.unversioned(output):
-                group.all_gather_into(output.view(-1), part.to(output.device))
+        for output, part in zip(outputs, self._outputs(outputs[0].device), strict=True):
+            with torch_fsdp.unversioned([output]):
+                group.all_gather_into(output.view(-1), part)
         self._sent = self.casts.generation

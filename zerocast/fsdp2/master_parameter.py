@@ -5,6 +5,7 @@ view or an empty twin of it, so that FSDP2 still finds the two all-gather hooks;
 the plain tensor: checkpoints hold no class of ours.
 """
 
+import inspect
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +125,10 @@ class MasterParameter(Tensor):
             return result  # FSDP2's flat view is plain: it is memory, not a parameter
         owner = args[0].owner
         return tree_map_only(Tensor, lambda tensor: MasterParameter(tensor, owner), result)
+
+
+# FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out costs more than the hook.
+setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(MasterParameter.fsdp_pre_all_gather))  # noqa: B010
 
 
 def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:

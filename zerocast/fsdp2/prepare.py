@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerocast.formats import FormatSpec
+from zerocast.fsdp2 import torn
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
@@ -76,6 +77,7 @@ def prepare(
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
             module.register_load_state_dict_post_hook(_Loaded(mine))
+    model.register_state_dict_pre_hook(_before_state_dict)
     _prepared[model] = weakref.ref(casts)
     _within.clear()
     if verify_every is not None:
@@ -88,9 +90,10 @@ def refresh(model: nn.Module) -> None:
 
     For loops that change parameters by hand. ValueError for a model that was not prepared.
     """
-    for casts in _casts_of(model):
+    for casts in casts_of(model):
         casts.make_due()
         casts.before_gather()
+        casts.wholeness.check_whole()
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -100,7 +103,7 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     saved under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is
     due is done first. ValueError for a model that was not prepared.
     """
-    return {name: state for casts in _casts_of(model) for name, state in casts.delayed().items()}
+    return {name: state for casts in casts_of(model) for name, state in casts.delayed().items()}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -108,13 +111,13 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
 
     A weight without an entry finds its scale anew, with a warning. ValueError for a model that was not prepared.
     """
-    for casts in _casts_of(model):
+    for casts in casts_of(model):
         casts.load_delayed(state)
 
 
 def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
     """Format and nominal dtype of each prepared weight by name; a dtype is known once the model was cast."""
-    masters = [master for casts in _casts_of(model) for master in casts.masters]
+    masters = [master for casts in casts_of(model) for master in casts.masters]
     return {master.name: (master.format, master.shard.nominal) for master in masters}
 
 
@@ -125,13 +128,14 @@ def is_prepared(model: nn.Module) -> bool:
     return bool(_within[model])
 
 
-def _casts_of(model: nn.Module) -> list[Casts]:
+def casts_of(model: nn.Module) -> list[Casts]:
+    """The casts of the models in `model` that were prepared; ValueError if there are none."""
     if not is_prepared(model):
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
     return [casts for casts in (reference() for reference in _within[model]) if casts is not None]
 
 
-def _casts_behind(parameters: Iterable[Any]) -> list[Casts]:
+def casts_behind(parameters: Iterable[Any]) -> list[Casts]:
     """The casts of the prepared ones among parameters, each once."""
     tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
     return list({id(t.owner.casts): t.owner.casts for t in tensors if isinstance(t, MasterParameter)}.values())
@@ -195,9 +199,21 @@ class _Loaded:
                 module._parameters[name] = nn.Parameter(MasterParameter(plain, master), parameter.requires_grad)
 
 
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """RuntimeError for masters that something has left half written: they would be saved."""
+    torn.check_whole(casts_of(module))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """RuntimeError for an optimizer of any class whose state a load has left half written."""
+    if not torch.compiler.is_compiling():
+        torn.check_whole([optimizer])
+
+
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for casts in _casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for casts in casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
         casts.make_due(optimizer)
 
 
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

@@ -19,6 +19,9 @@ from zerocast.layout import Span
 from zerocast.shard import MasterShard
 from zerocast.weight import QuantizedWeight
 
+# what a rank says of its shard since the last cast: an empty one has nothing to say, a torn one was left half written
+CLEAN, WRITTEN, EMPTY, TORN = range(4)
+
 
 @dataclass
 class ShardWeight:
@@ -37,7 +40,8 @@ class ShardWeight:
     delayed: dict[str, Tensor]
     one_direction: bool
     wire: Wire = field(init=False)
-    buffer: Tensor = field(init=False)
+    headers: list[Tensor] = field(init=False)  # int32 `[2]` in each side channel
+    _outputs: list[tuple[Tensor, ...]] = field(init=False)  # by direction
 
     def __post_init__(self) -> None:
         self.rows, self.columns = layout.matrix_shape(self.shape)
@@ -82,8 +86,9 @@ class ShardWeight:
 
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
         """Make the small weight over `buffer`, `wire.nbytes` zero bytes, and `scales` buffers; what the stages are given."""
-        self.buffer = buffer
         codes, (side, *_) = self.wire.parts(buffer)
+        self.headers = self.wire.headers(buffer)
+        self._outputs = [self.wire.outputs(buffer, columnwise) for columnwise in (False, True)]
         buffers = {**self.delayed, **scales}
         buffers["rowwise_data"] = codes[0]
         if self.wire.amax_offset is not None:
@@ -96,6 +101,20 @@ class ShardWeight:
         weight = QuantizedWeight.of_buffers((self.cast_rows, self.columns), self.format, self.nominal, buffers)
         data = (codes[0], codes[1]) if own else codes[0]
         return MasterShard(weight, self.master.view(-1) if self.span.numel else None, self.span, data)
+
+    @property
+    def says(self) -> int:
+        """What the header says after a cast."""
+        return CLEAN if self.span.numel else EMPTY
+
+    def say(self, said: int) -> None:
+        """Change what the header says until the next cast."""
+        for header in self.headers:
+            header[0].fill_(said)
+
+    def outputs(self, columnwise: bool) -> tuple[Tensor, ...]:
+        """What is handed to FSDP2, on the device of the master; `columnwise` chooses where one direction is sent."""
+        return self._outputs[columnwise]
 
     @property
     def span(self) -> Span:

@@ -1,4 +1,4 @@
-"""What `zerocast.verify` sees of a prepared model: one of FSDP2's groups of parameters after another, gathered."""
+"""What `zerocast.verify` and `zerocast.metrics` see of a prepared model: one parameter group after another, gathered."""
 
 import weakref
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def sources(casts: "Casts") -> Iterator[MasterSource]:
         if held:
             with torch_fsdp.gathered(group):
                 shard_group = Group.of(held[0].shard_mesh)
-                yield MasterSource(shard_group, tuple(_owned(one, casts) for one in held))
+                yield MasterSource(shard_group, tuple(_owned(one, casts) for one in held), transient=True)
 
 
 def _owned(held: Held, casts: "Casts") -> OwnedMaster:

@@ -31,6 +31,7 @@ class Stack:
 
     def __init__(self, weights: Sequence[ShardWeight], sent: Tensor) -> None:
         first, count = weights[0], len(weights)
+        self.sent = sent
         self.shards: list[MasterShard] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
         scales: dict[str, Tensor] = {}

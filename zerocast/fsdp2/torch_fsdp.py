@@ -1,11 +1,12 @@
 """What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +29,18 @@ def reshard(groups: Iterable[Any]) -> None:
     for group in groups:
         if group.is_unsharded:
             group._to_sharded()
+
+
+def discard_gathers(groups: Iterable[Any]) -> None:
+    """Forget gathers that a pass which broke off has left: the next one would take their bytes and not gather again."""
+    for group in groups:
+        left = group._all_gather_result
+        if left is not None:
+            if left.all_gather_event is not None:
+                torch.accelerator.current_stream().wait_event(left.all_gather_event)
+            if isinstance(left.all_gather_work, dist.Work):
+                left.all_gather_work.wait()
+            group._all_gather_result = None
 
 
 def reshards_after_forward(group: Any) -> bool:
@@ -54,9 +67,8 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
-def unversioned(tensor: Tensor) -> AbstractContextManager[None]:
-    """Within, writes to `tensor` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
-    if tensor.is_inference():
-        return contextlib.nullcontext()
-    context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(tensor)  # noqa: B009
+def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Within, writes to `tensors` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(counted)  # noqa: B009
     return context

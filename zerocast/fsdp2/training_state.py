@@ -10,8 +10,7 @@ what FSDP2 saved, and the other way about.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, state_dict
+from zerocast.fsdp2 import torn
+from zerocast.fsdp2.casts import Casts
+from zerocast.fsdp2.prepare import casts_of, formats, is_prepared, load_state_dict, state_dict
 
 HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 BETAS = ("beta1", "beta2")
@@ -48,7 +49,11 @@ class TrainingState:
         return formats(self._model) if is_prepared(self._model) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now. Masters and moments are those in use, step counts copies; a shared weight has its first name."""
+        """The state as it is now. Masters and moments are those in use, step counts copies; a shared weight has its first name.
+
+        RuntimeError after a step or a load that raised half-way, since that would save masters and moments of different steps.
+        """
+        torn.check_whole(self._owners())
         optim: Any
         model, optim = get_state_dict(self._model, self._optimizers)
         names = [name for name, _ in self._model.named_parameters()]
@@ -61,15 +66,51 @@ class TrainingState:
         }
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """The state for a reader that fills it."""
-        return self.state_dict()
+        """What `state_dict` gives, for a reader that fills it, also after what raised half-way."""
+        with torn.overlooked(self._owners()):
+            return self.state_dict()
 
-    def overwriting(self) -> AbstractContextManager[None]:
-        """Within, a reader fills masters in place; FSDP2 casts what it finds in them, so what breaks off must be loaded again."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Within, the state is overwritten: what raises in here leaves it torn until it is loaded again."""
+        owners = self._owners()
+        if any(torn.wholeness(owner).is_torn for owner in owners):
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+        for casts in self._casts():
+            casts.make_due()  # on all ranks, whatever each of them was in the middle of
+        with torn.writing("loading a checkpoint", owners):
+            yield
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same parameters; the next gather casts its masters."""
+        """Take over a state of the same parameters; the next gather casts its masters.
+
+        ValueError, with nothing changed, for missing names and other shapes. After a step or a load that raised half-way this
+        makes model and optimizers whole again, and forgets the gradients of that step.
+        """
+        self._check(state)
+        with self.overwriting():
+            self._load(state)
+
+    def _owners(self) -> list[Any]:
+        """What is torn together."""
+        return [self._model, *self._optimizers, *self._casts()]
+
+    def _casts(self) -> list[Casts]:
+        return casts_of(self._model) if is_prepared(self._model) else []
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """On this rank; ranks differ in nothing that is looked at."""
+        saved = state["model"]
+        shapes: dict[str, Any] = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        missing = [name for name in shapes if name not in saved]
+        if missing:
+            raise ValueError(f"the state does not fit this model: it lacks {missing[:4]}")
+        for name, shape in shapes.items():
+            if tuple(saved[name].shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(saved[name].shape)} in the state and {shape} here")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         optim: Any
         _, optim = get_state_dict(self._model, self._optimizers)
         for group in optim["param_groups"]:

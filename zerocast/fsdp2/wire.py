@@ -93,6 +93,10 @@ class Wire:
         codes = [piece[..., start : start + self.code_bytes] for piece in pieces for start in starts]
         return codes, [piece[..., -self.side_bytes :] for piece in pieces]
 
+    def headers(self, buffer: Tensor) -> list[Tensor]:
+        """int32 `[..., 2]`, what a rank says and the number of its cast, of each side channel."""
+        return [side[..., :8].view(torch.int32) for side in self.parts(buffer)[1]]
+
     def outputs(self, buffer: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
         """What the hook hands to FSDP2; `columnwise` chooses where one direction is sent."""
         codes, sides = self.parts(buffer)

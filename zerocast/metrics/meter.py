@@ -3,10 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
-from zerocast.master_source import OwnsMasters
 from zerocast.metrics.cast_meter import CastMeter
 from zerocast.metrics.sample import Sample
 from zerocast.metrics.step_trace import StepTrace
@@ -41,17 +39,19 @@ class Meter:
                 log(measured.sample.scalars())
 
     Args:
-        owner: a ZeroAdamW, or anything else that shows its masters by `master_sources()`.
+        owner: what `zerocast.verify` takes: a ZeroAdamW, a plan, a model or an optimizer under `zerocast.fsdp2`, what `attach` of a
+            host returns.
         every: steps between two measurements; the `unchanged` codes are those that stayed what they were so long.
 
     All ranks of the owner's group make one and take the same steps with it: a measurement ends with one small all-gather. On the
-    steps between nothing runs, nothing is sent and nothing waits for the device. Raises ValueError for `every` below 1.
+    steps between nothing runs, nothing is sent and nothing waits for the device. Raises ValueError for `every` below 1, TypeError
+    for what owns no masters.
     """
 
-    def __init__(self, owner: OwnsMasters, every: int = 100) -> None:
+    def __init__(self, owner: Any, every: int = 100) -> None:
         if every < 1:
             raise ValueError(f"every is at least 1, got {every}")
-        self._owner, self._every, self._steps = owner, every, 0
+        self._every, self._steps = every, 0
         self._casts = CastMeter(owner)
 
     @contextlib.contextmanager
@@ -61,16 +61,9 @@ class Meter:
         if self._steps % self._every:
             yield Measurement()
             return
-        weights = list(self._weights())
-        trace = StepTrace(weights, weights[0].device)
+        trace = StepTrace(self._casts.gathered_into, self._casts.device)
         measured = Measurement(trace)
         with trace:
             yield measured
         times, nbytes = trace.milliseconds(), dict(sorted(trace.nbytes.items()))
         measured.sample = Sample(self._casts.measure(), times, nbytes)
-
-    def _weights(self) -> Iterator[Tensor]:
-        """Everything that a gather of weights may write to."""
-        for owned in (owned for source in self._owner.master_sources() for owned in source.masters):
-            held = [owned.weight.state.buffers[name] for name in ("rowwise_data", "columnwise_data")]
-            yield from (tensor for tensor in held if tensor is not None)

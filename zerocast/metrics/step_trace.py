@@ -25,6 +25,7 @@ STAGES = {
     "zerocast::partial_cast": "scales_and_cast",
     "zerocast::roll_history": "scales_and_cast",
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "zerocast::transpose": "columnwise",
 }
 GATHER, REST = "all_gather", "rest"
@@ -64,18 +65,20 @@ class StepTrace(TrafficCounter):
     """Counts as its base does, and takes the time of phases that the caller names and of the stages of a cast within them.
 
     A stage ends with its operator; but a collective goes on after it was issued, so what passes until the next stage begins counts
-    as the collective's if it was waited for there. Of the all-gather that is taken for granted, since nothing else is left to do.
+    as the collective's if it was waited for there. Of the all-gather that is taken for granted, since nothing else is left to do;
+    without `weights`, as under FSDP2, it runs beside the passes and is no stage.
     """
 
-    def __init__(self, weights: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, weights: Iterable[Tensor] | None, device: torch.device) -> None:
         super().__init__(weights)
+        self._stages = {op: stage for op, stage in STAGES.items() if weights is not None or stage != GATHER}
         self._clock, self._phase, self._waits_for = Clock(device), "", ""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         """Run `func`, and take its time if it is a stage."""
-        stage = STAGES.get(func._schema.name)
+        stage = self._stages.get(func._schema.name)
         if stage is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         self._clock.mark(self._label(stage))

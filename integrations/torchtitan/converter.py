@@ -1,0 +1,58 @@
+"""The model converter: prepares the weights while torchtitan's model is on the meta device, before anything shards it.
+
+torchtitan builds a model on the meta device, lets converters change it, then wraps blocks for activation checkpointing, compiles
+and shards them, and last gives parameters storage and initial values. `zerocast.fsdp2.prepare` comes before `fully_shard`, so the
+converter is its place. The step of any torch optimizer makes a cast due, which the next forward pass begins with: there is nothing
+to do in torchtitan's hook after the step.
+"""
+
+from typing import Any
+
+from torch import nn
+
+import zerocast
+from zerocast.fsdp2 import prepare
+
+from . import host, refusal
+from .refusal import NAME
+
+_Host: Any = host.QuantizationConverter
+
+
+class MasterWeightConverter(_Host):  # type: ignore[misc]
+    """`quantize.linear.zerocast` of `model.converters`.
+
+    Raises, on every rank alike: RuntimeError for a JobConfig without the section of that name, ValueError for an option of
+    torchtitan that is not supported, with the reason, and for a recipe that cannot be read.
+    """
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        self.enabled = (
+            not job_config.checkpoint.create_seed_checkpoint
+        )  # which holds masters, on one rank, and shards nothing
+        if not self.enabled:
+            return
+        refusal.check(job_config, parallel_dims)
+        super().__init__(job_config, parallel_dims)
+        options = job_config.quantize.linear.zerocast
+        self._recipe = recipe_of(options.recipe)
+        self._verify_every = options.verify_every or None
+
+    def convert(self, model: nn.Module) -> None:
+        """Make FP32 masters of the weights that the recipe matches. Raises as `zerocast.fsdp2.prepare`."""
+        if self.enabled:
+            prepare(model, self._recipe, verify_every=self._verify_every)
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """The optimizer step itself has made a cast due."""
+
+
+def recipe_of(entries: list[str]) -> zerocast.Recipe:
+    """The recipe of entries `pattern=format`. ValueError for none, for one that is something else, and for an unknown format."""
+    split = [entry.rpartition("=") for entry in entries]
+    wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
+    if wrong or not entries:
+        raise ValueError(
+            f"{NAME}.recipe is a list of pattern=format, as layers.*.weight=nvfp4, got {wrong[0] if wrong else 'nothing'!r}"
+        )
+    return zerocast.Recipe({pattern: fmt for pattern, _, fmt in split})

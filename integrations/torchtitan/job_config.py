@@ -1,0 +1,56 @@
+"""What torchtitan's JobConfig gains: the section `quantize.linear.zerocast`, and one more implementation of AdamW.
+
+torchtitan merges this class into its own, and reads types and defaults from it, so that everything can come from TOML or from the
+command line.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Zerocast:
+    """Section `quantize.linear.zerocast`."""
+
+    recipe: list[str] = field(default_factory=list)
+    """
+    Comma separated list of pattern=format, as `layers.*.feed_forward.*=nvfp4`: glob patterns on names of parameters, of which
+    the first that matches gives the format (nvfp4, fp8_block, fp8_current, fp8_delayed, mxfp8, identity). What none of them
+    matches stays as it is.
+    """
+
+    verify_every: int = 0
+    """Compare all gathered bytes with an unsharded cast of the masters after every so many optimizer steps; 0 for never"""
+
+
+@dataclass
+class Linear:
+    """Section `quantize.linear`."""
+
+    zerocast: Zerocast = field(default_factory=Zerocast)
+
+
+@dataclass
+class Quantize:
+    """Section `quantize`."""
+
+    linear: Linear = field(default_factory=Linear)
+
+
+@dataclass
+class Optimizer:
+    """Section `optimizer`."""
+
+    implementation: Literal["for-loop", "foreach", "fused", "zerocast"] = "fused"
+    """
+    As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures the amaxes of the next cast. Needs a
+    model whose TrainSpec has zerocast's optimizers, such as llama3_zerocast.
+    """
+
+
+@dataclass
+class JobConfig:
+    """Given to torchtitan with --job.custom_config_module=zerocast.integrations.torchtitan."""
+
+    quantize: Quantize = field(default_factory=Quantize)
+    optimizer: Optimizer = field(default_factory=Optimizer)

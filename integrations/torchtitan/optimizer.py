@@ -1,0 +1,82 @@
+"""The optimizer container: FusedAdamW in torchtitan's container, which checkpoints delayed scaling too.
+
+torchtitan's container is an optimizer itself, whose step runs the steps of those inside. The hooks of torch run for both, so the
+container says that its step leaves the amaxes that FusedAdamW measured.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerocast import fsdp2
+from zerocast.fsdp2.prepare import casts_behind, is_prepared
+
+from . import host
+
+PREFIX = "zerocast."
+_Host: Any = host.OptimizersContainer
+
+
+class FusedOptimizers(_Host):  # type: ignore[misc]
+    """One FusedAdamW for each model part, with the state of torchtitan's AdamW under the same keys.
+
+    The state of fp8_delayed weights stands beside it as `zerocast.<weight>.{scale,amax_history,cast_scale}`.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], options: Mapping[str, Any]) -> None:
+        super().__init__(model_parts, fsdp2.FusedAdamW, dict(options))
+        for casts in casts_behind(parameter for part in model_parts for parameter in part.parameters()):
+            casts.measuring.add(self)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it is now; every rank calls it. Moments are those in use, step counts and delayed scaling copies."""
+        state = {key: _apart(value) for key, value in super().state_dict().items()}
+        return state | {f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of the same parameters; every rank calls it. The next gather repeats the last cast."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if not key.startswith(PREFIX)})
+        for part in filter(is_prepared, self.model_parts):
+            saved: dict[str, dict[str, Tensor]] = {}
+            for name, field, _ in _delayed([part]):
+                saved.setdefault(name, {})[field] = state_dict[f"{PREFIX}{name}.{field}"]
+            fsdp2.load_state_dict(part, saved)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
+) -> Any:
+    """What torchtitan's `build_optimizers` does, and `implementation="zerocast"`.
+
+    ValueError for that with another optimizer than AdamW, with a step in the backward pass or with TorchFT.
+    """
+    if optimizer_config.implementation != "zerocast":
+        return host.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    for wrong, what in (
+        (optimizer_config.name != "AdamW", f"optimizer.name={optimizer_config.name}"),
+        (optimizer_config.early_step_in_backward, "optimizer.early_step_in_backward"),
+        (ft_manager is not None and ft_manager.enabled, "TorchFT"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {what}"
+            )
+    options = {name: getattr(optimizer_config, name) for name in ("lr", "eps", "weight_decay")}
+    return FusedOptimizers(model_parts, options | {"betas": (optimizer_config.beta1, optimizer_config.beta2)})
+
+
+def _apart(value: Any) -> Any:
+    """A step count of its own: FusedAdamW keeps one for many parameters."""
+    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def _delayed(model_parts: list[nn.Module]) -> list[tuple[str, str, Tensor]]:
+    """Weight, field and value of the state of delayed scaling."""
+    states = [fsdp2.state_dict(part) for part in filter(is_prepared, model_parts)]
+    return [
+        (name, field, value) for state in states for name, fields in state.items() for field, value in fields.items()
+    ]

@@ -1,0 +1,92 @@
+"""What is not taken, and why: options of torchtitan that would give wrong weights, or fail later with less of a reason."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from . import host
+from .optimizer import build_optimizers
+
+NAME = "quantize.linear.zerocast"
+
+
+def check(job_config: Any, parallel_dims: Any) -> None:
+    """RuntimeError for a JobConfig without zerocast's section; ValueError for what is not supported, with the reason."""
+    if not hasattr(job_config.quantize.linear, "zerocast"):
+        raise RuntimeError(
+            f"the converter {NAME} finds no such section in torchtitan's JobConfig: launch with "
+            "--job.custom_config_module=zerocast.integrations.torchtitan"
+        )
+    for problem in _problems(job_config, parallel_dims):
+        raise ValueError(problem)
+
+
+def _problems(job_config: Any, parallel_dims: Any) -> Iterator[str]:
+    yield from _of_converters(job_config.model.converters)
+    yield from _of_parallelism(parallel_dims)
+    yield from _of_training(job_config)
+    yield from _of_optimizers(job_config)
+
+
+def _of_converters(converters: list[str]) -> Iterator[str]:
+    others = [name for name in converters if name != NAME]
+    if converters.count(NAME) > 1:
+        yield f"{NAME} is in model.converters {converters.count(NAME)} times: weights are prepared once"
+    for other in others:
+        if other.startswith("quantize.linear"):
+            yield f"{other} replaces the products of linear layers, whose weights {NAME} quantizes: choose one of the two"
+
+
+def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
+    for degree, name in (
+        (parallel_dims.tp, "tensor_parallel_degree"),
+        (parallel_dims.ep, "expert_parallel_degree"),
+        (parallel_dims.etp, "expert_tensor_parallel_degree"),
+    ):
+        if degree > 1:
+            yield (
+                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan slices weights after its converters ran, "
+                "and a weight is prepared after it was sliced. zerocast.fsdp2.prepare(..., weight_mesh=) does that, in a "
+                "parallelize_fn of your own"
+            )
+    if parallel_dims.pp > 1:
+        yield (
+            f"parallelism.pipeline_parallel_degree={parallel_dims.pp} is not supported with {NAME}: torchtitan copies the model "
+            "for each stage, and a prepared weight is not copied"
+        )
+    if not parallel_dims.fsdp_enabled:
+        yield (
+            f"{NAME} quantizes what FSDP2 gathers, and torchtitan shards nothing with data_parallel_shard_degree="
+            f"{parallel_dims.dp_shard} and context_parallel_degree={parallel_dims.cp}: start at least 2 ranks"
+        )
+
+
+def _of_training(job_config: Any) -> Iterator[str]:
+    if job_config.training.dtype != "float32":
+        yield f"parameters are FP32 masters: training.dtype is float32, got {job_config.training.dtype}"
+    if job_config.optimizer.early_step_in_backward:
+        yield (
+            "optimizer.early_step_in_backward is not supported with zerocast: masters would change under a backward pass that "
+            "still gathers them"
+        )
+    if job_config.checkpoint.enable and job_config.checkpoint.last_save_in_hf:
+        yield (
+            "checkpoint.last_save_in_hf is not supported with zerocast: safetensors cannot read the wrapped masters, and the save "
+            "would fail after the last step; save torchtitan's own checkpoint, which converts as any other"
+        )
+
+
+def _of_optimizers(job_config: Any) -> Iterator[str]:
+    ours = job_config.optimizer.implementation == "zerocast"
+    if ours and host.get_train_spec(job_config.model.name).build_optimizers_fn is not build_optimizers:
+        yield (
+            f"optimizer.implementation=zerocast needs a TrainSpec with zerocast's optimizers, and {job_config.model.name} has its "
+            "own: llama3_zerocast is registered, others register zerocast.integrations.torchtitan.with_fused_optimizers(spec)"
+        )
+    delayed = [
+        entry for entry in job_config.quantize.linear.zerocast.recipe if entry.rpartition("=")[2] == "fp8_delayed"
+    ]
+    if delayed and not ours:
+        yield (
+            f"{delayed[0]} has scales to checkpoint, which the optimizers of optimizer.implementation=zerocast do, not those of "
+            f"{job_config.optimizer.implementation}"
+        )

@@ -1,0 +1,87 @@
+"""Delayed scaling on an attached host, beside an unsharded plan that casts the same masters after the same steps."""
+
+import torch
+
+from tests import casts
+from tests.megatron.checkpoints import attached, load, save
+from tests.megatron.here import host
+from tests.megatron.training import Case, Run
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.group import ONE_PROCESS
+
+CASE = Case("delayed", overlap=True, experts=True)
+
+
+class Unsharded:
+    """Twins of a run's weights, cast whole on every rank."""
+
+    def __init__(self, run: Run) -> None:
+        self.weights = {name: weight.copied(torch.clone) for name, weight in run.weights.items()}
+        self.masters = {
+            name: torch.empty(weight.numel(), device=weight.device) for name, weight in self.weights.items()
+        }
+        self._plan = CastPlan(
+            list(self.weights.values()), list(self.masters.values()), [0] * len(self.weights), ONE_PROCESS
+        )
+
+    def cast(self, run: Run) -> None:
+        """After a step of the run."""
+        for name, whole in run.masters().items():
+            if name in self.masters:
+                self.masters[name].copy_(whole.view(-1))
+        self._plan.cast()
+        self._plan.post_all_gather()
+
+    def differs(self, run: Run) -> list[str]:
+        """Every buffer that is not the twin's, scales and histories too."""
+        return [
+            f"{name}.{buffer}" for name, twin in self.weights.items() for buffer in _differing(twin, run.weights[name])
+        ]
+
+
+def _differing(twin: QuantizedWeight, weight: QuantizedWeight) -> list[str]:
+    expected, found = casts.bytes_of(twin), casts.bytes_of(weight)
+    return [name for name in expected if not (expected[name] == found[name]).all()]
+
+
+def steps(number: int) -> list[list[str]]:
+    """What differs after each step, and after casting again."""
+    with host():
+        run, found = attached(CASE), []
+        twins = Unsharded(run)
+        for step in range(number):
+            run.step(step)
+            run.force_sync()
+            twins.cast(run)
+            found.append(twins.differs(run))
+        return found
+
+
+def resumed(folder: str, kind: str) -> tuple[list[str], list[str]]:
+    """What differs right after loading into another run, and two steps later."""
+    with host():
+        run, other = attached(CASE), attached(CASE)
+        twins = Unsharded(run)
+        for step in range(4):
+            run.step(step)
+            twins.cast(run)
+        save(run, folder, kind)
+        load(other, folder, kind)
+        loaded = twins.differs(other)
+        for step in range(4, 6):
+            other.step(step)
+            twins.cast(other)
+        other.force_sync()
+        return loaded, twins.differs(other)
+
+
+def lost() -> tuple[list[str], dict[str, int]]:
+    """A checkpoint without scales and histories: stale bytes then, and after a step."""
+    with host():
+        run = attached(Case("delayed"))
+        run.step(0)
+        (one,) = run.optimizer.chained_optimizers
+        one.load_state_dict(one.state_dict())
+        first = run.stale_bytes()
+        run.step(1)
+        return list(first), run.stale_bytes()

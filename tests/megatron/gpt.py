@@ -1,0 +1,159 @@
+"""Megatron's own GPT under its own schedules, with tensor, pipeline and expert parallelism, on the ranks of a pool."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocast
+from tests.megatron.here import device, groups, host
+from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.training import NARROW, Case, Run, build_optimizer
+from zerocast import verify
+from zerocast.integrations import megatron as integration
+
+if not WHY_NOT:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer import TransformerConfig
+
+VOCABULARY, SEQUENCE, BATCH, MICROBATCHES = 64, 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many ranks share a layer's weights, the layers, the experts; over how many groups states are repeated."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    instances: int = 1
+    experts: int | None = None
+    overlap: bool = False
+    formats: dict[str, str] = field(default_factory=lambda: {"*.linear_*.weight": NARROW})
+
+    def sizes(self) -> dict[str, int]:
+        """For `initialize_model_parallel`."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "expert_model_parallel_size": self.expert,
+            "num_distributed_optimizer_instances": self.instances,
+        }
+
+
+def _configuration(parallel: Parallel) -> Any:
+    mixture = {"num_moe_experts": parallel.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=128,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=parallel.experts is None,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        **(mixture if parallel.experts else {}),
+    )
+
+
+def _build(parallel: Parallel) -> tuple[Run, Any]:
+    torch.manual_seed(3)
+    config = _configuration(parallel)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    layers = get_gpt_layer_local_spec(num_experts=parallel.experts)
+    model = GPTModel(
+        config,
+        layers,
+        VOCABULARY,
+        SEQUENCE,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=parallel.pipeline > 1,
+    )
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=parallel.overlap,
+        overlap_param_gather=parallel.overlap,
+        bucket_size=10_000,
+        grad_reduce_in_fp32=True,
+        num_distributed_optimizer_instances=parallel.instances,
+    )
+    case = Case(overlap=parallel.overlap)
+    with integration.building():
+        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(parallel.formats))
+        ddp = DistributedDataParallel(config, ddp_config, model)
+        optimizer = build_optimizer(case, [ddp])
+    config.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap:
+        config.no_sync_func = ddp.no_sync
+    return Run(ddp, optimizer, case), integration.attach(optimizer, ddp)
+
+
+def _texts(step: int) -> Iterator[Tensor]:
+    """Microbatches of a language in which a token's successor is three further on; the same few in turn."""
+    replica = parallel_state.get_data_parallel_rank()
+    for number in range(MICROBATCHES):
+        first = torch.arange(BATCH)[:, None] * 7 + 11 * replica + 5 * number + step % 2
+        yield ((first + 3 * torch.arange(SEQUENCE + 1)) % VOCABULARY).to(device())
+
+
+def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def _forward(texts: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    text = next(texts)
+    positions = torch.arange(SEQUENCE, device=text.device).expand(BATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, device=text.device).tril().logical_not()[None, None]
+    return model(text[:, :-1].contiguous(), positions, mask, labels=text[:, 1:].contiguous()), partial(_loss)
+
+
+def _step(run: Run, number: int) -> float:
+    run.ddp.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=_texts(number),
+        model=[run.ddp],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    done, norm, _ = run.optimizer.step()
+    assert done and norm > 0
+    return sum(float(found["loss"]) for found in losses)
+
+
+def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:
+    """Losses where there are any, stale bytes in the end, what verify says, and plans."""
+    with groups(**parallel.sizes()), host():
+        run, attached = _build(parallel)
+        losses = [_step(run, number) for number in range(4)]
+        run.force_sync()
+        stale, plans = run.stale_bytes(), len(attached.plans)
+        ok = verify(attached).ok
+        dist.barrier()
+        return losses if parallel_state.is_pipeline_last_stage() else [], stale, ok, plans

@@ -1,0 +1,122 @@
+"""The cases of the CPU on GPUs over NCCL, where the host needs no stand-in; and the example, a GPU a rank."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices import gpus
+from tests.megatron import attaching, delaying, faulty, measuring, verifying
+from tests.megatron.checkpoints import loaded, resume, saved
+from tests.megatron.gpt import train as train_gpt
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.test_checkpoints import KINDS, check
+from tests.megatron.test_parallel import PARALLEL, said
+from tests.megatron.training import FORMATS, NARROW, Case, train, train_chunks
+from tests.workers import Ranks
+
+ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
+SECONDS = 240.0  # the first case sets the GPUs up
+
+pytestmark = needs_megatron
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
+    for losses, wrong in gpu_ranks(world)(train, Case(formats, overlap, bucket_size=10_000), timeout=SECONDS):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data, buffers of experts", formats=FORMATS["mixed"].values())
+@pytest.mark.parametrize("busbw", [False, True], ids=["", "padded for bandwidth"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("world", [TWO])
+def test_chained_optimizers_with_buffers_of_experts(gpu_ranks: Ranks, world: int, overlap: bool, busbw: bool) -> None:
+    for losses, wrong in gpu_ranks(world)(train, Case("mixed", overlap, busbw, experts=True), timeout=SECONDS):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data, model chunks", formats=FORMATS["mixed"].values())
+@pytest.mark.parametrize("world", [TWO])
+def test_model_chunks_of_one_optimizer(gpu_ranks: Ranks, world: int) -> None:
+    assert gpu_ranks(world)(train_chunks, Case("mixed", True, bucket_size=10_000), timeout=SECONDS) == [[{}, {}]] * 2
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=[NARROW])
+@pytest.mark.parametrize("name", [name for name, (ranks, _) in PARALLEL.items() if ranks == 2])
+@pytest.mark.parametrize("world", [TWO])
+def test_other_parallelism(gpu_ranks: Ranks, world: int, name: str) -> None:
+    for losses, stale, ok, _ in gpu_ranks(world)(train_gpt, PARALLEL[name][1], timeout=SECONDS):
+        assert not stale and ok
+        assert not losses or losses[3] < losses[0]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_delayed_scaling(gpu_ranks: Ranks, tmp_path: Path, world: int) -> None:
+    assert gpu_ranks(world)(delaying.steps, 5, timeout=SECONDS) == [[[]] * 5] * world
+    assert gpu_ranks(world)(delaying.resumed, str(tmp_path), KINDS[0], timeout=SECONDS) == [([], [])] * world
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
+    for same, wrong in gpu_ranks(world)(resume, Case("mixed", overlap=True), kind, timeout=SECONDS):
+        assert all(same.values()), same
+        assert not wrong
+
+
+@pytest.mark.parametrize("world", [TWO])
+def test_other_numbers_of_ranks(gpu_ranks: Ranks, tmp_path: Path, world: int) -> None:
+    case = Case("mixed", overlap=True, experts=True)
+    written = gpu_ranks(world)(saved, case, str(tmp_path), KINDS[0], timeout=SECONDS)[0]
+    check(written, gpu_ranks(1)(loaded, case, str(tmp_path), KINDS[0], timeout=SECONDS))
+
+
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
+    plain = gpu_ranks(world)(measuring.steps, True, None, timeout=SECONDS)
+    for (losses, samples, amaxes), (expected, _, _) in zip(
+        gpu_ranks(world)(measuring.steps, True, 2, timeout=SECONDS), plain, strict=True
+    ):
+        assert losses == expected
+        assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes
+        assert samples[-1].nbytes["weight_gather"] and samples[-1].milliseconds["forward and backward/all_gather"]
+
+
+@pytest.mark.parametrize("world", [TWO])
+def test_every_byte_counts(gpu_ranks: Ranks, world: int) -> None:
+    for quiet, found, wanted, weights in gpu_ranks(world)(verifying.every_buffer, True, timeout=SECONDS):
+        assert quiet and found == wanted and weights == 8
+
+
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_a_forced_sync_and_masters_by_hand(gpu_ranks: Ranks, world: int) -> None:
+    for found in gpu_ranks(world)(attaching.forced_sync, timeout=SECONDS):
+        assert not found.first and not found.second and all(found.same.values())
+    assert gpu_ranks(world)(attaching.masters_by_hand, timeout=SECONDS) == [{}] * world
+
+
+@pytest.mark.parametrize("world", [ONE])
+def test_some_operators_of_a_step(gpu_ranks: Ranks, tmp_path: Path, world: int) -> None:
+    arguments = Case("mixed", experts=True), "step", 23, str(tmp_path)
+    for outcomes, wrong in gpu_ranks(world)(faulty.at_operators, *arguments, timeout=SECONDS):
+        assert not wrong, wrong[:5]
+        assert set(outcomes) == {"nothing", "again", "load"}
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_the_example(world: int, fmt: str) -> None:
+    line = f"-m torch.distributed.run --standalone --nproc-per-node {world} -m examples.megatron.pretrain_gpt --overlap"
+    command = [sys.executable, *line.split(), "--format", fmt, "--steps", "21"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert said.returncode == 0, said.stderr[-3000:]
+    losses = [float(text.split("loss ")[1]) for text in said.stdout.splitlines() if text.startswith("step")]
+    assert losses[-1] < losses[0] - 0.5, said.stdout
+    assert torch.cuda.device_count() >= world

@@ -1,0 +1,54 @@
+"""Megatron's own GPT and schedules, with tensor, pipeline and expert parallelism: live bytes are the cast of gathered masters."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.megatron.gpt import Parallel, train
+from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_megatron
+from tests.megatron.training import NARROW
+from tests.workers import Ranks
+
+pytestmark = needs_megatron
+PARALLEL = {
+    "tensor": (2, Parallel(tensor=2)),
+    "tensor and data": (4, Parallel(tensor=2, overlap=True)),
+    "pipeline and nothing": (2, Parallel(pipeline=2)),
+    "pipeline and data": (4, Parallel(pipeline=2, overlap=True)),
+    "tensor and pipeline": (4, Parallel(tensor=2, pipeline=2)),
+    "experts": (2, Parallel(expert=2, experts=4)),
+    "experts and data": (4, Parallel(expert=2, experts=4, overlap=True)),
+    "instances and data": (4, Parallel(instances=2)),
+}
+
+
+def parameters() -> Iterator[Any]:
+    """What this megatron-core and its companions can run; most is slow."""
+    for name, (_, parallel) in PARALLEL.items():
+        marks = [] if name in ("tensor", "experts") else [pytest.mark.slow]
+        if parallel.pipeline > 1:
+            marks += [pytest.mark.skipif(not find_spec("einops"), reason="Megatron's pipelines need einops")]
+        if parallel.experts:
+            marks += [
+                pytest.mark.skipif(not KNOWS_FOUR_BITS, reason="this megatron-core routes with TransformerEngine only")
+            ]
+        yield pytest.param(name, marks=marks)
+
+
+def said(name: str) -> str:
+    """The kinds of parallelism, for the table of hosts."""
+    world, parallel = PARALLEL[name]
+    kinds = {**vars(parallel), "data": world // parallel.tensor // parallel.pipeline}
+    return ", ".join(kind for kind in ("data", "tensor", "pipeline", "expert", "instances") if kinds[kind] > 1)
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=[NARROW], ranks=lambda name: PARALLEL[name][0])
+@pytest.mark.parametrize("name", parameters())
+def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str) -> None:
+    world, parallel = PARALLEL[name]
+    for losses, stale, ok, plans in ranks(world)(train, parallel):
+        assert not stale and ok
+        assert plans == (2 if parallel.experts else 1)
+        assert not losses or losses[3] < losses[0]

@@ -1,0 +1,147 @@
+"""A meter of a model under FSDP2: counts are those of its unsharded masters, and its gathers are counted."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import FEW, FORMATS, Net
+from tests.metrics import plain
+from tests.metrics.test_cast_meter import agrees
+from tests.metrics.test_meter import Operators
+from tests.workers import Ranks
+from zerocast.metrics import Meter, Sample
+
+Found = dict[str, plain.Buffers]
+
+
+def buffers(model: Any) -> tuple[dict[str, Any], Found]:
+    """Whole masters by name, and what the unsharded cast makes of them by the scales of the last cast."""
+    masters, found = {}, {}
+    for name, (parameter, owner) in models.masters(model).items():
+        masters[name] = parameter.full_tensor().detach().numpy().copy()
+        scale = float(owner.delayed["cast_scale"]) if owner.delayed else 1.0
+        cast = casts.cast_whole(str(owner.format), torch.from_numpy(masters[name]), owner.shard.nominal, scale=scale)
+        found[name] = plain.buffers_of(cast)
+    return masters, found
+
+
+def complaints(model: Any, sample: Sample, before: Found) -> list[str]:
+    """Counts that differ from those of plain numpy."""
+    masters, now = buffers(model)
+    found = [] if set(sample.weights) == set(masters) else [f"weights {set(sample.weights)}"]
+    for name, (_, owner) in models.masters(model).items():
+        try:
+            expected = plain.counts(str(owner.format), masters[name], before[name], now[name])
+            agrees(sample.weights[name], expected, name)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+def measured(formats: tuple[str, ...], hidden: int, reshard: bool, fused: bool, by_model: bool) -> list[str]:
+    """Every second of four steps is measured; complaints."""
+    model = models.sharded(Net(formats, 64, hidden), reshard_after_forward=reshard)
+    make: Any = zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=1e-2)
+    meter = Meter(model if by_model else optimizer, every=2)
+    _, before = buffers(model)
+    found = []
+    for step in range(4):
+        with meter.step() as metered:
+            with metered.phase("forward"):
+                loss = model(models.batch(step, 64)).float().square().mean()
+            with metered.phase("backward"):
+                loss.backward()
+            with metered.phase("step"):
+                optimizer.step()
+        optimizer.zero_grad()
+        if metered.sample:
+            found += complaints(model, metered.sample, before)
+            found += models.complaints(model, f"step {step}")
+            _, before = buffers(model)
+            found += stages(metered.sample, fused)
+        elif step % 2:
+            found.append(f"step {step} was not measured")
+    return found
+
+
+def stages(sample: Sample, fused: bool) -> list[str]:
+    """What is wrong with the times and the bytes of a measured step, whose forward pass casts the step before."""
+    wanted = {"forward/all_reduce", "forward/scales_and_cast", *(["step/adam"] if fused else ["forward/amax"])}
+    found = {name for name in sample.milliseconds if "/" in name}
+    wrong = [] if wanted <= found and not any("all_gather" in name for name in found) else [f"stages {found}"]
+    sent = sample.nbytes
+    return wrong if {"weight_gather", "allreduce_", "_reduce_scatter_base_"} <= set(sent) else [*wrong, f"bytes {sent}"]
+
+
+@pytest.mark.parametrize(
+    ("world", "formats", "hidden", "reshard", "fused", "by_model"),
+    [
+        (2, FEW, 96, True, True, True),
+        models.slow(2, FORMATS, 96, False, False, False),
+        models.slow(3, FORMATS, 64, True, False, True),
+    ],
+)
+def test_counts_are_those_of_the_unsharded_masters(
+    ranks: Ranks, world: int, formats: tuple[str, ...], hidden: int, reshard: bool, fused: bool, by_model: bool
+) -> None:
+    assert ranks(world)(measured, formats, hidden, reshard, fused, by_model) == [[]] * world
+
+
+def slices() -> list[str]:
+    """Under tensor parallelism: counts of all slices together, after a step on each of 2x2 ranks."""
+    mesh = models.mesh((2, 2), ("shard", "tp"))
+    model: Any = Net(("nvfp4", "fp8_current"), 64, 128)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), weight_mesh=mesh["shard", "tp"]._flatten("weight"))
+    models.sharded(model, mesh=mesh["shard"], prepare=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    meter = Meter(model, every=1)
+    _, before = buffers(model)
+    with meter.step() as metered:
+        models.train(model, optimizer, range(1), 64, rank=0)
+    assert metered.sample and all(isinstance(p, DTensor) for p, _ in models.masters(model).values())
+    return complaints(model, metered.sample, before)
+
+
+@pytest.mark.slow
+def test_slices_add_up(ranks: Ranks) -> None:
+    assert ranks(4)(slices) == [[]] * 4
+
+
+def quiet() -> list[Any]:
+    """Operators of two steps with a meter that does not measure them, and of two without."""
+    seen = []
+    for metered in (True, False):
+        model = models.sharded(Net(("nvfp4",), 64, 96))
+        optimizer = zerocast.fsdp2.FusedAdamW(model.parameters())
+        meter = Meter(model, every=100)
+        models.train(model, optimizer, range(1), 64)
+        with Operators() as operators:
+            for step in (1, 2):
+                if metered:
+                    with meter.step():
+                        models.train(model, optimizer, range(step, step + 1), 64)
+                else:
+                    models.train(model, optimizer, range(step, step + 1), 64)
+        seen.append(operators.seen)
+    return seen
+
+
+def test_steps_that_are_not_measured_do_nothing_more(ranks: Ranks) -> None:
+    for metered, without in ranks(2)(quiet):
+        assert metered == without
+
+
+def test_what_owns_no_masters_is_refused() -> None:
+    for what, name in ((torch.nn.Linear(2, 2), "Linear"), (np.zeros(1), "ndarray")):
+        with pytest.raises(TypeError, match=f"a meter takes a model or an optimizer that owns masters, got {name}"):
+            Meter(what)

@@ -1,0 +1,70 @@
+"""Checkpoints of torchtitan's own CheckpointManager: what a run holds at its end, in digests."""
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests import casts
+from tests.fsdp2 import models
+from tests.torchtitan.training import Case, trainer
+
+SAVING = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
+
+
+def run(case: Case, folder: str, resume: int = -1) -> tuple[list[float], dict[str, str], list[str]]:
+    """Losses, digests of everything, and complaints about gathered bytes, of a run that saves and may go on from a step."""
+    load = (f"--checkpoint.load_step={resume}",) if resume >= 0 else ()
+    with trainer(case.having(*SAVING, *load), folder) as made:
+        made.train()
+        return made.losses, contents(made), models.complaints(made.model_parts[0], "at the end")
+
+
+def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str], list[str]]:
+    """Digests of the masters of a run that starts from Hugging Face's names, and complaints about its bytes."""
+    options = ("--checkpoint.enable", "--checkpoint.initial-load-in-hf", f"--checkpoint.initial_load_path={path}")
+    with trainer(case.having(*options), folder) as made:
+        assert made.checkpointer.load()
+        return masters(made), models.complaints(made.model_parts[0], "as loaded")
+
+
+def exported(case: Case, folder: str) -> list[str]:
+    """Masters that torchtitan's last checkpoint, in bf16, has not as they are, rounded."""
+    with trainer(case.having("--checkpoint.enable", "--checkpoint.export_dtype=bfloat16"), folder) as made:
+        made.train()
+        wanted = {name: whole(p).bfloat16() for name, p in made.model_parts[0].state_dict().items()}
+        found = {name: torch.zeros_like(value) for name, value in wanted.items()}
+        dcp.load(found, checkpoint_id=f"{folder}/checkpoint/step-{case.steps}")
+        return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+def loaded_masters(case: Case, folder: str, step: int) -> dict[str, str]:
+    """Digests of the masters that a run of this case starts with when it loads that step; data may be cut for other ranks."""
+    with trainer(case.having(*SAVING, "--checkpoint.exclude_from_loading=dataloader"), folder) as made:
+        made.checkpointer.load(step=step)
+        return masters(made)
+
+
+def masters(made: Any) -> dict[str, str]:
+    return {name: casts.sha(whole(p)) for name, p in made.model_parts[0].state_dict().items() if isinstance(p, Tensor)}
+
+
+def contents(made: Any) -> dict[str, str]:
+    """Masters, optimizer state with delayed scaling, and gathered bytes."""
+    (model,) = made.model_parts
+    gathered = {
+        f"{name} {buffer}": casts.sha(value)
+        for name, weight in models.unsharded(model)
+        for buffer, value in models.bytes_of(weight).items()
+    }
+    state = {
+        key: casts.sha(whole(value)) for key, value in made.optimizers.state_dict().items() if torch.is_tensor(value)
+    }
+    return masters(made) | state | gathered
+
+
+def whole(tensor: Any) -> Tensor:
+    """Of all ranks."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach()

@@ -1,0 +1,5 @@
+"""Ranks are forked with torchtitan imported, which takes seconds."""
+
+from tests.workers import preload
+
+preload("tests.torchtitan.training")

@@ -1,0 +1,90 @@
+"""What torchtitan needs to run on the CPU over gloo, in the pool of this suite. The integration needs none of it.
+
+* It looks for an accelerator once, when it is imported, and finds the CPU.
+* Its text data sets need the package `datasets`, which is large and reads nothing here: where it is missing, its names are stubs
+  while torchtitan is imported, taken out of `sys.modules` again.
+* The CPU has no memory statistics, and no number.
+* Gloo has no reduction that multiplies first, which FSDP2 takes for a divide factor: it sums and divides.
+* After the last step rank 0 sleeps for two seconds.
+* A Trainer changes its process: the garbage collector, the environment, timeouts of process groups. All that is put back.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+import torch._utils
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from tests.workers import COLLECTIVE_SECONDS
+
+STUBS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
+WHY_NOT = ""
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[None]:
+    """Within, torchtitan can be imported, for the CPU."""
+    missing = {} if importlib.util.find_spec("datasets") else STUBS
+    for name, attributes in missing.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(dict.fromkeys(attributes, type("NotInstalled", (), {})))
+    try:
+        with mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"):
+            yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+with importable():
+    try:
+        import torchtitan.train
+        from torchtitan.components import metrics
+
+        import zerocast.integrations.torchtitan  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError where it has another shape
+        WHY_NOT = str(error)
+
+needs_torchtitan = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def _divide(module: FSDPModule, factor: float) -> None:
+    _set_gradient_divide_factor(module, factor)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+_set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor
+
+
+@contextlib.contextmanager
+def host_on_cpu() -> Iterator[None]:
+    """Within, the real Trainer runs on this rank of the default gloo group."""
+    assert dist.get_backend() == "gloo"
+    here = {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    nothing = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
+    monitor = mock.Mock(device_name="cpu", get_peak_stats=lambda: nothing)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, here))
+        stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))
+        stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
+        stack.enter_context(
+            mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda seconds: None))
+        )
+        stack.enter_context(mock.patch.object(metrics.utils, "get_peak_flops", return_value=1.0))
+        stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", _divide))
+        stack.callback(logging.getLogger().setLevel, logging.getLogger().level)
+        stack.callback(gc.enable)
+        stack.callback(dist.distributed_c10d._set_pg_timeout, timedelta(seconds=COLLECTIVE_SECONDS), dist.group.WORLD)
+        yield

@@ -1,0 +1,163 @@
+"""What is refused, with the reason, and that the host is otherwise as it was."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
+from tests.torchtitan.training import Case, converter_after_sharding
+from tests.workers import Ranks
+
+if not WHY_NOT:
+    with importable():
+        from torchtitan.components import optimizer as host_optimizer
+        from torchtitan.config import ConfigManager, JobConfig
+        from torchtitan.distributed import ParallelDims
+        from torchtitan.protocols import model_converter, train_spec
+
+        from zerocast.integrations import torchtitan as integration
+        from zerocast.integrations.torchtitan import host
+
+pytestmark = needs_torchtitan
+NAME = "quantize.linear.zerocast"
+DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
+
+
+def converter_of(case: Case, **degrees: int) -> Any:
+    """What torchtitan builds for this case."""
+    given = DEGREES | degrees
+    world = given["dp_replicate"] * given["dp_shard"] * given["cp"] * given["tp"] * given["pp"]
+    config = ConfigManager().parse_args(case.arguments("nowhere"))
+    return model_converter.build_model_converters(config, ParallelDims(**given, world_size=world))
+
+
+OPTIONS = {
+    "twice": (Case(converters=f"{NAME},{NAME}"), "in model.converters 2 times"),
+    "float8": (Case(converters=f"{NAME},quantize.linear.float8"), "choose one of the two"),
+    "another dtype": (Case(options=("--training.dtype=bfloat16",)), "training.dtype is float32, got bfloat16"),
+    "a step in the backward pass": (
+        Case(implementation="for-loop", options=("--optimizer.early_step_in_backward",)),
+        "masters would change under a backward pass",
+    ),
+    "a model with optimizers of its own": (
+        Case(options=("--model.name=corpus",)),
+        "needs a TrainSpec with zerocast's optimizers, and corpus has",
+    ),
+    "delayed scaling that nobody saves": (Case("fp8_delayed", "for-loop"), "has scales to checkpoint"),
+    "safetensors at the end": (
+        Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf")),
+        "would fail after the last step",
+    ),
+    "no format": (Case("layers.*=,output.*=nvfp4"), r"is a list of pattern=format.*'layers.\*='"),
+    "another format": (Case("layers.*=fp3"), "fp3"),
+    "no recipe": (Case(options=("--quantize.linear.zerocast.recipe=",)), "is a list of pattern=format"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    case, said = OPTIONS[name]
+    with pytest.raises(ValueError, match=said):
+        converter_of(case)
+
+
+@pytest.mark.parametrize("name", ["tp", "ep", "pp"])
+def test_parallelism(name: str) -> None:
+    with pytest.raises(ValueError, match=f"_degree=2 is not supported with {NAME}: torchtitan"):
+        converter_of(Case(), **{name: 2})
+
+
+def test_nothing_sharded() -> None:
+    with pytest.raises(
+        ValueError, match="data_parallel_shard_degree=1 and context_parallel_degree=1: start at least 2"
+    ):
+        converter_of(Case(), dp_shard=1)
+    converter_of(Case(), dp_shard=1, cp=2)
+
+
+def test_a_seed_checkpoint_holds_masters_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    converter_of(Case(options=("--checkpoint.create_seed_checkpoint",)), dp_shard=1).convert(model)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_without_the_section() -> None:
+    config = JobConfig()
+    config.model.converters = [NAME]
+    with pytest.raises(RuntimeError, match=r"--job.custom_config_module=zerocast.integrations.torchtitan"):
+        model_converter.build_model_converters(config, ParallelDims(**DEGREES, world_size=2))
+
+
+def test_converting_twice_and_another_model() -> None:
+    with torch.device("meta"):
+        model, other = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(32, 32)])}), nn.Linear(32, 32)
+    container = converter_of(Case("layers.*=nvfp4"))
+    container.convert(model)
+    with pytest.raises(ValueError, match=r"layers.0.weight is prepared already"):
+        container.convert(model)
+    with pytest.raises(ValueError, match="matches no weight"):
+        container.convert(other)
+
+
+def test_converting_what_is_sharded(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2)(converter_after_sharding, Case().plain(), str(tmp_path)):
+        assert "is sharded already" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"name": "Adam"}, "optimizer.name=Adam"), ({"early_step_in_backward": True}, "early_step_in_backward")],
+)
+def test_optimizers(changed: dict[str, Any], said: str) -> None:
+    config = dataclasses.replace(ConfigManager().parse_args(Case().arguments("nowhere")).optimizer, **changed)
+    with pytest.raises(ValueError, match=f"not with .*{said}"):
+        integration.build_optimizers([nn.Linear(2, 2)], config, None)
+
+
+def test_a_spec_whose_optimizers_do_more() -> None:
+    spec = train_spec.get_train_spec("llama3")
+    more = dataclasses.replace(spec, build_optimizers_fn=host_optimizer.build_optimizers_with_moe_load_balancing)
+    with pytest.raises(ValueError, match="build_optimizers_with_moe_load_balancing, whose work would be lost"):
+        integration.with_fused_optimizers(more)
+
+
+def test_another_shape() -> None:
+    with pytest.raises(RuntimeError, match=r"no Nothing in torchtitan.components.optimizer"):
+        host.seam("components.optimizer", "Nothing")
+    with pytest.raises(RuntimeError, match=r"no Nothing in torchtitan.components.nowhere"):
+        host.seam("components.nowhere", "Nothing")
+
+
+def test_no_torchtitan() -> None:
+    with (
+        mock.patch.object(importlib.util, "find_spec", return_value=None),
+        pytest.raises(ImportError, match="torchtitan is not installed"),
+    ):
+        host.seam("components.optimizer", "OptimizersContainer")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), "torchtitan is there and needs datasets"),
+        (ImportError("cannot import name 'x' from 'torch'"), "is there and cannot be imported: cannot import name 'x'"),
+    ],
+)
+def test_torchtitan_that_cannot_be_imported(error: ImportError, said: str) -> None:
+    with mock.patch.object(importlib, "import_module", side_effect=error), pytest.raises(ImportError, match=said):
+        host.seam("components.optimizer", "OptimizersContainer")
+
+
+def test_the_host_is_as_it_was() -> None:
+    """Importing the integration adds a converter and a model to torchtitan's registries, and changes nothing."""
+    spec = train_spec.get_train_spec("llama3")
+    assert spec.build_optimizers_fn is host_optimizer.build_optimizers
+    assert host_optimizer.build_optimizers.__module__ == "torchtitan.components.optimizer"
+    assert model_converter._registry_model_converter_cls[NAME] is integration.MasterWeightConverter
+    assert not hasattr(JobConfig().quantize.linear, "zerocast")

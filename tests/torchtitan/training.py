@@ -1,0 +1,115 @@
+"""Runs of the real Trainer on every rank of a pool, and their losses, masters and bytes."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zerocast
+from tests.fsdp2 import models
+from tests.torchtitan.host_on_cpu import WHY_NOT, host_on_cpu, importable
+
+if not WHY_NOT:
+    with importable():
+        from torchtitan.config import ConfigManager
+        from torchtitan.train import Trainer
+
+        import tests.torchtitan.corpus  # noqa: F401
+        from zerocast.integrations.torchtitan import MasterWeightConverter
+
+MIXED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_block,layers.1.feed_forward.*=mxfp8,output.*=fp8_current"
+ALL = "layers.*=%s,output.*=%s"
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str = "nvfp4"  # a format, or entries
+    implementation: str = "zerocast"
+    steps: int = 4
+    options: tuple[str, ...] = ()  # further arguments of the command line
+    converters: str = "quantize.linear.zerocast"
+
+    @property
+    def formats(self) -> list[str]:
+        """Those of the weights."""
+        return [entry.rpartition("=")[2] for entry in self.recipe.split(",")]
+
+    def having(self, *options: str) -> "Case":
+        """With more arguments."""
+        return replace(self, options=(*self.options, *options))
+
+    def plain(self) -> "Case":
+        """Without zerocast's converter."""
+        return replace(self, converters="")
+
+    def arguments(self, folder: str) -> list[str]:
+        """The command line."""
+        entries = self.recipe if "=" in self.recipe else ALL % (self.recipe, self.recipe)
+        name = "corpus_zerocast" if self.implementation == "zerocast" else "corpus"
+        given = [
+            "--job.custom_config_module=tests.torchtitan.corpus",
+            f"--job.dump_folder={folder}",
+            f"--model.name={name}",
+            "--model.flavor=tiny",
+            f"--quantize.linear.zerocast.recipe={entries}",
+            f"--optimizer.implementation={self.implementation}",
+            "--optimizer.lr=3e-3",
+            f"--training.steps={self.steps}",
+            "--training.local_batch_size=2",
+            "--training.seq_len=64",
+            "--lr_scheduler.warmup_steps=2",
+            "--activation_checkpoint.mode=none",
+            "--debug.seed=7",
+            "--metrics.log_freq=1",
+        ]
+        converters = [f"--model.converters={self.converters}"] if self.converters else []
+        return [*given, *converters, *self.options]
+
+
+@contextlib.contextmanager
+def trainer(case: Case, folder: str) -> Iterator[Any]:
+    """A Trainer of this case, ended as torchtitan's `main` ends it."""
+    with host_on_cpu(), importable():
+        made = Trainer(ConfigManager().parse_args(case.arguments(folder)))
+        losses: list[float] = []
+        log = made.metrics_processor.log
+
+        def recorded(step: int, average: float, *args: Any, **kwargs: Any) -> None:
+            losses.append(average)
+            log(step, average, *args, **kwargs)
+
+        made.metrics_processor.log = recorded
+        made.losses = losses
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def train(case: Case, folder: str) -> tuple[list[float], list[str], list[str]]:
+    """Losses by step, gathered bytes that are not the unsharded cast of the masters, and what `zerocast.verify` finds."""
+    with trainer(case, folder) as run:
+        run.train()
+        (model,) = run.model_parts
+        found = [str(difference) for difference in zerocast.verify(model).differences]
+        return run.losses, models.complaints(model, case.recipe), found
+
+
+def amaxes_are_measured(case: Case, folder: str) -> bool:
+    """Whether the next cast finds the amaxes of all weights measured."""
+    with trainer(case, folder) as run:
+        run.train()
+        casts = {owner.casts for _, owner in models.masters(run.model_parts[0]).values()}
+        groups = [group for one in casts for group in one.groups]
+        assert groups
+        return all(len(group.measured) == len(group.weights) for group in groups)
+
+
+def converter_after_sharding(case: Case, folder: str) -> str:
+    """What the converter says to a model that torchtitan has sharded."""
+    with trainer(case, folder) as run:
+        try:
+            MasterWeightConverter(run.job_config, run.parallel_dims).convert(run.model_parts[0])
+        except ValueError as error:
+            return str(error)
+    return ""
