@@ -12,7 +12,8 @@ STUBS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("spli
 @contextlib.contextmanager
 def without_datasets() -> Iterator[None]:
     """Where `datasets` is missing, its names are stubs within, taken out of `sys.modules` again."""
-    missing = {} if importlib.util.find_spec("datasets") else STUBS
+    is_there = "datasets" in sys.modules or importlib.util.find_spec("datasets")
+    missing = {} if is_there else STUBS
     for name, attributes in missing.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(dict.fromkeys(attributes, type("NotInstalled", (), {})))
