@@ -13,9 +13,9 @@ from typing import Any
 
 from tests.hosts.record import FORMATS, HOSTS, PACKAGE_OF
 
-RUNS = Path(__file__).parent / "runs"
+RUNS = Path(__file__).parent / "recorded"
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- begin: made by `make hosts-table` from tests/hosts/runs -->\n", "<!-- end -->"
+BEGIN, END = "<!-- begin: made by `make hosts-table` from tests/hosts/recorded -->\n", "<!-- end -->"
 ON = ("CPU", "GPU")
 
 

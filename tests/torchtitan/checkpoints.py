@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests import casts
@@ -26,6 +27,16 @@ def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str]
     with trainer(case.having(*options), folder) as made:
         assert made.checkpointer.load()
         return masters(made), models.complaints(made.model_parts[0], "as loaded")
+
+
+def exported(case: Case, folder: str) -> list[str]:
+    """Masters that torchtitan's last checkpoint, in bf16, has not as they are, rounded."""
+    with trainer(case.having("--checkpoint.enable", "--checkpoint.export_dtype=bfloat16"), folder) as made:
+        made.train()
+        wanted = {name: whole(p).bfloat16() for name, p in made.model_parts[0].state_dict().items()}
+        found = {name: torch.zeros_like(value) for name, value in wanted.items()}
+        dcp.load(found, checkpoint_id=f"{folder}/checkpoint/step-{case.steps}")
+        return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
 
 
 def loaded_masters(case: Case, folder: str, step: int) -> dict[str, str]:

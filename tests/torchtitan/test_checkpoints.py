@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.torchtitan.checkpoints import from_safetensors, loaded_masters, run
+from tests.torchtitan.checkpoints import exported, from_safetensors, loaded_masters, run
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
 from tests.torchtitan.training import MIXED, Case
 from tests.workers import Ranks
@@ -57,6 +57,11 @@ def test_starting_from_safetensors_with_names_of_hugging_face(ranks: Ranks, tmp_
     for masters, complaints in ranks(2)(from_safetensors, Case("fp8_block"), str(tmp_path / "next"), str(path)):
         assert not complaints
         assert masters and masters.items() <= contents.items()
+
+
+@slow
+def test_masters_exported_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2)(exported, Case("nvfp4", steps=2), str(tmp_path)) == [[]] * 2
 
 
 def test_step_counts_are_apart() -> None:

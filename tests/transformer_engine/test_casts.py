@@ -1,12 +1,14 @@
 """TransformerEngine's tensors cast by zerocast hold the bytes of the unsharded cast, however masters are cut."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests import casts, sharded
+from tests.selection import worlds
 from tests.sharded import Weight
 from tests.strategies import models
 from tests.transformer_engine import casting
@@ -24,10 +26,8 @@ def largest(case: Weight, steps: int) -> NDArray[np.uint8]:
     return casts.raw(seen.max().view(1))
 
 
-@given(world=st.sampled_from([1, 2, 3]), columnwise=st.booleans(), data=st.data())
-def test_bytes_are_those_of_the_unsharded_cast(ranks: Ranks, world: int, columnwise: bool, data: st.DataObject) -> None:
-    """Shapes, cuts (odd ones, empty shards, gaps), formats mixed in a call, nominal dtypes, special values."""
-    cases = data.draw(models(world))
+def check(ranks: Ranks, world: int, cases: tuple[Weight, ...], columnwise: bool) -> None:
+    """Every rank holds the bytes of the unsharded cast after two casts."""
     for rank, outcome in enumerate(ranks(world)(casting.cast_and_gather, cases, 2, "cpu", True, columnwise)):
         assert not outcome.complaints
         for case, found in zip(cases, outcome.steps[-1], strict=True):
@@ -39,3 +39,15 @@ def test_bytes_are_those_of_the_unsharded_cast(ranks: Ranks, world: int, columnw
             if not case.owned().any():
                 expected = {name: expected[name] for name in ("rowwise_data", "columnwise_data") if name in expected}
             casts.assert_same_bytes(found, expected, f"rank {rank}, {case}")
+
+
+@given(world=st.sampled_from([1, 2, 3]), columnwise=st.booleans(), data=st.data())
+def test_bytes_are_those_of_the_unsharded_cast(ranks: Ranks, world: int, columnwise: bool, data: st.DataObject) -> None:
+    """Shapes, cuts (odd ones, empty shards, gaps), formats mixed in a call, nominal dtypes, special values."""
+    check(ranks, world, data.draw(models(world)), columnwise)
+
+
+@pytest.mark.shows(host="TransformerEngine", parallel="data", formats=casts.FORMATS)
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4)))
+def test_every_format_in_one_call(ranks: Ranks, world: int, seed: int) -> None:
+    check(ranks, world, sharded.every_format(world, seed), columnwise=True)
