@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.devices import gpus
-from tests.docs.page import ROOT
 from tests.torchtitan.checkpoints import SAVING
 from tests.torchtitan.host_on_cpu import needs_torchtitan
 from tests.torchtitan.training import MIXED, Case
 
 pytestmark = [needs_torchtitan, *gpus(2)]
+ROOT = Path(__file__).parents[2]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
