@@ -32,7 +32,7 @@ ADVICE = (
 
 
 class Attachment:
-    """What `attach` returns. `plans` are the CastPlans, one an optimizer that owns quantized weights."""
+    """What `attach` returns. `plans` are the CastPlans, one an optimizer, also where all its parameters are plain."""
 
     def __init__(self) -> None:
         self.plans: list[CastPlan] = []
@@ -193,9 +193,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     for one, shards in zip(optimizers, found, strict=True):
         _check_together(one, shards, groups)
     try:
-        for one, shards in zip(optimizers, found, strict=True):
-            if shards.weights:
-                attachment._take_over(one, shards, chunks)
+        for one, shards in zip(optimizers, found, strict=True) if any(shards.weights for shards in found) else ():
+            attachment._take_over(one, shards, chunks)
         attachment._stand_guard(optimizer, optimizers, verify_every)
     except Exception:
         attachment.detach()

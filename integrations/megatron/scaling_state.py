@@ -23,7 +23,7 @@ class ScalingState:
     def __init__(self, optimizer: Any, weights: Mapping[str, QuantizedWeight], group: Group) -> None:
         self._optimizer, self._rank = optimizer, group.rank
         self._delayed = DelayedScaling(weights, group)
-        self._never = torch.zeros(1, dtype=torch.bool, device=next(iter(weights.values())).device)
+        self._never = [torch.zeros(1, dtype=torch.bool, device=weight.device) for weight in weights.values()][:1]
 
     def scale_of(self, name: str) -> Tensor | None:
         """f32[1]: what the live bytes were cast with; None for a weight without delayed scaling."""
@@ -31,7 +31,8 @@ class ScalingState:
 
     def cast(self, plan: CastPlan) -> None:
         """A cast after a step."""
-        self._delayed.advance(self._never)
+        for never in self._never:
+            self._delayed.advance(never)
         plan.cast()
 
     def cast_again(self, plan: CastPlan) -> None:

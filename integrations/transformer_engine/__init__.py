@@ -1,11 +1,13 @@
 """TransformerEngine: its tensors cast by zerocast, through calls with TransformerEngine's names, arguments and defaults.
 
-`release(model_weights)` lets go of what is kept between calls.
+`redirect()` is a context in which TransformerEngine's own names lead here; `release(model_weights)` lets go of what is kept between
+calls.
 """
 
 from . import host
 from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release
 from .raw_data import replace_raw_data
+from .redirect import redirect
 from .transposes import post_all_gather_processing
 
 host.module(host.TENSORS)  # an error here, and not at the first call
@@ -14,6 +16,7 @@ __all__ = [
     "cast_master_weights_to_fp8",
     "post_all_gather_processing",
     "quantize_master_weights",
+    "redirect",
     "release",
     "replace_raw_data",
 ]

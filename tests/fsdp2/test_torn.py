@@ -197,7 +197,7 @@ def at_operators(folder: str, where: str, every: int, fused: bool) -> tuple[Coun
     return outcomes, found
 
 
-FEW = [("step", True, 61), ("load", True, 61), ("read", True, 301), ("load", False, 61)]
+FEW = [("step", True, 61), ("load", True, 131), ("read", True, 301), ("load", False, 131)]
 ALL = [
     models.slow("step", True, 1),
     models.slow("load", True, 1),

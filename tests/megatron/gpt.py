@@ -1,7 +1,7 @@
 """Megatron's own GPT under its own schedules, with tensor, pipeline and expert parallelism, on the ranks of a pool."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ if not WHY_NOT:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
+FORMATS = {"*.linear_qkv.weight": "fp8_current", "*.linear_proj.weight": "fp8_block", "*.linear_fc?.weight": NARROW}
 VOCABULARY, SEQUENCE, BATCH, MICROBATCHES = 64, 16, 2, 2
 
 
@@ -41,7 +42,6 @@ class Parallel:
     instances: int = 1
     experts: int | None = None
     overlap: bool = False
-    formats: dict[str, str] = field(default_factory=lambda: {"*.linear_*.weight": NARROW})
 
     def sizes(self) -> dict[str, int]:
         """For `initialize_model_parallel`."""
@@ -101,7 +101,7 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
     )
     case = Case(overlap=parallel.overlap)
     with integration.building():
-        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(parallel.formats))
+        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(FORMATS))
         ddp = DistributedDataParallel(config, ddp_config, model)
         optimizer = build_optimizer(case, [ddp])
     config.finalize_model_grads_func = finalize_model_grads

@@ -17,7 +17,7 @@ AFTER = [  # where memory runs out, whether gathers overlap, and what there is t
     ("step", True, {"again", "load"}),
     ("forward", False, {"again"}),
     ("forward", True, {"again", "refresh"}),
-    ("sync", False, {"refresh"}),
+    ("sync", False, {"again", "refresh"}),
     ("load", False, {"again", "load"}),
     ("refresh", False, {"refresh"}),
 ]

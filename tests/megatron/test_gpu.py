@@ -10,11 +10,12 @@ import torch
 from tests.devices import gpus
 from tests.megatron import attaching, delaying, faulty, measuring, verifying
 from tests.megatron.checkpoints import loaded, resume, saved
+from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.test_checkpoints import KINDS, check
 from tests.megatron.test_parallel import PARALLEL, said
-from tests.megatron.training import FORMATS, NARROW, Case, train, train_chunks
+from tests.megatron.training import FORMATS, Case, train, train_chunks
 from tests.workers import Ranks
 
 ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
@@ -47,7 +48,7 @@ def test_model_chunks_of_one_optimizer(gpu_ranks: Ranks, world: int) -> None:
     assert gpu_ranks(world)(train_chunks, Case("mixed", True, bucket_size=10_000), timeout=SECONDS) == [[{}, {}]] * 2
 
 
-@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=[NARROW])
+@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=GPT_FORMATS.values())
 @pytest.mark.parametrize("name", [name for name, (ranks, _) in PARALLEL.items() if ranks == 2])
 @pytest.mark.parametrize("world", [TWO])
 def test_other_parallelism(gpu_ranks: Ranks, world: int, name: str) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.gpt import Parallel, train
+from tests.megatron.gpt import FORMATS, Parallel, train
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_megatron
-from tests.megatron.training import NARROW
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
@@ -46,7 +45,7 @@ def said(name: str) -> str:
     return ", ".join(kind for kind in ("data", "tensor", "pipeline", "expert", "instances") if kinds[kind] > 1)
 
 
-@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=[NARROW], ranks=lambda name: PARALLEL[name][0])
+@pytest.mark.shows(host="Megatron-Core", parallel=said, formats=FORMATS.values(), ranks=lambda name: PARALLEL[name][0])
 @pytest.mark.parametrize("name", parameters())
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str) -> None:
     world, parallel = PARALLEL[name]

@@ -20,6 +20,10 @@ def test_every_byte_counts(ranks: Ranks, overlap: bool) -> None:
         assert weights == 8
 
 
+def test_an_optimizer_of_plain_parameters_only(ranks: Ranks) -> None:
+    assert ranks(2)(verifying.plain_experts) == [(True, 8, {}, {})] * 2
+
+
 def test_bytes_before_their_gather_are_gathered(ranks: Ranks) -> None:
     for ok, losses in ranks(2)(verifying.before_the_gather):
         assert ok

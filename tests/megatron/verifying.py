@@ -49,6 +49,21 @@ def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
         return quiet.ok and verify(attached).ok, found, wanted, quiet.weights
 
 
+def plain_experts() -> tuple[bool, int, dict[str, int], dict[str, int]]:
+    """Where one of two optimizers owns no quantized weight: what verify says, of how many, stale bytes then and refreshed."""
+    with host():
+        run, attached = _attached(Case("half", overlap=True, experts=True))
+        for number in range(2):
+            run.step(number)
+        report, stale = verify(attached), run.stale_bytes()
+        for one in run.optimizer.chained_optimizers:
+            for master in (master for group in one.shard_fp32_from_float16_groups for master in group):
+                master.mul_(1.5)
+        assert len(run.stale_bytes()) > 8
+        attached.refresh()
+        return report.ok, report.weights, stale, run.stale_bytes()
+
+
 def before_the_gather() -> tuple[bool, list[list[float]]]:
     """With overlap, between a step and the next forward pass; and the losses with verify and without it."""
     losses, ok = [], True

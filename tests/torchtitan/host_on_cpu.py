@@ -1,8 +1,6 @@
 """What torchtitan needs to run on the CPU over gloo, in the pool of this suite. The integration needs none of it.
 
 * It looks for an accelerator once, when it is imported, and finds the CPU.
-* Its text data sets need the package `datasets`, which is large and reads nothing here: where it is missing, its names are stubs
-  while torchtitan is imported, taken out of `sys.modules` again.
 * The CPU has no memory statistics, and no number.
 * Gloo has no reduction that multiplies first, which FSDP2 takes for a divide factor: it sums and divides.
 * After the last step rank 0 sleeps for two seconds.
@@ -11,14 +9,11 @@
 
 import contextlib
 import gc
-import importlib.util
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -27,25 +22,17 @@ import torch._utils
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from tests.torchtitan.stubs import without_datasets
 from tests.workers import COLLECTIVE_SECONDS
 
-STUBS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
 WHY_NOT = ""
 
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
     """Within, torchtitan can be imported, for the CPU."""
-    missing = {} if importlib.util.find_spec("datasets") else STUBS
-    for name, attributes in missing.items():
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(dict.fromkeys(attributes, type("NotInstalled", (), {})))
-    try:
-        with mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"):
-            yield
-    finally:
-        for name in missing:
-            del sys.modules[name]
+    with without_datasets(), mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"):
+        yield
 
 
 with importable():

@@ -71,19 +71,22 @@ def trainer(case: Case, folder: str) -> Iterator[Any]:
     """A Trainer of this case, ended as torchtitan's `main` ends it."""
     with host_on_cpu(), importable():
         made = Trainer(ConfigManager().parse_args(case.arguments(folder)))
-        losses: list[float] = []
-        log = made.metrics_processor.log
-
-        def recorded(step: int, average: float, *args: Any, **kwargs: Any) -> None:
-            losses.append(average)
-            log(step, average, *args, **kwargs)
-
-        made.metrics_processor.log = recorded
-        made.losses = losses
+        record_losses(made)
         try:
             yield made
         finally:
             made.close()
+
+
+def record_losses(made: Any) -> None:
+    """Its `losses`, by step, as torchtitan logs them."""
+    made.losses, log = [], made.metrics_processor.log
+
+    def recorded(step: int, average: float, *args: Any, **kwargs: Any) -> None:
+        made.losses.append(average)
+        log(step, average, *args, **kwargs)
+
+    made.metrics_processor.log = recorded
 
 
 def train(case: Case, folder: str) -> tuple[list[float], list[str], list[str]]:

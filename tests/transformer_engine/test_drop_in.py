@@ -222,3 +222,28 @@ def test_nothing_is_kept_alive() -> None:
     del here
     gc.collect()
     assert not any(buffer() is not None for buffer in codes)
+
+
+@pytest.mark.usefixtures("te")
+def test_redirected_names_lead_here_and_back() -> None:
+    """For who looks up inside, and through whatever raises."""
+    import transformer_engine.pytorch.tensor as tensors
+    import transformer_engine.pytorch.tensor.utils as theirs
+
+    def names() -> list[Any]:
+        return [vars(tensors).copy(), vars(theirs).copy()]
+
+    before, here = names(), Casting(cases(1, formats=("nvfp4",)))
+
+    def call_and_raise() -> None:
+        with integration().redirect():
+            theirs.quantize_master_weights(here.tensors, *here.masters(), None, manual_post_all_gather_processing=True)
+            theirs.post_all_gather_processing(here.tensors)
+            assert tensors.cast_master_weights_to_fp8 is integration().cast_master_weights_to_fp8
+            assert tensors.replace_raw_data is theirs.replace_raw_data is integration().replace_raw_data
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        call_and_raise()
+    casts.assert_same_bytes(bytes_of(here.tensors[0]), sharded.expected(here.cases[0]))
+    assert names() == before

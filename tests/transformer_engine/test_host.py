@@ -46,6 +46,10 @@ def test_a_name_that_is_missing() -> None:
         sys.modules.update(host)
         importlib.import_module(PACKAGE)
         adapters, seam = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("adapters", "host"))
+        with pytest.raises(
+            ImportError, match=r"looked for transformer_engine.pytorch.tensor.utils of TransformerEngine"
+        ):
+            importlib.import_module(PACKAGE).redirect().__enter__()
         assert adapters.table() == {} and adapters.hybrid() is None  # classes that this host has not
         with pytest.raises(
             RuntimeError, match="utils has no is_non_tn_fp8_gemm_supported: this TransformerEngine has another"

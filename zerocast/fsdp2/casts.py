@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerocast.agreement import agree, roll_call
+from zerocast.freshness import debugging
 from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.headers import UNREAD, Headers
-from zerocast.fsdp2.held import Held, held_by
+from zerocast.fsdp2.held import Held, Places, held_by
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
@@ -41,10 +42,12 @@ class Casts:
         self.steps = 0  # casts after an optimizer step
         self.headers = Headers()
         self.groups: list[AmaxGroup] = []
+        self._places = Places([])  # of the masters that the groups were made for
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
         self._written = False
+        self.written: list[Master] = []  # all that say so
         self.wholeness = torn.wholeness(self)
 
     @property
@@ -128,13 +131,14 @@ class Casts:
         with self._or_as_before():
             for group in self.groups:
                 group.cast(repeat)
+                group.stamp(self.generation + 1)
         self.generation += 1
-        for group in self.groups:
-            group.stamp(self.generation)
         self.steps += not repeat
         self.due = self._stepped = self._written = False
-        for master in self.masters:
+        written, self.written = self.written, []
+        for master in written:
             master.written_to = False
+        for master in self.masters if debugging() else ():
             master.freshness.count_cast()
 
     @contextlib.contextmanager
@@ -165,10 +169,11 @@ class Casts:
         if not self._reductions:
             self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
-        if not self.groups or any(one.lies_elsewhere() for _, members in self._reductions for one in members):
+        if not self.groups or self._places.moved():
             self.groups = []  # whatever raises from here on is begun anew
             for master in self.masters:
-                master.written_to = True  # buffers to send are new ones: a cast fills them, or the next gather says so
+                master.mark_written()  # buffers to send are new ones: a cast fills them, or the next gather says so
+            self._places = Places([one for _, held in self._reductions for one in held])
             self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
 
     def _seed(self) -> None:

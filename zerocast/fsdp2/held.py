@@ -1,7 +1,8 @@
 """Held: a prepared weight as FSDP2 holds it, and what zerocast cannot serve of it."""
 
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,14 +112,9 @@ class Held:
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
             )
 
-    def lies_elsewhere(self) -> bool:
-        """Whether the master moved since `shard` looked. Of a refresh, what is done for each parameter."""
-        return self._param().sharded_param._local_tensor is not self._seen or self._plain.data_ptr() != self._address
-
     def shard(self) -> ShardWeight:
         """The weight as this rank casts it from where the master lies now."""
-        self._seen, self._plain, self._address = self.local, self.local.plain, self.local.plain.data_ptr()
-        shape, plain = tuple(self._param()._orig_size), self._plain
+        shape, plain = tuple(self._param()._orig_size), self.local.plain
         rows, _ = matrix_shape(shape)
         world = self.shard_mesh.size()
         shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
@@ -130,6 +126,25 @@ class Held:
             self.master.name, self.master.format, shape, self._nominal, plain, shards, rank, delayed, one_direction
         )
         return self.master.shard
+
+
+class Places:
+    """Where masters lie. Of a refresh, what is done for each parameter, and so without a loop in Python."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._params = [one._param for one in held]
+        self._locals = list(map(_local_tensor, [param() for param in self._params]))
+        self._plains = [local.plain for local in self._locals]
+        self._addresses = list(map(Tensor.data_ptr, self._plains))
+
+    def moved(self) -> bool:
+        """Whether a parameter was replaced since, or its memory."""
+        found = map(_local_tensor, [param() for param in self._params])
+        same = all(map(operator.is_, found, self._locals))
+        return not same or list(map(Tensor.data_ptr, self._plains)) != self._addresses
+
+
+_local_tensor: Callable[[Any], Any] = operator.attrgetter("sharded_param._local_tensor")
 
 
 def held_by(group: Any, casts: Any) -> list[Held]:

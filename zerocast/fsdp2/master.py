@@ -26,6 +26,7 @@ class Casting(Protocol):
     generation: int
     headers: Headers
     wholeness: Wholeness
+    written: list["Master"]
 
     def before_gather(self) -> None:
         """Cast if that is due."""
@@ -97,16 +98,22 @@ class Master:
             return
         self.casts.forget_measured()
         if not self.written_to:
-            self.written_to = True
+            self.mark_written()
             self.casts.first_write()
+
+    def mark_written(self) -> None:
+        """Say so at the next gather, unless a cast comes before."""
+        if not self.written_to:
+            self.written_to = True
+            self.casts.written.append(self)
 
     def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
         """The bytes of this rank for a gather over `mesh`, on the device of `master`; casts first if that is due."""
         self.casts.before_gather()
         shard = self.shard
-        if master.device == shard.master.device:  # else it is FSDP2's copy of an offloaded shard
-            moved = master.untyped_storage().data_ptr() != self._address
-            self.written_to = self.written_to or moved
+        offloaded = master.device != shard.master.device  # then it is FSDP2's copy
+        if not offloaded and master.untyped_storage().data_ptr() != self._address:
+            self.mark_written()
         self._columnwise = self.is_backward()
         outputs = self._outputs(master.device)
         self._mesh, self._sent = mesh, self.casts.generation

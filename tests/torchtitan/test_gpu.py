@@ -1,0 +1,66 @@
+"""On two GPUs over NCCL, started by torchrun as a user would: the bytes, and a run that is resumed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.devices import gpus
+from tests.docs.page import ROOT
+from tests.torchtitan.checkpoints import SAVING
+from tests.torchtitan.host_on_cpu import needs_torchtitan
+from tests.torchtitan.training import MIXED, Case
+
+pytestmark = [needs_torchtitan, *gpus(2)]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def launch(case: Case, folder: Path) -> Any:
+    """What `launched.py` wrote."""
+    result = folder / "result.json"
+    command = [*LAUNCHER, "-m", "tests.torchtitan.launched", str(result), *case.arguments(str(folder))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(result.read_text())
+
+
+@pytest.mark.shows(host="torchtitan", parallel="data", formats=lambda fmt: [fmt], ranks=2)
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", "fp8_current", "fp8_delayed", "mxfp8"])
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(fmt: str, tmp_path: Path) -> None:
+    """And its gathered bytes are those of the unsharded cast."""
+    case = Case(fmt, options=(*SAVING, "--debug.deterministic"))
+    whole = launch(case, tmp_path)
+    resumed = launch(case.having("--checkpoint.load_step=2"), tmp_path)
+    assert whole["device"] == "cuda:0"
+    assert whole["losses"][-1] < whole["losses"][0] - 0.1
+    assert resumed["losses"] == whole["losses"][2:]
+    assert resumed["contents"] == whole["contents"]
+    assert not any(run[key] for run in (whole, resumed) for key in ("complaints", "differences"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--compile.enable",),
+        ("--activation_checkpoint.mode=selective",),
+        ("--training.enable_cpu_offload",),
+        ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_mem"),
+    ],
+    ids=lambda options: options[-1],
+)
+def test_options(options: tuple[str, ...], tmp_path: Path) -> None:
+    found = launch(Case(MIXED, options=options), tmp_path)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert not found["complaints"] and not found["differences"]
+
+
+def test_the_launch_line(tmp_path: Path) -> None:
+    """torchtitan's own entry, with the module that README.md names; `tests.torchtitan.corpus` stands for a data set."""
+    command = [*LAUNCHER, "-m", "torchtitan.train", *Case().arguments(str(tmp_path))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    if "No module named 'datasets'" in done.stderr:
+        pytest.skip("torchtitan's own entry needs the package datasets")
+    assert done.returncode == 0 and "Training completed" in done.stderr + done.stdout, done.stderr[-4000:]
