@@ -27,8 +27,10 @@ def parameters() -> Iterator[Any]:
     """What this megatron-core and its companions can run; most is slow."""
     for name, (_, parallel) in PARALLEL.items():
         marks = [] if name in ("tensor", "experts") else [pytest.mark.slow]
-        if parallel.pipeline > 1:
-            marks += [pytest.mark.skipif(not find_spec("einops"), reason="Megatron's pipelines need einops")]
+        if parallel.pipeline > 1 or parallel.instances > 1:
+            marks += [
+                pytest.mark.skipif(not find_spec("einops"), reason="Megatron's pipelines and instances need einops")
+            ]
         if parallel.experts:
             marks += [
                 pytest.mark.skipif(not KNOWS_FOUR_BITS, reason="this megatron-core routes with TransformerEngine only")
