@@ -12,8 +12,10 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.fsdp2.test_checkpoints import FORMATS, HIDDEN, WIDTH, build
+from tests.optim.faults import OutOfMemory
 from tests.sources.written import KINDS, values
 from tests.workers import Ranks
+from zerocast.fsdp2 import torn
 
 
 def wanted(formats: tuple[str, ...]) -> dict[str, Tensor]:
@@ -69,3 +71,34 @@ def test_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_model_that_was_not_prepared() -> None:
     with pytest.raises(ValueError, match=r"was not given to zerocast\.fsdp2\.prepare"):
         zerocast.fsdp2.load_masters(torch.nn.Linear(2, 2), {})
+
+
+def breaks_off(every: int) -> tuple[int, list[str]]:
+    """Memory runs out at every so manieth operator of a load: how often that left a torn model, and complaints."""
+    model, _ = build("fsdp")
+    left, found, at = 0, [], 0
+    while True:
+        memory = OutOfMemory(at)
+        try:
+            with memory:
+                zerocast.fsdp2.load_masters(model, wanted(FORMATS))
+        except RuntimeError as error:
+            found += [] if "injected" in str(error) else [str(error)]
+        if torn.wholeness(model).is_torn:
+            left += 1
+            for call in (model.state_dict, lambda: model(models.batch(0, WIDTH))):
+                with pytest.raises(RuntimeError, match="loading masters raised half-way"):
+                    call()
+            zerocast.fsdp2.load_masters(model, wanted(FORMATS))
+        found += models.complaints(model, f"operator {at}")
+        if memory.count <= at:
+            return left, found
+        at += every
+
+
+@pytest.mark.filterwarnings("ignore:no state of delayed scaling")
+@pytest.mark.parametrize("every", [151, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_load_that_breaks_off(ranks: Ranks, every: int) -> None:
+    ((left, found),) = ranks(1)(breaks_off, every, timeout=300.0)
+    assert left
+    assert found == []

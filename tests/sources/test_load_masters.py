@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import zerocast
 from tests import casts
+from tests.optim.faults import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import ADAM, Run, Trainer, boxes, weight_bytes
 from tests.optim.test_resume import snapshot, train
@@ -206,3 +207,32 @@ def test_a_damaged_checkpoint_is_found_before_anything_changes(tmp_path: Path) -
     with pytest.raises(ValueError, match="is damaged: its SHA-256 is"):
         optim.load_masters(trainer.optimizer, tmp_path / "c")
     casts.assert_same_bytes(snapshot(trainer), before)
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_load_that_breaks_off(every: int) -> None:
+    """Memory runs out: nothing has changed, or the optimizer says so until masters are loaded again."""
+    trainer, left, at = trained(), 0, 0
+    said: list[str] = []
+    while True:
+        before, memory = snapshot(trainer), OutOfMemory(at)
+        try:
+            with memory:
+                optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
+        except RuntimeError as error:
+            said.append(str(error))
+        if trainer.optimizer._weights.plan.freshness.is_torn:
+            left += 1
+            for call in (trainer.optimizer.state_dict, trainer.optimizer.step):
+                with pytest.raises(RuntimeError, match="loading a checkpoint raised half-way"):
+                    call()
+            optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
+            assert zerocast.verify(trainer.optimizer).ok
+            trainer = trained()
+        elif memory.count > at:
+            casts.assert_same_bytes(snapshot(trainer), before, f"operator {at}")
+        else:
+            break
+        at += every
+    assert left
+    assert all("injected" in text for text in said)

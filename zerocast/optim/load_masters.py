@@ -1,6 +1,8 @@
 """load_masters: an optimizer starts from somebody's high-precision weights."""
 
+import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +26,17 @@ def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] 
 
     Raises ValueError on every rank, with nothing changed and both values named, where names, shapes or dtypes do not fit:
     every parameter of the optimizer is to be there, and everything there is to be one of them, or to match a glob of `ignore`
-    (frozen weights, buffers, second names of shared ones). RuntimeError for a file that breaks off on the way.
+    (frozen weights, buffers, second names of shared ones). RuntimeError for a file that breaks off on the way: the optimizer then
+    says so at every call, until a state or masters are loaded.
     """
-    state = optimizer.state_dict()
-    read_masters(state["model"], source, ignore, group_of(optimizer))
-    for moments in state["optim"]["state"].values():
-        for tensor in moments.values():
-            _plain(tensor).zero_()
-    optimizer.load_state_dict({**state, "zerocast": {}})
+    state = optimizer.state_to_overwrite()
+    with contextlib.ExitStack() as stack:
+        begin = partial(stack.enter_context, optimizer.overwriting())
+        read_masters(state["model"], source, ignore, group_of(optimizer), begin)
+        for moments in state["optim"]["state"].values():
+            for tensor in moments.values():
+                _plain(tensor).zero_()
+        optimizer.load_state_dict({**state, "zerocast": {}})
 
 
 def _plain(tensor: Any) -> Tensor:

@@ -3,7 +3,7 @@
 import fnmatch
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ BESIDE_MASTERS = ("optim.", "zerocast.", "extra.")
 SHOWN = 4
 
 
-def read_masters(masters: Mapping[str, Tensor], source: AnySource, ignore: Sequence[str], group: Group) -> None:
+def read_masters(
+    masters: Mapping[str, Tensor], source: AnySource, ignore: Sequence[str], group: Group, begin: Callable[[], object]
+) -> None:
     """Fill `masters`, FP32 by parameter name, in place with the tensors of these names; bf16 and fp16 are widened, exactly.
 
     Names in the source may all have "model.", "module." or "state_dict." in front. What matches a glob of `ignore` is passed
     over; anything else that is left over there or missing, has another shape, or a dtype that FP32 cannot hold, is a
     ValueError that names it with both values, on every rank and with nothing changed. So are files that are not what their
     manifest says. FileNotFoundError becomes a RuntimeError where there are several ranks. RuntimeError for a file that turns out to
-    be damaged on the way: masters are then partly what it holds.
+    be damaged on the way: masters are then partly what it holds. `begin` is called when they are about to be written.
     """
     if not isinstance(source, Mapping):
         check_files(Path(source), group)
@@ -48,6 +50,7 @@ def read_masters(masters: Mapping[str, Tensor], source: AnySource, ignore: Seque
         problem = error
     agree(group, [prefix], problem)
     assert opened is not None
+    begin()
     _load({prefix + name: tensor for name, tensor in masters.items()}, opened, group)
 
 
