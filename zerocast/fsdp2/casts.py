@@ -24,6 +24,7 @@ from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.headers import UNREAD, Headers
 from zerocast.fsdp2.held import Held, Places, held_by
+from zerocast.fsdp2.left_gathered import LeftGathered
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
@@ -46,7 +47,6 @@ class Casts:
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
-        self._written = False
         self.written: list[Master] = []  # all that say so
         self.wholeness = torn.wholeness(self)
 
@@ -64,9 +64,22 @@ class Casts:
         if by not in self.measuring:
             self.forget_measured()
         torch_fsdp.discard_gathers(group() for group in self._gathering)
-        self._free_gathered()
+        self.free_gathered()
 
-    def _free_gathered(self) -> None:
+    @property
+    def leaves_gathered(self) -> bool:
+        """Whether anything is gathered now."""
+        return torch_fsdp.is_any_gathered(group() for group in self._gathering)
+
+    def by_reduction(self) -> list[tuple[Reduction, list[Master]]]:
+        """The weights, by those who share their amaxes."""
+        if self._places.moved():
+            for master in self.masters:
+                master.mark_written()
+        return [(reduction, [one.master for one in held]) for reduction, held in self._reductions]
+
+    def free_gathered(self) -> None:
+        """Let the next forward pass gather."""
         torch_fsdp.reshard(group() for group in self._gathering)
 
     def forget_measured(self) -> None:
@@ -83,12 +96,6 @@ class Casts:
             self.refresh(repeat=not self._stepped)
         elif not self.groups:
             self.bind()
-
-    def first_write(self) -> None:
-        """A master that was up to date is written to; weights left gathered are freed at the first such write since a cast."""
-        if not self._written:
-            self._written = True
-            self._free_gathered()
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
@@ -118,7 +125,7 @@ class Casts:
                 )
                 master.seeded = False
         self.due, self._stepped = True, False
-        self._free_gathered()
+        self.free_gathered()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
@@ -134,7 +141,7 @@ class Casts:
                 group.stamp(self.generation + 1)
         self.generation += 1
         self.steps += not repeat
-        self.due = self._stepped = self._written = False
+        self.due = self._stepped = False
         written, self.written = self.written, []
         for master in written:
             master.written_to = False
@@ -169,6 +176,7 @@ class Casts:
         if not self._reductions:
             self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
+            self.model.register_forward_pre_hook(LeftGathered(self), prepend=True)
         if not self.groups or self._places.moved():
             self.groups = []  # whatever raises from here on is begun anew
             for master in self.masters:

@@ -34,9 +34,6 @@ class Casting(Protocol):
     def forget_measured(self) -> None:
         """A master is written to, whose amaxes may have been taken."""
 
-    def first_write(self) -> None:
-        """A master that was up to date is written to."""
-
     def cast_again(self) -> None:
         """Cast because all ranks were written to."""
 
@@ -97,15 +94,20 @@ class Master:
         if self._shard is None or data.untyped_storage().data_ptr() != self._address:
             return
         self.casts.forget_measured()
-        if not self.written_to:
-            self.mark_written()
-            self.casts.first_write()
+        self.mark_written()
 
     def mark_written(self) -> None:
         """Say so at the next gather, unless a cast comes before."""
         if not self.written_to:
             self.written_to = True
             self.casts.written.append(self)
+            self.freshness.finish = self._refuse
+
+    def _refuse(self, weight: Any) -> None:
+        raise RuntimeError(
+            f"{self.name}: its master was changed after the forward pass that left it gathered: call the prepared model, not a "
+            "module in it, or zerocast.fsdp2.refresh(model) on all ranks before"
+        )
 
     def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
         """The bytes of this rank for a gather over `mesh`, on the device of `master`; casts first if that is due."""
@@ -126,16 +128,19 @@ class Master:
             return outputs
         return tuple(part.to(device, non_blocking=True) for part in outputs)
 
+    @property
+    def says(self) -> int:
+        """What this rank says of its shard."""
+        if self.casts.wholeness.is_torn:
+            return TORN
+        return WRITTEN if self.written_to and self.shard.says == CLEAN else self.shard.says
+
     def _say(self) -> None:
         """Write into the header what differs from what it says since the last cast."""
         cast, before = self._header
         if cast != self.casts.generation:
             before = self.shard.says
-        self._said = self.shard.says
-        if self.casts.wholeness.is_torn:
-            self._said = TORN
-        elif self.written_to and self._said == CLEAN:
-            self._said = WRITTEN
+        self._said = self.says
         if self._said != before:
             self.shard.say(self._said)
         self._header = self.casts.generation, self._said
@@ -149,6 +154,7 @@ class Master:
             self._gathered.weight.state.freshness = self.freshness
         if self._is_stale(self._gathered):
             self._gather(outputs)
+        self.freshness.finish = None
         self._gathered.fill(self._columnwise)
         return self._gathered.weight, self._gathered.inner
 

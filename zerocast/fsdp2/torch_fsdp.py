@@ -43,6 +43,11 @@ def discard_gathers(groups: Iterable[Any]) -> None:
             group._all_gather_result = None
 
 
+def is_any_gathered(groups: Iterable[Any]) -> bool:
+    """Whether the parameters of any of them are gathered."""
+    return any(group.is_unsharded for group in groups)
+
+
 def reshards_after_forward(group: Any) -> bool:
     """Whether a parameter group gathers again for the backward pass."""
     return group.post_forward_mesh_info is not None
