@@ -24,7 +24,6 @@ from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.headers import UNREAD, Headers
 from zerocast.fsdp2.held import Held, Places, held_by
-from zerocast.fsdp2.left_gathered import LeftGathered
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
@@ -46,6 +45,7 @@ class Casts:
         self._places = Places([])  # of the masters that the groups were made for
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
+        self._of_groups: list[Held] = []  # a weight of each
         self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
         self.written: list[Master] = []  # all that say so
         self.wholeness = torn.wholeness(self)
@@ -66,10 +66,9 @@ class Casts:
         torch_fsdp.discard_gathers(group() for group in self._gathering)
         self.free_gathered()
 
-    @property
-    def leaves_gathered(self) -> bool:
-        """Whether anything is gathered now."""
-        return torch_fsdp.is_any_gathered(group() for group in self._gathering)
+    def gathered(self) -> list[Held]:
+        """One weight of each of FSDP2's groups that is gathered now."""
+        return [held for held in self._of_groups if held.is_gathered]
 
     def by_reduction(self) -> list[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
@@ -176,7 +175,8 @@ class Casts:
         if not self._reductions:
             self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
-            self.model.register_forward_pre_hook(LeftGathered(self), prepend=True)
+            by_group = {held.group: held for _, members in self._reductions for held in members}
+            self._of_groups = list(by_group.values())
         if not self.groups or self._places.moved():
             self.groups = []  # whatever raises from here on is begun anew
             for master in self.masters:

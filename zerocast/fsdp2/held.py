@@ -51,6 +51,20 @@ class Held:
         return weight
 
     @property
+    def group(self) -> Any:
+        """Its FSDPParamGroup."""
+        return self._group()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its group is."""
+        return bool(self._group().is_unsharded)
+
+    def gather_again(self) -> None:
+        """Its group, in the same memory."""
+        torch_fsdp.gather_again(self._group())
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
         """The ranks that FSDP2 shards this weight over; replicas hold equal masters."""
         mesh: DeviceMesh = self._param().shard_mesh

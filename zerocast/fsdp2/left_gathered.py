@@ -5,7 +5,7 @@ before the forward pass of the prepared model: if all wrote to a weight, all gat
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zerocast.fsdp2.amax_group import Reduction
 from zerocast.fsdp2.headers import UNREAD, Headers
+from zerocast.fsdp2.held import Held
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.shard_weight import EMPTY, WRITTEN
 
@@ -23,15 +24,11 @@ class Gathering(Protocol):
     generation: int
     headers: Headers
 
-    @property
-    def leaves_gathered(self) -> bool:
-        """Whether anything is gathered now."""
+    def gathered(self) -> Sequence[Held]:
+        """One weight of each of FSDP2's groups that is gathered now."""
 
     def by_reduction(self) -> Sequence[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
-
-    def free_gathered(self) -> None:
-        """Let the forward pass gather."""
 
 
 class Said:
@@ -60,22 +57,38 @@ class Said:
 
 
 class LeftGathered:
-    """The forward pre-hook of a prepared model, which comes before FSDP2's."""
+    """`before` and `after` are forward hooks of a prepared model."""
 
     def __init__(self, casts: Gathering | None) -> None:
         self._casts = None if casts is None else weakref.ref(casts)
-        self._outside_of_graphs = torch.compiler.disable(self._ask)  # here, since it imports the compiler
+        self._left: list[tuple[Held, int]] = []  # a weight of each group, and how often it had been gathered
+        self._outside_of_graphs = torch.compiler.disable(self._run)  # here, since it imports the compiler
 
     def __reduce__(self) -> Any:
         return LeftGathered, (None,)  # parameters pickle as plain ones
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def before(self, module: nn.Module, inputs: Any) -> None:
         """Ask, where it is needed; RuntimeError on all ranks where they disagree, on a GPU one of the next times."""
-        self._outside_of_graphs()
+        self._outside_of_graphs(self._ask)
 
-    def _ask(self) -> None:
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Note what is left gathered."""
+        self._outside_of_graphs(self._note)
+
+    def _run(self, step: Callable[[Gathering], None]) -> None:
         casts = None if self._casts is None else self._casts()
-        if casts is None or not casts.leaves_gathered:
+        if casts is not None:
+            step(casts)
+
+    def _note(self, casts: Gathering) -> None:
+        self._left = [(held, held.master.received) for held in casts.gathered()]
+
+    def _ask(self, casts: Gathering) -> None:
+        left, self._left = (
+            [held for held, count in self._left if held.is_gathered and held.master.received == count],
+            [],
+        )
+        if not left:
             return
         casts.headers.check(leave=UNREAD)
         everywhere = False
@@ -89,4 +102,5 @@ class LeftGathered:
             for master in masters:
                 master.freshness.finish = None
         if everywhere:
-            casts.free_gathered()
+            for held in left:
+                held.gather_again()

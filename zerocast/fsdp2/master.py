@@ -50,6 +50,7 @@ class Master:
         self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
         self.is_backward: Callable[[], bool] = bool  # whether FSDP2 gathers for a backward pass
         self.delayed: dict[str, Tensor] = {}
+        self.received = 0  # gathers
         self.seeded = False  # whether the delayed scale comes from an amax
         self.written_to = False
         self._shard: ShardWeight | None = None
@@ -155,6 +156,7 @@ class Master:
         if self._is_stale(self._gathered):
             self._gather(outputs)
         self.freshness.finish = None
+        self.received += 1
         self._gathered.fill(self._columnwise)
         return self._gathered.weight, self._gathered.inner
 
@@ -181,8 +183,7 @@ class Master:
 
     def _all_written(self, headers: Tensor) -> bool:
         """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were, or are torn."""
-        if self._said == TORN:
-            self.casts.wholeness.check_whole()
+        self.casts.wholeness.check_whole()
         said = headers.tolist()
         torn = [rank for rank, (flag, _) in enumerate(said) if flag == TORN]
         if torn:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torn
 from zerocast.fsdp2.casts import Casts
+from zerocast.fsdp2.left_gathered import LeftGathered
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.sources import VerifyEvery
@@ -80,6 +81,9 @@ def prepare(
     model.register_state_dict_pre_hook(_before_state_dict)
     _prepared[model] = weakref.ref(casts)
     _within.clear()
+    left = LeftGathered(casts)
+    model.register_forward_pre_hook(left.before)
+    model.register_forward_hook(left.after)
     if verify_every is not None:
         model.register_forward_pre_hook(VerifyEvery(casts, verify_every))
     return model

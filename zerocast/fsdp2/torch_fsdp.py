@@ -43,9 +43,11 @@ def discard_gathers(groups: Iterable[Any]) -> None:
             group._all_gather_result = None
 
 
-def is_any_gathered(groups: Iterable[Any]) -> bool:
-    """Whether the parameters of any of them are gathered."""
-    return any(group.is_unsharded for group in groups)
+def gather_again(group: Any) -> None:
+    """Free and gather a group, whose forward pass may have begun."""
+    group._to_sharded()
+    group.unshard()
+    group.wait_for_unshard()
 
 
 def reshards_after_forward(group: Any) -> bool:
