@@ -189,44 +189,6 @@ def test_a_change_on_one_rank_raises_on_all(ranks: Ranks, name: str, first: bool
         assert "zerocast.fsdp2.refresh" in message
 
 
-def left_gathered(name: str, ranks: tuple[int, ...]) -> list[str]:
-    """What forward passes say once these ranks changed masters whose weights are left gathered: a module's, the model's, and after
-    `refresh`."""
-    model = models.sharded(Net(FEW, 64, 96), reshard_after_forward=False)
-    with torch.no_grad():
-        model(models.batch(0, 64))
-    if dist.get_rank() in ranks:
-        ONE_RANK[name](model)
-    said = []
-    for forward in (model.blocks[0], model):
-        with torch.no_grad():
-            try:
-                forward(models.batch(0, 64))
-                said.append("nothing")
-            except RuntimeError as error:
-                said.append(str(error))
-    zerocast.fsdp2.refresh(model)
-    return [*said, *models.complaints(model, name)]
-
-
-@pytest.mark.parametrize("name", ["write_data", *(slow(name) for name in ("copy_data", "swap_average", "write_local"))])
-def test_a_change_on_one_rank_of_what_is_left_gathered(ranks: Ranks, name: str) -> None:
-    """No gather comes that could tell; a module's forward pass alone is refused where bytes are old.
-
-    A load is not among these: `state_dict` frees what FSDP2 left gathered, with or without zerocast, on the rank that calls it.
-    """
-    for rank, (module, model, *complaints) in enumerate(ranks(3)(left_gathered, name, (1,))):
-        assert ("after the forward pass that left it gathered" in module) == (rank == 1), module
-        assert "was changed on ranks [1] of its shard group and not on ranks" in model
-        assert not complaints
-
-
-def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
-    for module, *others in ranks(2)(left_gathered, "write_data", (0, 1)):
-        assert "after the forward pass that left it gathered" in module
-        assert others == ["nothing"]
-
-
 def refreshed_after_one_rank() -> list[str]:
     """One rank changes its rows and all call refresh: what a hand-written loop may do."""
     model = models.sharded(Net(FEW, 64, 96))

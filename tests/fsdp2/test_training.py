@@ -3,7 +3,6 @@
 import functools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import CHANGES
 from tests.fsdp2.test_fused_adamw import digests
 from tests.workers import Ranks
-from zerocast.fsdp2 import TrainingState, left_gathered
+from zerocast.fsdp2 import TrainingState
 
 SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=64, context=32)
 MIXED = {
@@ -168,18 +167,6 @@ def changed_on_one() -> str:
 
 def test_a_change_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     assert all("was changed on ranks [1]" in message for message in ranks(3)(changed_on_one))
-
-
-def without_questions() -> None:
-    """Two steps, in which nobody is asked about gathered weights."""
-    model = gpt(MIXED)
-    with mock.patch.object(left_gathered, "Said", side_effect=AssertionError("asked")):
-        step_all(model, two_optimizers(model), range(2))
-
-
-def test_nobody_asks_while_it_trains(ranks: Ranks) -> None:
-    """`loss` gathers the root module before the model's own hooks run; that is not left from an earlier pass."""
-    ranks(2)(without_questions)
 
 
 def interrupted(path: str) -> list[str]:
