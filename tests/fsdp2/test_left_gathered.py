@@ -23,7 +23,7 @@ def changed(name: str, ranks: tuple[int, ...]) -> list[str]:
     if dist.get_rank() in ranks:
         ONE_RANK[name](model)
     said = []
-    for forward in (model.blocks[0], model):
+    for forward in (model.blocks[0], model, model):
         with torch.no_grad():
             try:
                 forward(models.batch(0, 64))
@@ -42,16 +42,17 @@ def test_a_change_on_one_rank_of_what_is_left_gathered(ranks: Ranks, name: str) 
 
     A load is not among these: `state_dict` frees what FSDP2 left gathered, with or without zerocast, on the rank that calls it.
     """
-    for rank, (module, model, *complaints) in enumerate(ranks(3)(changed, name, (1,))):
+    for rank, (module, model, again, *complaints) in enumerate(ranks(3)(changed, name, (1,))):
         assert ("after the forward pass that left it gathered" in module) == (rank == 1), module
         assert "was changed on ranks [1] of its shard group and not on ranks" in model
+        assert again == model
         assert not complaints
 
 
 def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
     for module, *others in ranks(2)(changed, "write_data", (0, 1)):
         assert "after the forward pass that left it gathered" in module
-        assert others == ["nothing"]
+        assert others == ["nothing", "nothing"]
 
 
 def without_questions() -> None:

@@ -84,10 +84,7 @@ class LeftGathered:
         self._left = [(held, held.master.received) for held in casts.gathered()]
 
     def _ask(self, casts: Gathering) -> None:
-        left, self._left = (
-            [held for held, count in self._left if held.is_gathered and held.master.received == count],
-            [],
-        )
+        left = [held for held, count in self._left if held.is_gathered and held.master.received == count]
         if not left:
             return
         casts.headers.check(leave=UNREAD)
