@@ -5,33 +5,40 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import ONE_RANK
-from tests.fsdp2.test_training import MIXED, gpt, step_all, two_optimizers
 from tests.workers import Ranks
 from zerocast.fsdp2 import left_gathered
 
+FORMATS = "nvfp4", "fp8_block"  # whose products a refresh does not change
+
+
+def passed(forward: nn.Module) -> tuple[str, torch.Tensor | None]:
+    """What a forward pass says, and what it gives."""
+    with torch.no_grad():
+        try:
+            return "nothing", forward(models.batch(0, 64))
+        except RuntimeError as error:
+            return str(error), None
+
 
 def changed(name: str, ranks: tuple[int, ...]) -> list[str]:
-    """What forward passes say once these ranks changed masters whose weights are left gathered: a module's, the model's, and after
-    `refresh`."""
-    model = models.sharded(models.Net(models.FEW, 64, 96), reshard_after_forward=False)
-    with torch.no_grad():
-        model(models.batch(0, 64))
+    """What is said once these ranks changed masters whose weights are left gathered: by forward passes of a module and twice of the
+    model; then complaints, after `refresh` too."""
+    model = models.sharded(models.Net(FORMATS, 64, 96), reshard_after_forward=False)
+    passed(model)
     if dist.get_rank() in ranks:
         ONE_RANK[name](model)
-    said = []
-    for forward in (model.blocks[0], model, model):
-        with torch.no_grad():
-            try:
-                forward(models.batch(0, 64))
-                said.append("nothing")
-            except RuntimeError as error:
-                said.append(str(error))
+    said, outputs = zip(*(passed(forward) for forward in (model.blocks[0], model, model)), strict=True)
     zerocast.fsdp2.refresh(model)
-    return [*said, *models.complaints(model, name)]
+    _, fresh = passed(model)
+    assert fresh is not None
+    stale = ["stale" for output in outputs[1:] if output is not None and not torch.equal(output, fresh)]
+    return [*said, *stale, *models.complaints(model, name)]
 
 
 @pytest.mark.parametrize(
@@ -55,13 +62,35 @@ def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
         assert others == ["nothing", "nothing"]
 
 
+class Rooted(nn.Module):
+    """A prepared weight in the root module, which `loss` gathers before the hooks of the model run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64)])
+        self.head = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both."""
+        return self.head(self.blocks[0](x))  # type: ignore[no-any-return]
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the outputs."""
+        return self(x).float().square().mean()  # type: ignore[no-any-return]
+
+
 def without_questions() -> None:
-    """Two steps, in which nobody is asked about gathered weights."""
-    model = gpt(MIXED)
+    """Three steps, in which nobody is asked about gathered weights."""
+    model = models.sharded(Rooted(), {"*weight": "nvfp4"})
+    register_fsdp_forward_method(model, "loss")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.object(left_gathered, "Said", side_effect=AssertionError("asked")):
-        step_all(model, two_optimizers(model), range(2))
+        for step in range(3):
+            for part in range(2):
+                model.loss(models.batch(2 * step + part, 64)).backward()
+            optimizer.step()
 
 
 def test_nobody_asks_while_it_trains(ranks: Ranks) -> None:
-    """`loss` gathers the root module before the model's own hooks run; that is not left from an earlier pass."""
+    """What was gathered anew is not left from an earlier pass."""
     ranks(2)(without_questions)

@@ -64,7 +64,7 @@ class Casts:
         if by not in self.measuring:
             self.forget_measured()
         torch_fsdp.discard_gathers(group() for group in self._gathering)
-        self.free_gathered()
+        self._free_gathered()
 
     def gathered(self) -> list[Held]:
         """One weight of each of FSDP2's groups that is gathered now."""
@@ -77,7 +77,7 @@ class Casts:
                 master.mark_written()
         return [(reduction, [one.master for one in held]) for reduction, held in self._reductions]
 
-    def free_gathered(self) -> None:
+    def _free_gathered(self) -> None:
         """Let the next forward pass gather."""
         torch_fsdp.reshard(group() for group in self._gathering)
 
@@ -124,7 +124,7 @@ class Casts:
                 )
                 master.seeded = False
         self.due, self._stepped = True, False
-        self.free_gathered()
+        self._free_gathered()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.

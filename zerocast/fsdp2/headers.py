@@ -15,10 +15,10 @@ UNREAD = 2  # gathers whose headers may still be on their way when the next one 
 
 
 class Speaker(Protocol):
-    """A weight."""
+    """A weight, or several that were asked about together."""
 
     def check(self, headers: Tensor) -> None:
-        """RuntimeError if int32 `[world, 2]` headers say that ranks disagree."""
+        """RuntimeError if int32 headers `[world, 2]`, or `[world * weights, 2]`, say that ranks disagree."""
 
 
 @dataclass
