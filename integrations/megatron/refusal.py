@@ -2,13 +2,17 @@
 
 from typing import Any
 
+BOTH_DIRECTIONS = (
+    "needs both directions gathered, and a byte buffer of Megatron holds one: take fp8_block or nvfp4 for it here, or mxfp8 under "
+    "zerocast.ZeroAdamW or zerocast.fsdp2"
+)
 _SETTINGS = (
     ("use_megatron_fsdp", "Megatron-FSDP shards parameters its own way: use zerocast.fsdp2"),
     ("use_precision_aware_optimizer", "the precision-aware optimizer keeps the masters inside the fused optimizer"),
     ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan"),
     (
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "it gathers bf16 masters through the gradient buffer; mxfp8 is not taken here",
+        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take fp8_block or nvfp4",
     ),
 )
 
