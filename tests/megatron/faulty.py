@@ -185,7 +185,7 @@ def _attempt(attached: Attached, memory: OutOfMemory, where: str, state: Any, fo
     return outcome
 
 
-def _faulty(collective: str, fault: Callable[[], Any]) -> Any:
+def faulty(collective: str, fault: Callable[[], Any]) -> Any:
     """`fault` before the all-reduce of a cast, or before an all-gather of bytes."""
     owner, name = (Group, "all_reduce_max") if collective == "all-reduce" else (buffers, "dist_all_gather_func")
     return mock.patch.object(owner, name, side_effect=lambda *_, **__: fault())
@@ -198,7 +198,7 @@ def dies(collective: str, case: Case) -> None:
         attached.run.step(0)
         dist.barrier()
         start = time.monotonic()
-        killing = _faulty(collective, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        killing = faulty(collective, lambda: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(RuntimeError) as caught, killing if dist.get_rank() else nullcontext():
             list(map(attached.run.step, (1, 2)))
         seconds = time.monotonic() - start
@@ -242,7 +242,7 @@ def _alone(collective: str, fault: str) -> Any:
         raise torch.OutOfMemoryError("injected") if fault == "out of memory" else _late()
 
     if dist.get_rank() == 1:
-        return _faulty(collective, raises)
+        return faulty(collective, raises)
     return OutOfMemory(-1)
 
 

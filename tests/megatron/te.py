@@ -20,6 +20,7 @@ from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import WHY_NOT, WITH_GPU, host_on_cpu, needs_te
 from zerocast import QuantizedWeight, Recipe, get_format
 from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron.primary import weight_of
 
 __all__ = ["WHY_NOT", "needs_te", "te_in_the_host"]
 
@@ -92,12 +93,13 @@ def bytes_of(weight: Any) -> tuple[str, casts.Bytes]:
     assert {"rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"} <= found.keys()
     if format_of(weight).name == "fp8_delayed":
         del found["amax"]
-    return weight.zerocast_format, found
+    return str(format_of(weight)), found
 
 
 def format_of(weight: Any) -> Any:
-    """The format of a tensor that `use_te_tensors` made."""
-    return get_format(weight.zerocast_format)
+    """The format of a tensor, as it was made here or as zerocast reads it."""
+    made = getattr(weight, "zerocast_format", None)
+    return get_format(made) if made else weight_of(weight).format
 
 
 def use_te_tensors(model: nn.Module, recipe: Recipe, device: torch.device) -> Recipe | None:
@@ -114,7 +116,7 @@ def _te_parameter(fmt: str, value: Tensor, device: torch.device) -> nn.Parameter
     """As TransformerEngine makes it, which quantizes by its compiled extension."""
     case = Weight(fmt.partition(":")[0], tuple(value.shape), ((0, value.numel()),), value.dtype)
     made: Any = tensors.tensor(case, str(device), columnwise=True)
-    cast = casts.unsharded(case.fmt, value.float(), value.dtype)
+    cast = casts.unsharded(case.fmt, value.cpu().float(), value.dtype)
     held = tensors.buffers(made)
     if get_format(case.fmt).name == "fp8_delayed":
         del held["amax"]  # of casts by its quantizer, which there were none of

@@ -52,7 +52,10 @@ def delayed(formats: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
             for weight in run.te_tensors.values() if number == 2 else ():
                 weight.update_quantizer(weight._quantizer.copy())  # with buffers of its own where scaling is delayed
                 if hasattr(weight._quantizer, "scale"):
-                    weight._quantizer.scale, weight._quantizer.amax = weight._quantizer.scale / 2, torch.zeros(1)
+                    weight._quantizer.scale, weight._quantizer.amax = (
+                        weight._quantizer.scale / 2,
+                        torch.zeros_like(weight._quantizer.amax),
+                    )
             found.append((reduced.call_count, run.stale_bytes(scales), verify(attached).ok, wrong))
     return found
 
