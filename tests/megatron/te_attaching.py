@@ -1,6 +1,8 @@
 """What `attach` does with TransformerEngine's tensors beyond their bytes, on the ranks of a pool."""
 
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from zerocast import get_format, verify
 from zerocast.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron.primary import weight_of
 
 
 def _attached(case: Case) -> tuple[Run, Any]:
@@ -49,14 +52,12 @@ def delayed(formats: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
             }
             wrong = [name for name, amax in amaxes.items() if float(run.weights[name]._quantizer.amax) != float(amax)]
             assert te.move_scales(run.te_tensors) == scales
-            for weight in run.te_tensors.values() if number == 2 else ():
-                weight.update_quantizer(weight._quantizer.copy())  # with buffers of its own where scaling is delayed
-                if hasattr(weight._quantizer, "scale"):
-                    weight._quantizer.scale, weight._quantizer.amax = (
-                        weight._quantizer.scale / 2,
-                        torch.zeros_like(weight._quantizer.amax),
-                    )
             found.append((reduced.call_count, run.stale_bytes(scales), verify(attached).ok, wrong))
+            for weight in run.te_tensors.values() if number == 2 else ():
+                one = weight._quantizer.copy()
+                if hasattr(one, "scale"):  # scaling is delayed: with buffers of its own
+                    one.scale, one.amax = one.scale / 2, torch.zeros_like(one.amax)
+                weight.update_quantizer(one)
     return found
 
 
@@ -73,6 +74,9 @@ def every_buffer() -> tuple[bool, list[Any], list[Any]]:
             for buffer, tensor in tensors.buffers(weight).items():
                 if buffer == "columnwise_scale_inv" and tensor.shape == (1,):
                     continue  # one scale serves both directions
+                if buffer == "columnwise_data":  # as where TransformerEngine has made it anew
+                    tensor = tensor.detach().clone()
+                    setattr(weight, "_transpose" if hasattr(weight, "_transpose") else "_columnwise_data", tensor)
                 at = tensor.numel() * tensor.element_size() - 1
                 flat = tensor.detach().view(-1).view(torch.uint8)
                 flat[at] ^= dist.get_rank() == 1
@@ -105,6 +109,7 @@ def finetuned() -> tuple[bool, dict[str, int]]:
         run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
         expected = {**values, **{name: te.values(weight, columnwise=False) for name, weight in run.te_tensors.items()}}
         assert not any(torch.equal(expected[name], values[name]) for name in run.te_tensors)
+        assert all(torch.equal(te.values(w, columnwise=True), expected[name]) for name, w in run.te_tensors.items())
         run.optimizer.reload_model_params()
         masters = run.masters()
         return all(torch.equal(masters[name], expected[name].cpu().float()) for name in masters), run.stale_bytes()
@@ -142,11 +147,14 @@ def detached() -> list[str]:
         fields = [sorted(vars(weight)) for weight in run.te_tensors.values()]
         attached = integration.attach(run.optimizer, run.ddp)
         run.step(0)
+        twins = [weakref.ref(weight_of(weight)) for weight in run.te_tensors.values()]
         fp8 = importlib.import_module(seams.FP8)
         with mock.patch.object(fp8, "te_post_all_gather_processing") as theirs:
             run.force_sync()
             assert not theirs.called
             attached.detach()
+            gc.collect()
+            assert not any(twin() for twin in twins)
             run.force_sync()
             asked = {id(param) for call in theirs.call_args_list for param in call.args[0]}
         assert asked == {id(weight) for weight in run.te_tensors.values()}
