@@ -187,6 +187,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     refusal.refuse_layer_wise(optimizer)
     optimizers = host.distributed_optimizers(optimizer)
+    for chunk in chunks:
+        refusal.refuse_grouped(chunk)
     host.check_optimizer(optimizer, chained=True)
     for one in optimizers:
         refusal.refuse(one)

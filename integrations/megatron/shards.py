@@ -71,7 +71,7 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
             elif buffer.param_dtype.itemsize == 1:
                 raise TypeError(
                     f"{name} lies in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
-                    "TransformerEngine that holds one weight"
+                    "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
                 )
             elif param.numel():
                 found.others[name] = (param, None, 0)

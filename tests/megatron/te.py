@@ -40,6 +40,10 @@ def te_in_the_host() -> Iterator[None]:
                 "HAVE_TE_FP8_TENSOR_CLASS": True,
                 "MXFP8Tensor": their.MXFP8Tensor,
                 "HAVE_TE_MXFP8TENSOR": True,
+                "GroupedTensor": importlib.import_module(
+                    "transformer_engine.pytorch.tensor.grouped_tensor"
+                ).GroupedTensor,
+                "HAVE_TE_GROUPED_TENSOR_CLASS": True,
                 "_modify_underlying_storage_impl": calls.replace_raw_data,
                 "te_post_all_gather_processing": calls.post_all_gather_processing,
             },

@@ -178,6 +178,21 @@ def of_a_kind(kind: str) -> str:
             return _error(lambda: _attached(Case("mxfp8" if kind == "mxfp8" else "fp8_current", te="0")))
 
 
+def grouped_experts() -> str:
+    """What is said of a tensor that holds several experts, as with moe_single_grouped_weight."""
+    with host(ALL_LAYERS):
+        with integration.building():
+            run = build(Case("nvfp4", te=ALL_LAYERS))
+        kind: Any = importlib.import_module("transformer_engine.pytorch.tensor.grouped_tensor").GroupedTensor
+        data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
+        tensor = kind((2, 32, 64), torch.bfloat16, num_tensors=2, shapes=[(32, 64)] * 2, data=data)
+        assert importlib.import_module(seams.FP8).is_grouped_tensor_with_quantized_storage(tensor)
+        for buffer in run.optimizer.chained_optimizers[0].buffers:
+            if buffer.param_dtype == torch.uint8:
+                buffer.params.append(tensor)
+        return _error(lambda: integration.attach(run.optimizer, run.ddp))
+
+
 def changed_afterwards(what: str) -> str:
     """What a step says where TransformerEngine has changed a tensor since it was attached."""
     with host(ALL_LAYERS):

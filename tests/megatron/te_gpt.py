@@ -30,7 +30,13 @@ if not WHY_NOT:
 SEQUENCE, STEPS = 64, 4
 
 
-def _configuration(recipe: str) -> Any:
+def _configuration(recipe: str, experts: int | None) -> Any:
+    mixture = {
+        "num_moe_experts": experts,
+        "moe_router_topk": 2,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "allgather",
+    }
     return TransformerConfig(
         num_layers=2,
         hidden_size=256,
@@ -46,15 +52,18 @@ def _configuration(recipe: str) -> Any:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         gradient_accumulation_fusion=False,
+        add_bias_linear=experts is None,
+        **(mixture if experts else {}),
     )
 
 
-def _build(recipe: str, overlap: bool) -> Run:
+def _build(recipe: str, overlap: bool, experts: int | None) -> Run:
     importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
     torch.manual_seed(3)
     tensor_parallel.model_parallel_cuda_manual_seed(3)
-    config = _configuration(recipe)
-    model = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), VOCABULARY, SEQUENCE)
+    config = _configuration(recipe, experts)
+    layers = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=experts is not None)
+    model = GPTModel(config, layers, VOCABULARY, SEQUENCE)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
@@ -72,16 +81,16 @@ def _build(recipe: str, overlap: bool) -> Run:
 
 
 def train(
-    recipe: str, overlap: bool, by_zerocast: bool
+    recipe: str, overlap: bool, by_zerocast: bool, experts: int | None = None
 ) -> tuple[list[float], dict[str, casts.Bytes], dict[str, int], bool, int]:
     """Losses; in the end the bytes of FP8 weights, what is stale, whether verify is content, and how many weights there are."""
     with host("all"):
         if by_zerocast:
             with integration.building():
-                run = _build(recipe, overlap)
+                run = _build(recipe, overlap, experts)
             attached = integration.attach(run.optimizer, run.ddp)
         else:
-            run = _build(recipe, overlap)
+            run = _build(recipe, overlap, experts)
         losses = [step(run, number, SEQUENCE) for number in range(STEPS)]
         run.force_sync()
         torch.cuda.synchronize()

@@ -103,6 +103,11 @@ def test_refused_with_the_reason(ranks: Ranks, case: Any, argument: str, message
         assert re.match(message, said), said
 
 
+def test_several_experts_in_one_tensor_are_refused(ranks: Ranks) -> None:
+    for said in ranks(2)(te_attaching.grouped_experts):
+        assert re.match("TypeError: .* is a GroupedTensor, .* set moe_single_grouped_weight=False", said), said
+
+
 def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
     for said in ranks(1)(te_attaching.without_a_seam):
         assert "with TransformerEngine's tensors, has no _post_param_sync" in said

@@ -34,6 +34,17 @@ def test_a_gpt_of_its_layers(gpu_ranks: Ranks, world: int, recipe: str, overlap:
             casts.assert_same_bytes(found[name], same, name)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_grouped_experts(gpu_ranks: Ranks, world: int, recipe: str) -> None:
+    """Its grouped products, each expert with a weight of its own."""
+    theirs = gpu_ranks(world)(te_gpt.train, recipe, True, False, 4, timeout=SECONDS)
+    ours = gpu_ranks(world)(te_gpt.train, recipe, True, True, 4, timeout=SECONDS)
+    for (their_losses, *_), (losses, _, stale, ok, weights) in zip(theirs, ours, strict=True):
+        assert weights == 20 and ok and not stale
+        assert losses == their_losses and losses[3] < losses[0]
+
+
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", ["nvfp4", "mixed"])

@@ -50,6 +50,7 @@ FORMATS = {
     "nvfp4": {"*.weight": "nvfp4"},
     "mxfp8": {"layers.0.*": "mxfp8"},
     "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
+    "experts": {"weight1": "fp8_current"},
     "half": {"layers.[01].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
