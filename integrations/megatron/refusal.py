@@ -36,9 +36,9 @@ def refuse_grouped(chunk: Any) -> None:
         for weight, param in own:
             if isinstance(param, QuantizedWeight):
                 raise ValueError(
-                    f"{name}.{weight} holds {module.num_local_experts} experts side by side, and a {type(module).__name__} views it "
-                    "expert by expert, which blocks would span: set moe_grouped_gemm=False, by which each has weights of its own, "
-                    "or leave it out of the recipe"
+                    f"{name}.{weight} holds {module.num_local_experts} experts side by side, and a {type(module).__name__} "
+                    "views it expert by expert, which blocks would span: set moe_grouped_gemm=False, by which each has weights of "
+                    "its own, or leave it out of the recipe"
                 )
 
 
