@@ -35,11 +35,11 @@ def _error(call: Callable[[], Any]) -> str:
     return ""
 
 
-def delayed(formats: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
+def steps(formats: str, layers: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
     """By step: all-reduces of the cast, stale bytes, whether verify is content, weights whose amax is not that of the master."""
     found, reduce = [], Group.all_reduce_max
-    with host(ALL_LAYERS):
-        run, attached = _attached(Case(formats, te=ALL_LAYERS))
+    with host(layers):
+        run, attached = _attached(Case(formats, te=layers))
         for number in range(5):
             scales = {
                 name: float(w._quantizer.scale) for name, w in run.te_tensors.items() if hasattr(w._quantizer, "scale")

@@ -48,12 +48,16 @@ def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
     """It sets scales and rolls histories, in the third step those of new quantizers; a cast scales by what is there, and raises the
     amax. One all-reduce for all formats.
     """
-    assert ranks(world)(te_attaching.delayed, "delayed") == [[(1, {}, True, [])] * 5] * world
+    assert ranks(world)(te_attaching.steps, "delayed", ALL_LAYERS) == [[(1, {}, True, [])] * 5] * world
+
+
+def test_one_all_reduce_for_the_weights_of_both_libraries(ranks: Ranks) -> None:
+    assert ranks(2)(te_attaching.steps, "mixed", "02") == [[(1, {}, True, [])] * 5] * 2
 
 
 def test_every_byte_counts(ranks: Ranks) -> None:
