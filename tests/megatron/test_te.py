@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron import faulty, te, te_attaching
+from tests.megatron import faulty, measuring, te, te_attaching
 from tests.megatron.checkpoints import resume
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train, train_in_the_hole
@@ -63,6 +63,14 @@ def test_one_all_reduce_for_the_weights_of_both_libraries(ranks: Ranks) -> None:
 def test_every_byte_counts(ranks: Ranks) -> None:
     for ok, found, wanted in ranks(2)(te_attaching.every_buffer):
         assert ok and found == wanted and len(wanted) > 12
+
+
+def test_measured_steps(ranks: Ranks) -> None:
+    plain = [losses for losses, _, _ in ranks(2)(measuring.steps, True, None, "02")]
+    for (losses, samples, amaxes), expected in zip(ranks(2)(measuring.steps, True, 2, "02"), plain, strict=True):
+        assert losses == expected
+        assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes and len(amaxes) == 4
+        assert all(0 < counts.cast_error < 0.2 for counts in samples[-1].weights.values())
 
 
 def test_copies_that_transformer_engine_dropped_are_made_again(ranks: Ranks) -> None:
