@@ -8,8 +8,9 @@ import pytest
 
 from tests.megatron import faulty, measuring, te, te_attaching
 from tests.megatron.checkpoints import resume
+from tests.megatron.hole import train_in_the_hole
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train, train_in_the_hole
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
 from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
