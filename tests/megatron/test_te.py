@@ -126,6 +126,14 @@ def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
         assert "with TransformerEngine's tensors, has no _post_param_sync" in said
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_built_outside(ranks: Ranks, world: int) -> None:
+    """Megatron's own layout is taken where it sends all bytes: FP8 on any number of ranks, NVFP4 on two."""
+    assert ranks(world)(te_attaching.built_outside, "fp8") == [("", {})] * world
+    for said, stale in ranks(world)(te_attaching.built_outside, "nvfp4"):
+        assert not stale and ("would be lost. Build model" in said) == (world == 3)
+
+
 def test_the_hole_is_closed_for_them_too(ranks: Ranks) -> None:
     for said, stale in ranks(3)(train_in_the_hole, Case("nvfp4", te=ALL_LAYERS)):
         assert stale and "would be lost. Build model" in said
