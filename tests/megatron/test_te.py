@@ -48,6 +48,16 @@ def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
     assert outcomes["again"] and outcomes["load"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("where", "overlap"), [("step", False), ("forward", True), ("sync", False), ("load", False)])
+def test_every_operator(ranks: Ranks, tmp_path: Path, where: str, overlap: bool) -> None:
+    arguments = Case("mixed", overlap, te="02"), where, 1, str(tmp_path)
+    ((outcomes, wrong),) = ranks(1)(faulty.at_operators, *arguments, timeout=900.0)
+    assert not wrong, wrong[:5]
+    assert outcomes["again"] + outcomes["refresh"] + outcomes["load"] > 10 and outcomes["nothing"] == 2, outcomes
+
+
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
