@@ -93,6 +93,8 @@ def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, i
     if weight.state.only:  # the other direction's codes were not gathered
         other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.only]
         held[f"{other}_data"] = held[f"{other}_scale_inv"] = None
+    if weight.state.keeps_amax:  # a host moves its amax and scale on between casts
+        held["amax"] = held["scale"] = None
     comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
     for name in UNDETERMINED:
         if name in comparisons:

@@ -50,15 +50,21 @@ class Twin:
         self.weight = QuantizedWeight.of_buffers(self._shape, fmt, nominal, buffers)
 
     def is_of(self, tensor: Any, nominal: torch.dtype) -> bool:
-        """Whether the tensor still has the quantizer, shape and dtype that this was made for."""
-        quantizer = getattr(tensor, "_quantizer", None)
-        if (
-            quantizer not in (None, self._quantizer)
-            or self._nominal is not nominal
-            or tuple(tensor.shape) != self._shape
-        ):
+        """Whether the tensor still has the format, shape and dtype that this was made for, be it by another quantizer."""
+        if self._nominal is not nominal or tuple(tensor.shape) != self._shape:
             return False
-        return not self.codes_in_transpose or getattr(tensor, self.adapter.of_tensor[_DATA]) is None
+        if self.codes_in_transpose and getattr(tensor, self.adapter.of_tensor[_DATA]) is not None:
+            return False
+        quantizer = getattr(tensor, "_quantizer", None)
+        return quantizer in (None, self._quantizer) or self._takes(tensor, quantizer)
+
+    def _takes(self, tensor: Any, quantizer: Any) -> bool:
+        """Go over to another quantizer if its format is the same; `follow` finds the buffers that it holds."""
+        same = adapter_of(quantizer) is self.adapter
+        same = same and self.adapter.format_of(tensor, quantizer) == self.weight.format
+        if same:
+            self._quantizer = quantizer
+        return same
 
     def follow(self, tensor: Any) -> None:
         """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
