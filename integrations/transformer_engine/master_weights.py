@@ -12,7 +12,7 @@ from zerocast.group import Group, GroupLike
 from .entry import Entry, entries_of, parts_of
 from .kept import Kept, KeptPlans
 from .transposes import forget_copies
-from .twin import forget_twin
+from .twin import Twin, forget_twin
 
 _CALL = "calls quantize_master_weights"
 _plans = KeptPlans()
@@ -47,13 +47,23 @@ def quantize_master_weights(
         return
     members = Group.of(group)
     roll_call(members, _CALL)
+    given = model_weights, master_weights, start_offsets
+    again = _plans.again(*given, members) if model_weights and fsdp_shard_model_weights is None else None
+    if again is not None:
+        if not manual_post_all_gather_processing:
+            _drop_copies(again.parts(model_weights))
+        again.cast_again()
+        return
     kept, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     for weight in model_weights:
         if hasattr(weight, "clear_high_precision_init_val"):  # masters exist, so nobody needs it any more
             weight.clear_high_precision_init_val()
     if not manual_post_all_gather_processing:
-        _drop_copies(entries)
+        _drop_copies([(entry.tensor, entry.twin) for entry in entries])
+    kept.forget()
     kept.cast(entries)
+    if fsdp_shard_model_weights is None:
+        kept.remember(entries, *given)
 
 
 def cast_master_weights_to_fp8(
@@ -87,11 +97,11 @@ def release(model_weights: Sequence[Any]) -> None:
     forget_copies()
 
 
-def _drop_copies(entries: Sequence[Entry]) -> None:
+def _drop_copies(parts: Sequence[tuple[Any, Twin]]) -> None:
     """Columnwise copies are of the last cast: let the host drop them before this one, and hold on to none."""
-    for entry in entries:
-        entry.twin.adapter.outdate(entry.tensor)
-    held = [entry.twin.forget_columnwise() for entry in entries]
+    for tensor, twin in parts:
+        twin.adapter.outdate(tensor)
+    held = [twin.forget_columnwise() for _, twin in parts]
     if any(held):
         forget_copies()
 

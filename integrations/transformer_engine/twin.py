@@ -60,6 +60,21 @@ class Twin:
             return False
         return not self.codes_in_transpose or getattr(tensor, self.adapter.of_tensor[_DATA]) is None
 
+    def watched_by_a_cast(self, tensor: Any) -> tuple[str, ...]:
+        """The attributes that decide how this tensor is cast, and where its codes go."""
+        checked = self.adapter.checked(tensor, self._quantizer)
+        return self._watched(tensor, ["dtype", *checked, *self.adapter.places(self._written)])
+
+    def watched_by_a_copy(self, tensor: Any) -> tuple[str, ...]:
+        """The attributes that hold what a columnwise copy is made of, and the copy."""
+        copy = [name for name in _COLUMNWISE if name in self.adapter.of_tensor]
+        return self._watched(tensor, self.adapter.places([*self._written, *copy]))
+
+    def _watched(self, tensor: Any, names: list[str]) -> tuple[str, ...]:
+        if getattr(tensor, "_quantizer", None) is self._quantizer:
+            return ("_quantizer", *names)
+        return ("_quantizer", *(name for name in names if not name.startswith("_quantizer.")))
+
     def follow(self, tensor: Any) -> None:
         """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
         self.adapter.check(tensor, self._quantizer)
