@@ -20,6 +20,11 @@ def always() -> bool:
     return True
 
 
+def never(tensor: Any) -> bool:
+    """For what no tensor is."""
+    return False
+
+
 @dataclass(frozen=True)
 class Option:
     """An option of a quantizer or, with an underscore, of a tensor that must have one value where it exists."""
@@ -41,9 +46,10 @@ class Adapter:
     """One format in TransformerEngine's terms.
 
     `format` makes a FormatSpec of a quantizer. `of_tensor` and `of_quantizer` say which attribute holds which buffer, by the
-    names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as automatic post-processing asks for; `copies` says whether
-    this GPU needs one, `copied` is called with the tensors whose copies were made. `alone` is the reason for which a Hybrid tensor
-    cannot hold one direction of the format; with `two_payloads` codes by columns are cast and gathered by themselves.
+    names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as automatic post-processing asks for, or marks it so that
+    `outdated` is true; `copies` says whether this GPU needs one, `copied` is called with the tensors whose copies were made.
+    `alone` is the reason for which a Hybrid tensor cannot hold one direction of the format; with `two_payloads` codes by columns
+    are cast and gathered by themselves.
     """
 
     format: Callable[[Any], FormatSpec]
@@ -51,6 +57,7 @@ class Adapter:
     of_quantizer: Mapping[str, str] = field(default_factory=dict)
     options: tuple[Option, ...] = ()
     outdate: Callable[[Any], None] = nothing
+    outdated: Callable[[Any], bool] = never
     copies: Callable[[], bool] = always
     copied: Callable[[Sequence[Any]], None] = nothing
     alone: str = ""

@@ -53,6 +53,10 @@ def _invalidate_transpose(tensor: Any) -> None:
     tensor._transpose_invalid = tensor._data is not None  # without data, the transpose is all there is
 
 
+def _has_invalid_transpose(tensor: Any) -> bool:
+    return bool(tensor._transpose_invalid)
+
+
 def _validate_transposes(tensors: Sequence[Any]) -> None:
     for tensor in tensors:
         tensor._transpose_invalid = False
@@ -79,6 +83,7 @@ _ADAPTERS = {
         _PER_TENSOR,
         {"scale": "scale", "amax": "amax"},
         outdate=_invalidate_transpose,
+        outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
         copied=_validate_transposes,
     ),
@@ -86,6 +91,7 @@ _ADAPTERS = {
         functools.partial(_scaled, "fp8_current"),
         _PER_TENSOR,
         outdate=_invalidate_transpose,
+        outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
         copied=_validate_transposes,
     ),

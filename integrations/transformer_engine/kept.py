@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerocast import CastPlan
 from zerocast.arena import into_arena
 from zerocast.group import Group
+from zerocast.master_source import MasterSource
 from zerocast.shard import ShardData
 
 from .adapters import is_quantized
@@ -34,10 +35,15 @@ class Kept:
         self._plan.freshness.advice = "call quantize_master_weights after the masters change"
         self._places = _places(entries)
 
-    def is_of(self, entries: Sequence[Entry], group: Group) -> bool:
+    def is_of(self, twins: Sequence[Twin], group: Group) -> bool:
         """Whether this was built for these weights and this group."""
-        same = len(entries) == len(self._twins) and group.handle is self._group.handle
-        return same and all(entry.twin is twin for entry, twin in zip(entries, self._twins, strict=True))
+        same = len(twins) == len(self._twins) and group.handle is self._group.handle
+        return same and all(one is other for one, other in zip(twins, self._twins, strict=True))
+
+    def master_source(self) -> MasterSource:
+        """The masters of the last call with the twins that they were cast into."""
+        (source,) = self._plan.master_sources()
+        return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:
         """The first entry of which this rank owns other elements than when this was built; None if there is none."""
@@ -93,10 +99,10 @@ class KeptPlans:
     def __init__(self) -> None:
         self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def find(self, model_weights: Sequence[Any], entries: Sequence[Entry], group: Group) -> Kept | None:
+    def find(self, model_weights: Sequence[Any], twins: Sequence[Twin], group: Group) -> Kept | None:
         """The plan of these weights, if one was built."""
         found: list[Kept] = self._by_first.get(model_weights[0], [])
-        return next((kept for kept in found if kept.is_of(entries, group)), None)
+        return next((kept for kept in found if kept.is_of(twins, group)), None)
 
     def again(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
@@ -116,6 +122,9 @@ class KeptPlans:
     def knows(self, weight: Any) -> bool:
         """Whether a list that begins with this weight was cast before."""
         return weight in self._by_first
+
+
+plans = KeptPlans()
 
 
 def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:
