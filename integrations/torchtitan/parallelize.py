@@ -26,7 +26,7 @@ class Parallelize:
         self._parallelize_fn = parallelize_fn
 
     def __call__(self, model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-        """As torchtitan calls it. Raises as `zerocast.fsdp2.prepare`; slices that are not whole blocks raise at the first gather."""
+        """As torchtitan calls it. Raises as `zerocast.fsdp2.prepare`; slices of parts of blocks raise at the first gather."""
         if parallel_dims.tp == 1 or NAME not in job_config.model.converters:
             whole: nn.Module = self._parallelize_fn(model, parallel_dims, job_config)
             return whole
