@@ -15,6 +15,7 @@ from tests.fsdp2 import (
     test_checkpoints,
     test_freshness,
     test_fused_adamw,
+    test_optimizers,
     test_tensor_parallel,
     test_training,
     test_wire,
@@ -33,7 +34,7 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
     "replicas": (test_bits.on_mesh, (2, 1)),
     "meta": (test_bits.from_meta,),
-    **{name: (test_bits.stepped_by, name) for name in test_bits.OPTIMIZERS},
+    "optimizers": (test_optimizers.all_differences, "default", "foreach", "fused", "capturable", "capturable foreach"),
     **{
         f"{name} on all ranks": (test_freshness.changed, name, 64, 96, FORMATS, True) for name in test_freshness.CHANGES
     },

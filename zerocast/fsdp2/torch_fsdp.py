@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -79,3 +80,25 @@ def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(counted)  # noqa: B009
     return context
+
+
+def key_graphs_by_local_tensors() -> None:
+    """Let torch's cache of compiled graphs look into DTensors, whose own key has their mesh and placements only.
+
+    A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and quantized weights, and the other way
+    about: kernels that read memory which is not there. Torch 2.13 has that cache on disk by default.
+    """
+    hashed = getattr(DTensor, _KEY, None)
+    if hashed is None or hasattr(hashed, "looks_into"):
+        return
+
+    def of_both(tensor: DTensor) -> str:
+        own = getattr(tensor._local_tensor, _KEY, None)
+        key: str = hashed(tensor)
+        return key if own is None else f"{key} {own()}"
+
+    of_both.looks_into = True  # type: ignore[attr-defined]
+    setattr(DTensor, _KEY, of_both)
+
+
+_KEY = "_stable_hash_for_caching"
