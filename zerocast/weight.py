@@ -280,12 +280,12 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Products go to `zerocast.compute`; everything else to the dispatcher below, results not re-wrapped."""
-        handler = compute.PRODUCTS.get(func)
-        if handler is not None:
-            return handler(*args, **(kwargs or {}))
+        """Products go to `zerocast.compute`; everything else to the dispatcher below, results not re-wrapped.
+
+        Whatever either asks of its tensors does not come back here: a product asks a dozen times.
+        """
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return compute.PRODUCTS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

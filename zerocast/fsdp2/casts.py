@@ -22,7 +22,7 @@ from zerocast.agreement import agree, roll_call
 from zerocast.freshness import debugging
 from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
-from zerocast.fsdp2.headers import UNREAD, Headers
+from zerocast.fsdp2.headers import UNREAD, Gather, Headers
 from zerocast.fsdp2.held import Held, Places, held_by
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.sources import sources
@@ -175,8 +175,11 @@ class Casts:
         if not self._reductions:
             self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
             self._reductions = list(self._agree())
-            by_group = {held.group: held for _, members in self._reductions for held in members}
-            self._of_groups = list(by_group.values())
+            self._of_groups = [first for first, *_ in self._by_group()]
+            for held in self._by_group():
+                gather = Gather(self.headers, [one.master for one in held])
+                for one in held:
+                    one.master.gather = gather
         if not self.groups or self._places.moved():
             self.groups = []  # whatever raises from here on is begun anew
             for master in self.masters:
@@ -202,9 +205,14 @@ class Casts:
                 master.delayed["cast_scale"].copy_(master.delayed["scale"])
                 master.seeded = True
 
+    def _by_group(self) -> list[list[Held]]:
+        """The weights by who gathers them, each group's in the order of its gather."""
+        groups = [held_by(group(), self) for group in self._gathering]
+        return [held for held in groups if held]
+
     def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        held = [one for group in self._gathering for one in held_by(group(), self)]
+        held = [one for group in self._by_group() for one in group]
         missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
         if missing:
             raise RuntimeError(

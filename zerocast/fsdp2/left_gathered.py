@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.fsdp2.amax_group import Reduction
-from zerocast.fsdp2.headers import UNREAD, Headers
+from zerocast.fsdp2.headers import UNREAD, Gather, Headers
 from zerocast.fsdp2.held import Held
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.shard_weight import EMPTY, WRITTEN
@@ -92,7 +92,7 @@ class LeftGathered:
         for reduction, masters in casts.by_reduction():
             said = Said(masters, reduction, casts.generation)
             if said.headers.is_cuda:
-                casts.headers.note(said, said.headers)
+                Gather(casts.headers, [said]).note(said, said.headers.view(-1, 2))
             else:
                 said.check(said.headers)
             everywhere = said.everywhere() or everywhere

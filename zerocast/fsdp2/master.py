@@ -12,7 +12,7 @@ from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
 from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
-from zerocast.fsdp2.headers import Headers
+from zerocast.fsdp2.headers import Gather
 from zerocast.fsdp2.shard_weight import CLEAN, EMPTY, TORN, WRITTEN, ShardWeight
 from zerocast.group import Group
 from zerocast.wholeness import Wholeness
@@ -24,7 +24,6 @@ class Casting(Protocol):
     """What a weight needs of the casts of its model."""
 
     generation: int
-    headers: Headers
     wholeness: Wholeness
     written: list["Master"]
 
@@ -56,6 +55,7 @@ class Master:
         self._shard: ShardWeight | None = None
         self._address = 0
         self._gathered: Gathered | None = None
+        self.gather: Gather  # of the weights that FSDP2 gathers with it, once it has sharded the model
         self._header = -1, CLEAN  # of which cast, and what it says
         self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
 
@@ -170,7 +170,7 @@ class Master:
         if not headers.is_cuda:
             everywhere = self._all_written(headers)
         else:
-            self.casts.headers.note(self, headers)
+            self.gather.note(self, headers)
             changed = WRITTEN, EMPTY
             everywhere = self._said in changed and all(said in changed for said, _ in headers.tolist())
         if everywhere and self._sent == self.casts.generation:
