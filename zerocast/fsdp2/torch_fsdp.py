@@ -1,7 +1,7 @@
 """What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,6 +59,22 @@ def reshards_after_forward(group: Any) -> bool:
 def gathers_for_backward(group: Any) -> bool:
     """Whether a gather of now is for a backward pass, prefetched or not."""
     return bool(group._training_state.name == "PRE_BACKWARD")
+
+
+def backward_pass() -> int | None:
+    """The number of the backward pass that autograd is running, as it is for hooks of gradients; None outside of any."""
+    running: int = getattr(torch._C, "_current_graph_task_id")()  # noqa: B009
+    return None if running == -1 else running
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Let the backward pass that is running end with this."""
+    getattr(torch.autograd.Variable, "_execution_engine").queue_callback(call)  # noqa: B009
+
+
+def is_idle(group: Any) -> bool:
+    """Whether a parameter group is in no pass."""
+    return bool(group._training_state.name == "IDLE")
 
 
 @contextlib.contextmanager
