@@ -15,6 +15,7 @@ from tests.fsdp2 import (
     test_checkpoints,
     test_freshness,
     test_fused_adamw,
+    test_loops,
     test_optimizers,
     test_tensor_parallel,
     test_training,
@@ -41,6 +42,9 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "compiled optimizer": (test_freshness.compiled_steps, "adamw"),
     "refresh after one rank": (test_freshness.refreshed_after_one_rank,),
     "fused step": (test_fused_adamw.stepped,),
+    "steps within a backward pass": (test_loops.stepped_within, "sgd", False),
+    "fused steps within a backward pass": (test_loops.stepped_within, "fused", True),
+    "loops": (test_loops.changes, False, tuple(test_loops.DETOURS)),
     "gpt, two optimizers": (test_training.trained,),
 }
 
