@@ -261,6 +261,15 @@ class QuantizedWeight(Tensor):
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, context
 
+    def _stable_hash_for_caching(self) -> str:
+        """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
+        names, context = self.__tensor_flatten__()
+        buffers = [self.state.buffers[name] for name in names]
+        inner = [
+            (name, tuple(b.shape), b.stride(), b.dtype) for name, b in zip(names, buffers, strict=True) if b is not None
+        ]
+        return f"QuantizedWeight of {self.device} {context} {inner}"
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""

@@ -40,6 +40,7 @@ class Casts:
         self.memory = MasterMemory({})
         self.due = True
         self._stepped = True  # whether a step made it due
+        self._within: int | None = None  # the backward pass within which that was, by a hook of a gradient
         self.generation = 0
         self.steps = 0  # casts after an optimizer step
         self.headers = Headers()
@@ -64,12 +65,28 @@ class Casts:
         return model
 
     def make_due(self, by: Optimizer | None = None) -> None:
-        """Cast before the next gather, and let there be one: weights left gathered are freed. `by` is who stepped."""
+        """Cast before the next gather, and let there be one: weights left gathered are freed. `by` is who stepped.
+
+        Optimizers that step within a backward pass, each a few parameters, take one step together: what is gathered for the rest
+        of that pass are the weights of its forward pass.
+        """
         self.due = self._stepped = True
         if by not in self.measuring:
             self.forget_measured()
+        within = None if by is None else torch_fsdp.backward_pass()
+        if within is None:
+            self._discard()
+            self._free_gathered()
+        elif within != self._within:
+            torch_fsdp.at_end_of_backward(self._free_idle)
+        self._within = within
+
+    def _discard(self) -> None:
         torch_fsdp.discard_gathers(group() for group in self._gathering)
-        self._free_gathered()
+
+    def _free_idle(self) -> None:
+        """At the end of a backward pass, which may be one of recomputed modules within another."""
+        torch_fsdp.reshard(group for group in (group() for group in self._gathering) if torch_fsdp.is_idle(group))
 
     def gathered(self) -> list[Held]:
         """One weight of each of FSDP2's groups that is gathered now."""
@@ -93,17 +110,20 @@ class Casts:
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        due = self.due and (self._within is None or torch_fsdp.backward_pass() is None)
         for reduction, _ in self._reductions:
-            roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
-        self.headers.check(leave=0 if self.due else UNREAD)
-        if self.due:
+            roll_call(reduction.group, f"{'casts and gathers' if due else 'gathers'} after cast {self.generation}")
+        self.headers.check(leave=0 if due else UNREAD)
+        if due:
+            if self._within is not None:
+                self._discard()  # of a backward pass that raised
             self.refresh(repeat=not self._stepped)
         elif not self.groups:
             self.bind()
 
     def cast_again(self) -> None:
-        """Cast because all ranks were written to."""
-        self.refresh(repeat=True)
+        """Cast because all ranks were written to; by a step, perhaps, whose cast this then is."""
+        self.refresh(repeat=not self._stepped)
 
     def delayed(self) -> dict[str, dict[str, Tensor]]:
         """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
@@ -146,7 +166,7 @@ class Casts:
                 group.stamp(self.generation + 1)
         self.generation += 1
         self.steps += not repeat
-        self.due = self._stepped = False
+        self.due, self._stepped, self._within = False, False, None
         written, self.written = self.written, []
         for master in written:
             master.written_to = False

@@ -112,6 +112,10 @@ class MasterParameter(Tensor):
         """The inverse of `__tensor_flatten__`."""
         return MasterParameter(inner["plain"], owner)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Part of the key of a compiled graph (`torch_fsdp.key_graphs_by_local_tensors`)."""
+        return f"MasterParameter of {self.dtype} {tuple(self.shape)} {self.stride()}"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run on the plain tensors; note what is written, keep the wrapper where `_KEEP` says so."""

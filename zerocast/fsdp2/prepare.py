@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2 import torn
+from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.left_gathered import LeftGathered
 from zerocast.fsdp2.master import Master
@@ -59,6 +59,7 @@ def prepare(
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
+    torch_fsdp.key_graphs_by_local_tensors()
     casts = Casts(model, weight_mesh)
     chosen: dict[Tensor, Master] = {}
     for name, parameter in weights.items():
