@@ -17,13 +17,15 @@ from zerocast.columnwise import ColumnwiseCopies
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
-from . import host, refusal
+from . import host, refusal, te_tensors
 from .checkpoint import load_plain_values, saving_unpadded
 from .guard import AGAIN, RELOAD, Guard
 from .inner_state import without_steps
+from .primary import is_primary, weight_of
 from .scaling_state import ScalingState
 from .shards import Shards, misplaced, shards_of, uncovered
 from .sources import Source, finish
+from .te_tensors import TETensors
 
 ADVICE = (
     "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
@@ -64,7 +66,7 @@ class Attachment:
             yield from source.master_sources()
 
     def detach(self) -> None:
-        """Give the host its own methods back. Its quantized weights stay, and nothing casts them any more."""
+        """Give the host its own methods back. Its quantized weights stay, and nothing of zerocast's casts them any more."""
         for owner, name in self._replaced:
             del vars(owner)[name]
         for undo in self._undo:
@@ -82,6 +84,8 @@ class Attachment:
         """Replace the methods of one optimizer that cast, and those of the bucket groups of its buffers."""
         group = Group.of(optimizer.data_parallel_group)
         scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
+        theirs = TETensors(zip(shards.names, shards.params, shards.weights, strict=True))
+        self._undo.append(theirs.release)
         plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
         plan.freshness.advice = ADVICE
         self.plans.append(plan)
@@ -94,13 +98,14 @@ class Attachment:
             for bucket_group in host.bucket_groups(chunk)
             if any(id(bucket) in buckets for bucket in bucket_group.buckets)
         ]
-        source = Source(group, shards, scaling, mine)
+        source = Source(plan, shards, theirs, mine)
         plan.freshness.owner = weakref.ref(source)
         self._sources.append(source)
 
         @torch.no_grad()
         def copy_masters(cast: Callable[[CastPlan], None] = scaling.cast) -> None:
             source.cast()
+            theirs.follow()
             cast(plan)
             if parts:
                 torch._foreach_copy_(parts, masters)
@@ -110,7 +115,7 @@ class Attachment:
             source.gather()
 
         self._refreshes[id(optimizer)] = refresh
-        copy_model = _then(_copy_model(optimizer, shards), refresh)
+        copy_model = _then(_copy_model(optimizer, shards, theirs), refresh)
         self._replace(optimizer, "_copy_main_params_to_model_params", self._guard.writer(copy_masters, "a cast", AGAIN))
         self._replace(
             optimizer,
@@ -122,9 +127,11 @@ class Attachment:
         self._replace(optimizer, "load_state_dict", loading)
         group_of: dict[int, Any] = {}
         for bucket_group in mine:
-            weights = _quantized(bucket_group)
-            group_of.update((id(weight.state), bucket_group) for weight in weights)
-            after_gather = _after_gather(weights, plan.backend, source, bucket_group)
+            params = _primary(bucket_group)
+            group_of.update((id(weight_of(param).state), bucket_group) for param in params)
+            after_gather = _after_gather(params, plan.backend, source, bucket_group)
+            if any(map(te_tensors.is_te_tensor, params)):  # Megatron asks TransformerEngine for their copies
+                self._replace(bucket_group, "_post_param_sync", _nothing)
             for name in ("start_param_sync", "finish_param_sync"):
                 gather = _completing(bucket_group, name, after_gather)
                 self._replace(bucket_group, name, self._guard.writer(gather, "an all-gather", AGAIN))
@@ -180,6 +187,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     refusal.refuse_layer_wise(optimizer)
     optimizers = host.distributed_optimizers(optimizer)
+    for chunk in chunks:
+        refusal.refuse_grouped(chunk)
     host.check_optimizer(optimizer, chained=True)
     for one in optimizers:
         refusal.refuse(one)
@@ -188,6 +197,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
     _check_first([optimizer, *optimizers], groups)
     found = [shards_of(one, names) for one in optimizers]
+    host.check_groups(group for group in groups if any(map(te_tensors.is_te_tensor, _primary(group))))
     _check_owned(found, groups, names)
     attachment = Attachment()
     for one, shards in zip(optimizers, found, strict=True):
@@ -201,6 +211,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
         raise
     for chunk in chunks:
         attachment._undo += load_plain_values(chunk)
+        attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_whole)
     return attachment
 
 
@@ -212,8 +223,8 @@ def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
 
 
 def _check_owned(found: Sequence[Shards], groups: Sequence[Any], names: dict[int, str]) -> None:
-    owned = {id(weight) for shards in found for weight in shards.weights}
-    orphans = [names[id(w)] for group in groups for w in _quantized(group) if id(w) not in owned]
+    owned = {id(param) for shards in found for param in shards.params}
+    orphans = [names[id(param)] for group in groups for param in _primary(group) if id(param) not in owned]
     if orphans:
         raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
 
@@ -232,17 +243,22 @@ def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any]) -> No
         raise ValueError(wrong)
 
 
-def _quantized(bucket_group: Any) -> list[QuantizedWeight]:
-    return [p for bucket in bucket_group.buckets for p in bucket.params_list if isinstance(p, QuantizedWeight)]
+def _primary(bucket_group: Any) -> list[Any]:
+    return [param for bucket in bucket_group.buckets for param in bucket.params_list if is_primary(param)]
 
 
-def _after_gather(
-    weights: Sequence[QuantizedWeight], backend: str, source: Source, bucket_group: Any
-) -> Callable[[], None]:
-    copies = ColumnwiseCopies(weights, backend)
+def _nothing() -> None:
+    """What is done after a gather is done elsewhere."""
+
+
+def _after_gather(params: Sequence[Any], backend: str, source: Source, bucket_group: Any) -> Callable[[], None]:
+    copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)
+    theirs = [param for param in params if not isinstance(param, QuantizedWeight)]
+    weights = [weight_of(param) for param in params]
 
     def after_gather() -> None:
         copies.make()
+        te_tensors.make_copies(theirs)
         for weight in weights:
             weight.state.mark_columnwise()
         source.gathered(bucket_group)
@@ -264,7 +280,7 @@ def _completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) 
     return call
 
 
-def _copy_model(optimizer: Any, shards: Shards) -> Callable[..., None]:
+def _copy_model(optimizer: Any, shards: Shards, theirs: TETensors) -> Callable[..., None]:
     """Masters from the model, as at the start of a fine-tuning run: from a state dict by the host, from codes by dequantizing."""
     original = optimizer._copy_model_params_to_main_params
 
@@ -273,6 +289,7 @@ def _copy_model(optimizer: Any, shards: Shards) -> Callable[..., None]:
         if state_dict is not None:
             original(state_dict=state_dict)
             return
+        theirs.follow()
         for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
             if master is not None:
                 span = shards.span(i)

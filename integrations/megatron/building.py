@@ -1,7 +1,8 @@
 """building(): the context in which Megatron-Core lays QuantizedWeights out in its byte buffers and makes their masters.
 
 Megatron asks functions and globals of its modules which parameters live in byte buffers and how they move there. They answer for
-QuantizedWeights inside the context only; afterwards every one is the object that it was.
+QuantizedWeights inside the context only; afterwards every one is the object that it was. TransformerEngine's tensors it knows by
+itself: the context gives them the layout, and refuses what `attach` would.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from torch import Tensor
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 
-from . import host, layout
+from . import host, layout, te_tensors
+from .refusal import BOTH_DIRECTIONS
 
 
 class _FourBitMeta(type):
@@ -29,8 +31,9 @@ class FourBit(metaclass=_FourBitMeta):
 def building() -> Iterator[None]:
     """Build DistributedDataParallel and the optimizer in here, over a model whose weights `zerocast.quantize_` replaced.
 
-    Masters start from the values before quantization. RuntimeError for a megatron-core without a name that is needed, ValueError
-    for a weight whose format has no place in a byte buffer (mxfp8, identity).
+    Or over one whose weights are tensors of TransformerEngine. Masters start from the values before quantization. RuntimeError for
+    a megatron-core without a name that is needed, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
+    identity).
     """
     moved: list[QuantizedWeight] = []
     replaced: list[tuple[Any, str, Any]] = []
@@ -60,6 +63,8 @@ def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
                 _move(param, storage)
                 moved.append(param)
             else:
+                if te_tensors.is_te_tensor(param):
+                    te_tensors.check(param)
                 original(param, storage)
 
         return move
@@ -102,7 +107,7 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     """Move the weight's bytes to `storage`, a view of the buffer, and let the optimizer read its initial value."""
     fmt = weight.format
     if fmt.columnwise is Columnwise.OWN_GRID:
-        raise ValueError(f"{weight!r}: {fmt} needs both directions gathered, and a byte buffer of Megatron holds one")
+        raise ValueError(f"{weight!r}: {fmt} {BOTH_DIRECTIONS}")
     if storage.numel() != weight.rowwise_data.numel():
         raise RuntimeError(
             f"{weight!r} has {weight.rowwise_data.numel()} bytes, and this megatron-core sets {storage.numel()} aside for it: "

@@ -10,17 +10,21 @@ from torch import Tensor, nn
 from zerocast import QuantizedWeight
 from zerocast.model import cast_whole
 
+from . import te_tensors
+from .primary import is_primary, weight_of
+
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
-    """Replace QuantizedWeights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
+    """Replace quantized weights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
 
     For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make the optimizer's part first: it
     finds parameters by identity. `is_loading` for what a load fills: tensors of any content, made without reading a weight.
     RuntimeError for weights that a step, a cast or a gather has left torn, unless for a load.
     """
     for entry in _entries(sharded_state_dict):
-        weight = getattr(entry, "data", None)
-        if isinstance(weight, QuantizedWeight):
+        param = getattr(entry, "data", None)
+        if is_primary(param):
+            weight = weight_of(param)
             entry.data = _unread(weight) if is_loading else weight.dequantize()
     return sharded_state_dict
 
@@ -42,7 +46,7 @@ def load_plain_values(chunk: nn.Module) -> list[Callable[[], None]]:
     return [
         module.register_load_state_dict_pre_hook(_cast_in).remove
         for module in chunk.modules()
-        if any(isinstance(param, QuantizedWeight) for param in module.parameters(recurse=False))
+        if any(map(is_primary, module.parameters(recurse=False)))
     ]
 
 
@@ -50,13 +54,13 @@ def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
     """Before a module takes its entries: cast the plain ones, and leave the weight itself in their place."""
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
-        if isinstance(param, QuantizedWeight) and isinstance(value, Tensor) and not isinstance(value, QuantizedWeight):
+        if is_primary(param) and isinstance(value, Tensor) and not is_primary(value):
             if value.shape != param.shape:
                 raise ValueError(
                     f"{prefix + name} has shape {tuple(param.shape)}, and {tuple(value.shape)} in the checkpoint"
                 )
-            cast_whole(param, value.detach().to(param.device))
-            state_dict[prefix + name] = param
+            cast_whole(weight_of(param), value.detach().to(param.device))
+            state_dict[prefix + name] = param if isinstance(param, QuantizedWeight) else te_tensors.loaded(param)
 
 
 def saving_unpadded(one: Any) -> Callable[..., Any]:

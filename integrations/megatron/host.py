@@ -107,6 +107,14 @@ def check_optimizer(optimizer: Any, chained: bool = False) -> None:
     require(optimizer, names, f"the optimizer, a {type(optimizer).__name__},")
 
 
+def check_groups(groups: Iterable[Any]) -> None:
+    """RuntimeError unless what these bucket groups do after a gather can be replaced: tensors of TransformerEngine need that."""
+    for group in groups:
+        require(
+            group, ("_post_param_sync",), f"a bucket group, a {type(group).__name__}, with TransformerEngine's tensors,"
+        )
+
+
 def bucket_groups(chunk: Any) -> list[Any]:
     """The bucket groups of a DistributedDataParallel, those of experts included. RuntimeError for anything else."""
     require(chunk, _OF_A_CHUNK, f"the model chunk, a {type(chunk).__name__},")

@@ -2,13 +2,19 @@
 
 from typing import Any
 
+from zerocast import QuantizedWeight
+
+BOTH_DIRECTIONS = (
+    "needs both directions gathered, and a byte buffer of Megatron holds one: take fp8_block or nvfp4 for it here, or mxfp8 under "
+    "zerocast.ZeroAdamW or zerocast.fsdp2"
+)
 _SETTINGS = (
     ("use_megatron_fsdp", "Megatron-FSDP shards parameters its own way: use zerocast.fsdp2"),
     ("use_precision_aware_optimizer", "the precision-aware optimizer keeps the masters inside the fused optimizer"),
     ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan"),
     (
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "it gathers bf16 masters through the gradient buffer; mxfp8 is not taken here",
+        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take fp8_block or nvfp4",
     ),
 )
 
@@ -21,6 +27,19 @@ def refuse_layer_wise(optimizer: Any) -> None:
         )
     for one in getattr(optimizer, "chained_optimizers", []):
         refuse_layer_wise(one)
+
+
+def refuse_grouped(chunk: Any) -> None:
+    """ValueError for a module that keeps all of its experts in one quantized weight, as GroupedMLP of older releases does."""
+    for name, module in chunk.named_modules():
+        own = module.named_parameters(recurse=False) if hasattr(module, "num_local_experts") else ()
+        for weight, param in own:
+            if isinstance(param, QuantizedWeight):
+                raise ValueError(
+                    f"{name}.{weight} holds {module.num_local_experts} experts side by side, and a {type(module).__name__} "
+                    "views it expert by expert, which blocks would span: set moe_grouped_gemm=False, by which each has weights of "
+                    "its own, or leave it out of the recipe"
+                )
 
 
 def refuse(optimizer: Any) -> None:

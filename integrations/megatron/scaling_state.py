@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 class ScalingState:
-    """Of the quantized weights of one optimizer, by name; nothing to do where none of them scales by the past."""
+    """Of the quantized weights of one optimizer, by name; nothing to do where none of them scales by the past.
+
+    Nor where TransformerEngine keeps scales and histories, in the state of its modules: there a cast raises the amax.
+    """
 
     def __init__(self, optimizer: Any, weights: Mapping[str, QuantizedWeight], group: Group) -> None:
         self._optimizer, self._rank = optimizer, group.rank
-        self._delayed = DelayedScaling(weights, group)
+        ours = {name: weight for name, weight in weights.items() if not weight.state.keeps_amax}
+        self._delayed = DelayedScaling(ours, group)
         self._never = [torch.zeros(1, dtype=torch.bool, device=weight.device) for weight in weights.values()][:1]
-
-    def scale_of(self, name: str) -> Tensor | None:
-        """f32[1]: what the live bytes were cast with; None for a weight without delayed scaling."""
-        return self._delayed.views.get(name, {}).get("cast_scale")
 
     def cast(self, plan: CastPlan) -> None:
         """A cast after a step."""

@@ -1,6 +1,6 @@
 """What one DistributedOptimizer owns: shards of quantized weights, plain parameters, and whether their bytes are sent from here."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from zerocast import QuantizedWeight, get_format
 from zerocast.layout import Span, byte_range
 from zerocast.master_source import OwnedMaster
 
+from .primary import is_primary, weight_of
+
 IDENTITY = get_format("identity")
 
 
@@ -17,11 +19,13 @@ IDENTITY = get_format("identity")
 class Shards:
     """Of one optimizer on this rank, quantized weights in the order of its buffers, the same on every rank.
 
-    `masters` and `starts` hold None where this rank owns nothing; `plain` holds (slice of the buffer, FP32 master) of the rest,
-    `others` all parameters that are not quantized, by name, with the master and its start where this rank owns a part.
+    `params` are the parameters that `weights` stand for. `masters` and `starts` hold None where this rank owns nothing; `plain`
+    holds (slice of the buffer, FP32 master) of the rest, `others` all parameters that are not quantized, by name, with the master
+    and its start where this rank owns a part.
     """
 
     names: list[str]
+    params: list[Any]
     weights: list[QuantizedWeight]
     masters: list[Tensor | None]
     starts: list[int | None]
@@ -33,13 +37,13 @@ class Shards:
         master, start = self.masters[index], self.starts[index]
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
-    def owned(self, scale_of: Callable[[str], Tensor | None]) -> Iterator[OwnedMaster]:
+    def owned(self, scales: Mapping[int, Tensor | None]) -> Iterator[OwnedMaster]:
         """All parameters with their masters, for `zerocast.verify`; plain ones as they are rounded to their dtype.
 
-        `scale_of` a name is what delayed scaling cast a weight with.
+        `scales` are what delayed scaling cast weights with, by id of the weight.
         """
         for i, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
-            yield OwnedMaster(name, weight, self.masters[i], self.span(i), scale_of(name))
+            yield OwnedMaster(name, weight, self.masters[i], self.span(i), scales.get(id(weight)))
         for name, (param, master, start) in self.others.items():
             shape = tuple(param.shape) or (1,)
             live = {"rowwise_data": param.detach().view(-1, shape[-1])}
@@ -50,21 +54,25 @@ class Shards:
 def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
     """Read an optimizer's shards; `names` are those of the parameters of the model, by id.
 
-    TypeError for a byte buffer with something else than QuantizedWeights in it.
+    TypeError or ValueError for a byte buffer with something in it that is not cast.
     """
-    found = Shards([], [], [], [], [], {})
+    found = Shards([], [], [], [], [], [], {})
     index: dict[int, int] = {}
     for buffer in optimizer.buffers:
         for param in buffer.params:
             name = names.get(id(param), "a parameter of another model")
-            if isinstance(param, QuantizedWeight):
+            if is_primary(param):
                 index[id(param)] = len(found.weights)
                 found.names.append(name)
-                found.weights.append(param)
+                found.params.append(param)
+                found.weights.append(_weight_of(param, name))
                 found.masters.append(None)
                 found.starts.append(None)
             elif buffer.param_dtype.itemsize == 1:
-                raise TypeError(f"{name} lies in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight")
+                raise TypeError(
+                    f"{name} lies in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
+                    "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
+                )
             elif param.numel():
                 found.others[name] = (param, None, 0)
     pairs = (
@@ -75,7 +83,7 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
         for model_group, main_group in zip(models, mains, strict=True):
             for param, master in zip(model_group, main_group, strict=True):
                 ranges = optimizer._get_model_param_range_map(param)
-                if isinstance(param, QuantizedWeight):
+                if is_primary(param):
                     at = index[id(param)]
                     found.masters[at], found.starts[at] = master, ranges["param"].start
                 else:
@@ -83,6 +91,13 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
                     found.others[name] = (param, master, ranges["param"].start)
                     found.plain.append((_slice(optimizer, param, ranges["gbuf_world_in_bucket"]), master))
     return found
+
+
+def _weight_of(param: Any, name: str) -> QuantizedWeight:
+    try:
+        return weight_of(param)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _slice(optimizer: Any, param: Any, place: Any) -> Tensor:
@@ -97,10 +112,10 @@ def misplaced(shards: Shards, bucket_groups: Sequence[Any]) -> str | None:
     places = {
         param: (group, bucket) for group in bucket_groups for bucket in group.buckets for param in bucket.params_list
     }
-    for i, (name, weight) in enumerate(zip(shards.names, shards.weights, strict=True)):
-        if weight not in places:
+    for i, (name, param, weight) in enumerate(zip(shards.names, shards.params, shards.weights, strict=True)):
+        if param not in places:
             return f"{name} is owned by the optimizer, and in no bucket of the model chunks that were given"
-        group, bucket = places[weight]
+        group, bucket = places[param]
         data, rowwise = bucket.param_data, weight.rowwise_data
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
             return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside building()"

@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerocast.group import Group
+from zerocast import CastPlan
 from zerocast.master_source import MasterSource
 
-from .scaling_state import ScalingState
 from .shards import Shards
+from .te_tensors import TETensors
 
 
 class Source:
-    """`shards` over `group`; `gathers` are the bucket groups that bring their bytes."""
+    """`shards`, `theirs` among them, as `plan` casts them; `gathers` are the bucket groups that bring their bytes."""
 
-    def __init__(self, group: Group, shards: Shards, scaling: ScalingState, gathers: Sequence[Any]) -> None:
-        self._group, self._shards, self._scaling, self._gathers = group, shards, scaling, list(gathers)
+    def __init__(self, plan: CastPlan, shards: Shards, theirs: TETensors, gathers: Sequence[Any]) -> None:
+        self._plan, self._shards, self._theirs, self._gathers = plan, shards, theirs, list(gathers)
         self._due: set[int] = set()
 
     def cast(self) -> None:
@@ -37,7 +37,9 @@ class Source:
             finish(bucket_group)
             if id(bucket_group) in self._due:
                 bucket_group.start_param_sync(force_sync=True)
-        yield MasterSource(self._group, tuple(self._shards.owned(self._scaling.scale_of)))
+        self._theirs.follow_copies()
+        scales = {id(owned.weight): owned.scale for source in self._plan.master_sources() for owned in source.masters}
+        yield MasterSource(self._plan.group, tuple(self._shards.owned(scales)))
 
 
 def finish(bucket_group: Any) -> None:

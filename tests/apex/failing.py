@@ -145,7 +145,7 @@ def while_loading() -> list[str]:
         return wrong
 
 
-def _collectives() -> dict[str, tuple[Any, str]]:
+def collectives() -> dict[str, tuple[Any, str]]:
     return {
         "reduce-scatter": (apex, "reduce_scatter_tensor"),
         "all-reduce": (Group, "all_reduce_max"),
@@ -173,7 +173,7 @@ def dies(path: str, collective: str, place: str) -> None:
             run.step(number)
         checkpoints.save(run, path)
         if run.rank == 1:
-            owner, name = _collectives()[collective]
+            owner, name = collectives()[collective]
             setattr(owner, name, _dying(getattr(owner, name), place))
         start = time.monotonic()
         with pytest.raises(RuntimeError):
@@ -198,7 +198,7 @@ def finished(path: str | None, steps: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def _late(collective: str, rank: int) -> Iterator[None]:
     """Rank 1 sleeps before its next collective of a kind."""
-    (owner, name), naps = _collectives()[collective], [NAP] * rank
+    (owner, name), naps = collectives()[collective], [NAP] * rank
     original = getattr(owner, name)
 
     def too_late(*args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.megatron import training
 from tests.megatron.here import host
-from tests.megatron.training import MIXED, Case, Run, build
+from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams
@@ -99,6 +100,20 @@ def with_a_tensor_of_others() -> str:
         buffer = next(b for b in _own(run).buffers if b.param_dtype == torch.uint8)
         buffer.params.append(nn.Parameter(torch.zeros(2)))
         return _error(lambda: _attach(run))
+
+
+class Experts(MegatronModule):
+    """As GroupedMLP of megatron-core 0.16 keeps them: side by side in one weight."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_local_experts = 4
+        self.weight1 = nn.Parameter(torch.zeros(64, 4 * 32, dtype=torch.bfloat16))
+
+
+def with_grouped_experts() -> str:
+    with host(), mock.patch.object(training, "Model", lambda config, te: Experts(config)):
+        return _error(lambda: _attach(_built(Case("experts"))))
 
 
 def in_a_format(fmt: str) -> str:

@@ -59,7 +59,7 @@ def _state(run: Run) -> State:
 
 def saved(case: Case, folder: str, kind: str) -> State:
     """Trained and saved: masters and moments."""
-    with host():
+    with host(case.te):
         run = attached(case)
         for number in range(case.steps):
             run.step(number)
@@ -69,7 +69,7 @@ def saved(case: Case, folder: str, kind: str) -> State:
 
 def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[str, int]]:
     """In another run: masters and moments, steps, stale bytes then and after two more steps."""
-    with host():
+    with host(case.te):
         run = attached(case)
         load(run, folder, kind)
         state, wrong = _state(run), run.stale_bytes()
@@ -96,7 +96,7 @@ def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:
     """Whether masters equal those of an uninterrupted run, bit for bit; stale bytes right after loading and in the end."""
     box = [tempfile.mkdtemp(prefix="zerocast-megatron-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
-    with host():
+    with host(case.te):
         straight, resumed = attached(case), attached(case)
         for number in range(case.steps):
             straight.step(number)

@@ -1,5 +1,11 @@
-"""Ranks are forked with megatron-core imported, which takes seconds."""
+"""Ranks are forked with megatron-core imported, which takes seconds.
+
+Not beside an installed TransformerEngine: megatron-core imports that too, it may begin with CUDA, and then nothing can be forked.
+"""
+
+import importlib.util
 
 from tests.workers import preload
 
-preload("tests.megatron.training")
+if importlib.util.find_spec("transformer_engine") is None:
+    preload("tests.megatron.training")

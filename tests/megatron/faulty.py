@@ -23,6 +23,7 @@ from tests.optim.faults import OutOfMemory
 from zerocast import verify
 from zerocast.group import Group
 from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron.primary import weight_of
 
 if not WHY_NOT:
     from megatron.core.distributed import param_and_grad_buffer as buffers
@@ -65,7 +66,8 @@ class Attached:
         self.run.force_sync()
         found = {f"own.{name}.{key}": casts.raw(value).copy() for name, key, value in self._owned()}
         for name, param in self.run.ddp.module.named_parameters():
-            held = casts.bytes_of(param) if name in self.run.weights else {"": casts.raw(param).copy()}
+            weight = weight_of(param) if name in self.run.weights else None
+            held = {"": casts.raw(param).copy()} if weight is None else casts.bytes_of(weight)
             found |= {f"{name}.{key}": value for key, value in held.items()}
         return found
 
@@ -91,7 +93,7 @@ class Attached:
             "save_parameter_state": lambda: optimizer.save_parameter_state(os.path.join(folder, "state")),
             "reload_model_params": optimizer.reload_model_params,
             "dequantize_": lambda: integration.dequantize_(model),
-            "dequantize": lambda: next(iter(self.run.weights.values())).dequantize(),
+            "dequantize": lambda: weight_of(next(iter(self.run.weights.values()))).dequantize(),
             "forward": lambda: self.run.forward_and_backward(0),
             "force_sync": self.run.force_sync,
             "verify": lambda: verify(self.attachment),
@@ -125,7 +127,7 @@ def different(expected: casts.Bytes, found: casts.Bytes) -> list[str]:
 
 def at_operators(case: Case, where: str, every: int, folder: str) -> tuple[Counter[str], list[str]]:
     """Memory runs out at every so manieth operator of the third step: how often what was to be done, and what was wrong then."""
-    with host():
+    with host(case.te):
         straight, attached = Attached(case), Attached(case)
         for number in range(2):
             straight.run.step(number)
@@ -183,7 +185,7 @@ def _attempt(attached: Attached, memory: OutOfMemory, where: str, state: Any, fo
     return outcome
 
 
-def _faulty(collective: str, fault: Callable[[], Any]) -> Any:
+def faulty(collective: str, fault: Callable[[], Any]) -> Any:
     """`fault` before the all-reduce of a cast, or before an all-gather of bytes."""
     owner, name = (Group, "all_reduce_max") if collective == "all-reduce" else (buffers, "dist_all_gather_func")
     return mock.patch.object(owner, name, side_effect=lambda *_, **__: fault())
@@ -191,12 +193,12 @@ def _faulty(collective: str, fault: Callable[[], Any]) -> Any:
 
 def dies(collective: str, case: Case) -> None:
     """Rank 1 dies in its second step, or in the forward pass after it; rank 0 raises what it was told when it tried to go on."""
-    with groups(), host():
+    with groups(), host(case.te):
         attached = Attached(case)
         attached.run.step(0)
         dist.barrier()
         start = time.monotonic()
-        killing = _faulty(collective, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        killing = faulty(collective, lambda: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(RuntimeError) as caught, killing if dist.get_rank() else nullcontext():
             list(map(attached.run.step, (1, 2)))
         seconds = time.monotonic() - start
@@ -208,7 +210,7 @@ def dies(collective: str, case: Case) -> None:
 
 def fails_alone(collective: str, fault: str, case: Case) -> tuple[float, str, bool, list[str]]:
     """Rank 1 is out of memory, or late, in its second step: how long and what a rank raised; torn; what differs after a resume."""
-    with host():
+    with host(case.te):
         with groups(TIMEOUT):
             attached = Attached(case)
             attached.run.step(0)
@@ -240,7 +242,7 @@ def _alone(collective: str, fault: str) -> Any:
         raise torch.OutOfMemoryError("injected") if fault == "out of memory" else _late()
 
     if dist.get_rank() == 1:
-        return _faulty(collective, raises)
+        return faulty(collective, raises)
     return OutOfMemory(-1)
 
 

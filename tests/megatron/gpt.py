@@ -110,12 +110,12 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
     return Run(ddp, optimizer, case), integration.attach(optimizer, ddp)
 
 
-def _texts(step: int) -> Iterator[Tensor]:
+def _texts(step: int, sequence: int) -> Iterator[Tensor]:
     """Microbatches of a language in which a token's successor is three further on; the same few in turn."""
     replica = parallel_state.get_data_parallel_rank()
     for number in range(MICROBATCHES):
         first = torch.arange(BATCH)[:, None] * 7 + 11 * replica + 5 * number + step % 2
-        yield ((first + 3 * torch.arange(SEQUENCE + 1)) % VOCABULARY).to(device())
+        yield ((first + 3 * torch.arange(sequence + 1)) % VOCABULARY).to(device())
 
 
 def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -125,20 +125,22 @@ def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _forward(texts: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     text = next(texts)
-    positions = torch.arange(SEQUENCE, device=text.device).expand(BATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE, device=text.device).tril().logical_not()[None, None]
+    length = text.shape[1] - 1
+    positions = torch.arange(length, device=text.device).expand(BATCH, -1)
+    mask = torch.ones(length, length, device=text.device).tril().logical_not()[None, None]
     return model(text[:, :-1].contiguous(), positions, mask, labels=text[:, 1:].contiguous()), partial(_loss)
 
 
-def _step(run: Run, number: int) -> float:
+def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
+    """One of training under Megatron's schedule: the loss, where there is one."""
     run.ddp.zero_grad_buffer()
     run.optimizer.zero_grad()
     losses = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=_texts(number),
+        data_iterator=_texts(number, sequence),
         model=[run.ddp],
         num_microbatches=MICROBATCHES,
-        seq_length=SEQUENCE,
+        seq_length=sequence,
         micro_batch_size=BATCH,
         forward_only=False,
     )
@@ -151,7 +153,7 @@ def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:
     """Losses where there are any, stale bytes in the end, what verify says, and plans."""
     with groups(**parallel.sizes()), host():
         run, attached = _build(parallel)
-        losses = [_step(run, number) for number in range(4)]
+        losses = [step(run, number) for number in range(4)]
         run.force_sync()
         stale, plans = run.stale_bytes(), len(attached.plans)
         ok = verify(attached).ok

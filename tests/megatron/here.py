@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu
+from tests.megatron.te import te_in_the_host
 
 if not WHY_NOT:
     from megatron.core import parallel_state, tensor_parallel
@@ -18,10 +19,10 @@ def device() -> torch.device:
 
 
 @contextlib.contextmanager
-def host() -> Iterator[None]:
-    """Inside, the real DistributedDataParallel and DistributedOptimizer run on this rank."""
+def host(te: str = "") -> Iterator[None]:
+    """Inside, the real DistributedDataParallel and DistributedOptimizer run here, for `te` layers beside TransformerEngine."""
     if dist.get_backend() == "gloo":
-        with host_on_cpu():
+        with te_in_the_host() if te else contextlib.nullcontext(), host_on_cpu():
             yield
         return
     if not parallel_state.model_parallel_is_initialized():

@@ -87,6 +87,11 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         (attaching.not_distributed, (), "RuntimeError: the optimizer, a SimpleNamespace, has no _copy_main_params"),
         (attaching.of_another_model, (), "ValueError: no optimizer that was given owns the quantized weights"),
         (attaching.with_a_tensor_of_others, (), "TypeError: .* lies in a byte buffer and is a Parameter"),
+        (
+            attaching.with_grouped_experts,
+            (),
+            "ValueError: module.weight1 holds 4 experts side by side, .* set moe_grouped_gemm=False",
+        ),
         (attaching.in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),
         (attaching.built_outside, (), "RuntimeError: cannot view QuantizedWeight"),
     ],

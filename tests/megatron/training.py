@@ -1,7 +1,7 @@
 """A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, and its bytes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.megatron import te
 from tests.megatron.here import device, host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
+from zerocast.integrations.megatron.primary import is_primary
 
 if not WHY_NOT:
     from megatron.core.distributed import (
@@ -48,6 +50,7 @@ FORMATS = {
     "nvfp4": {"*.weight": "nvfp4"},
     "mxfp8": {"layers.0.*": "mxfp8"},
     "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
+    "experts": {"weight1": "fp8_current"},
     "half": {"layers.[01].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
@@ -55,6 +58,7 @@ FORMATS = {
 MIXED = "mixed" if KNOWS_FOUR_BITS else "fp8"  # as many formats as the host's buffers can hold
 NARROW = "nvfp4" if KNOWS_FOUR_BITS else "fp8_block"
 ALL = ["fp8_block", "fp8_current", *(["nvfp4", "mixed"] if KNOWS_FOUR_BITS else ["fp8"])]
+ALL_LAYERS = "0123"
 WIDTHS = (64, 192, 96, 208, 64)  # boundaries of ranks fall inside weights
 
 
@@ -65,16 +69,20 @@ class Case:
     busbw: bool = False
     bucket_size: int | None = None
     experts: bool = False  # the last two layers in buffers and an optimizer of their own
+    te: str = ""  # layers whose weights are tensors of TransformerEngine
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
 
 
 class Model(MegatronModule):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, te_layers: str = "") -> None:
         super().__init__(config)
         pairs = list(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
         kinds = [ColumnParallelLinear, RowParallelLinear] * 2
-        self.layers = nn.ModuleList(self._layer(kind, *pair) for kind, pair in zip(kinds, pairs, strict=True))
+        self.layers = nn.ModuleList(
+            te.TELinear(*pair) if str(number) in te_layers else self._layer(kind, *pair)
+            for number, (kind, pair) in enumerate(zip(kinds, pairs, strict=True))
+        )
 
     def _layer(self, kind: Any, inputs: int, outputs: int) -> nn.Module:
         more = {} if kind is ColumnParallelLinear else {"input_is_parallel": True, "skip_bias_add": False}
@@ -94,8 +102,13 @@ class Run:
     case: Case
 
     @property
-    def weights(self) -> dict[str, QuantizedWeight]:
-        return {n: p for n, p in self.ddp.module.named_parameters() if isinstance(p, QuantizedWeight)}
+    def weights(self) -> dict[str, Any]:
+        """Those of both libraries."""
+        return {n: p for n, p in self.ddp.module.named_parameters() if is_primary(p)}
+
+    @property
+    def te_tensors(self) -> dict[str, Any]:
+        return {n: p for n, p in self.weights.items() if not isinstance(p, QuantizedWeight)}
 
     def step(self, number: int) -> float:
         loss = self.forward_and_backward(number)
@@ -157,20 +170,23 @@ class Run:
 
     def cast_scales(self) -> dict[str, float]:
         """What delayed scaling says that it cast with; see delaying.py for whether that is right."""
-        owners = {id(weight.master_owner): weight.master_owner for weight in self.weights.values()}
+        ours = (weight for weight in self.weights.values() if isinstance(weight, QuantizedWeight))
+        owners = {id(weight.master_owner): weight.master_owner for weight in ours}
         shown = [
             owned for owner in owners.values() if owner for source in owner.master_sources() for owned in source.masters
         ]
         return {str(o.name).removeprefix("module."): float(o.scale) for o in shown if o.scale is not None}
 
-    def stale_bytes(self) -> dict[str, int]:
-        """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does."""
-        masters, wrong, scales = self.masters(), {}, self.cast_scales()
+    def stale_bytes(self, scales: Mapping[str, float] | None = None) -> dict[str, int]:
+        """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does.
+
+        `scales` are what delayed scaling cast with, by default what it says.
+        """
+        masters, wrong, scales = self.masters(), {}, self.cast_scales() if scales is None else scales
         for name, weight in self.weights.items():
-            expected = casts.unsharded(str(weight.format), masters[name], weight.dtype, scales.get(name, 1.0))
-            found = casts.bytes_of(weight)
-            assert weight.state.columnwise_is_fresh(), name
-            for buffer, content in expected.items():
+            fmt, found = te.bytes_of(weight) if name in self.te_tensors else _bytes_of(weight)
+            expected = casts.unsharded(fmt, masters[name], weight.dtype, scales.get(name, 1.0))
+            for buffer, content in ((name, expected[name]) for name in found if name in expected):
                 differ = int((found[buffer] != content).sum())
                 if differ:
                     wrong[f"{name}.{buffer}"] = differ
@@ -178,6 +194,13 @@ class Run:
             if name not in self.weights and not torch.equal(param.data.cpu(), masters[name].to(param.dtype)):
                 wrong[name] = param.numel()
         return wrong
+
+
+def _bytes_of(weight: QuantizedWeight) -> tuple[str, casts.Bytes]:
+    assert weight.state.columnwise_is_fresh()
+    found = casts.bytes_of(weight)
+    assert {"rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"} <= found.keys()
+    return str(weight.format), found
 
 
 def configuration() -> Any:
@@ -211,10 +234,14 @@ def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> A
     """A model in its DistributedDataParallel."""
     torch.manual_seed(seed)
     config = configuration()
-    model = Model(config)
+    model = Model(config, case.te)
+    model.to(device())
+    recipe = zerocast.Recipe(FORMATS[case.formats])
+    ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
     for param in model.layers[2:].parameters() if case.experts else ():
         param.allreduce = False
-    zerocast.quantize_(model.to(device()), zerocast.Recipe(FORMATS[case.formats]))
+    if ours is not None:
+        zerocast.quantize_(model, ours)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=case.overlap,
@@ -240,7 +267,7 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
 
 def train(case: Case) -> tuple[list[float], dict[str, int]]:
     """Losses by step, and the stale bytes of the weights in the end."""
-    with host():
+    with host(case.te):
         with integration.building():
             run = build(case)
         attached = integration.attach(run.optimizer, run.ddp)
@@ -274,7 +301,7 @@ def trained(run: Run) -> tuple[list[float], dict[str, int]]:
 
 def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
     """With Megatron's own layout: what `attach` says, and the stale bytes where its check is left out."""
-    with host():
+    with host(case.te):
         with integration.building(), hosts_own_layout():
             run = build(case)
         try:

@@ -23,11 +23,7 @@ def train(rank: int, backend: str, store: str, place: str, timeout: float) -> No
 
     Each step ends as a logged one does, with the host waiting for the loss. Errors end the process as they would a user's.
     """
-    device = "cuda" if backend == "nccl" else "cpu"
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts: no time for a dump of the whole memory
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # the abort does not wait for a debugging report
-    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # nor, for a minute, for the other ranks' reports
-    join(rank, 2, backend, store, timedelta(seconds=timeout))
+    device = enter(rank, backend, store, timeout)
     model = LM().to(device)
     optimizer = ZeroAdamW(model.named_parameters(), **ADAM, config=DETERMINISTIC)
     for step in range(3):
@@ -35,19 +31,33 @@ def train(rank: int, backend: str, store: str, place: str, timeout: float) -> No
         loss = model(batch(step, rank).to(device))
         loss.backward()
         if dies and place == PLACES[0]:
-            _die(device)
+            die(device)
         if dies and place == PLACES[1]:
-            ShardedWeights.gather = lambda _: _die(device)  # type: ignore[method-assign]
+            ShardedWeights.gather = lambda _: die(device)  # type: ignore[method-assign]
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
+    leave(device)
+
+
+def enter(rank: int, backend: str, store: str, timeout: float) -> str:
+    """Join the default group of two ranks; the device. What NCCL's watchdog ends, it ends at once."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it aborts: no time for a dump of the whole memory
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # the abort does not wait for a debugging report
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # nor, for a minute, for the other ranks' reports
+    join(rank, 2, backend, store, timedelta(seconds=timeout))
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def leave(device: str) -> None:
+    """The end of a run that nobody has died in."""
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()
 
 
-def _die(device: str) -> NoReturn:
+def die(device: str) -> NoReturn:
     """All that was launched before is done, so that the other rank is stopped by what comes after this place."""
     if device == "cuda":
         torch.cuda.synchronize()

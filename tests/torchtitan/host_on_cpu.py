@@ -3,6 +3,7 @@
 * It looks for an accelerator once, when it is imported, and finds the CPU.
 * The CPU has no memory statistics, and no number.
 * Gloo has no reduction that multiplies first, which FSDP2 takes for a divide factor: it sums and divides.
+* Torch's context parallelism attends with the attention kernels of GPUs alone: `context_on_cpu.py` stands for it.
 * After the last step rank 0 sleeps for two seconds.
 * A Trainer changes its process: the garbage collector, the environment, timeouts of process groups. All that is put back.
 """
@@ -22,6 +23,7 @@ import torch._utils
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from tests.torchtitan.context_on_cpu import gathered_attention
 from tests.torchtitan.stubs import without_datasets
 from tests.workers import COLLECTIVE_SECONDS
 
@@ -39,6 +41,7 @@ with importable():
     try:
         import torchtitan.train
         from torchtitan.components import metrics
+        from torchtitan.models.llama3.infra import parallelize
 
         import zerocast.integrations.torchtitan  # noqa: F401
     except (ImportError, RuntimeError) as error:  # RuntimeError where it has another shape
@@ -70,6 +73,7 @@ def host_on_cpu() -> Iterator[None]:
             mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda seconds: None))
         )
         stack.enter_context(mock.patch.object(metrics.utils, "get_peak_flops", return_value=1.0))
+        stack.enter_context(mock.patch.object(parallelize, "apply_cp_to_attention_module", gathered_attention))
         stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", _divide))
         stack.callback(logging.getLogger().setLevel, logging.getLogger().level)
         stack.callback(gc.enable)

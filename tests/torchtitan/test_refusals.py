@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
-from tests.torchtitan.training import Case, converter_after_sharding
+from tests.torchtitan.training import TENSOR, Case, converter_after_sharding, refused
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -67,10 +67,27 @@ def test_options(name: str) -> None:
         converter_of(case)
 
 
-@pytest.mark.parametrize("name", ["tp", "ep", "pp"])
-def test_parallelism(name: str) -> None:
-    with pytest.raises(ValueError, match=f"_degree=2 is not supported with {NAME}: torchtitan"):
+@pytest.mark.parametrize(
+    ("name", "why"), [("ep", "the experts of a layer are one weight"), ("pp", "torchtitan copies")]
+)
+def test_parallelism(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"_degree=2 is not supported with {NAME}: {why}"):
         converter_of(Case(), **{name: 2})
+
+
+def test_tensor_parallelism() -> None:
+    """A TrainSpec of torchtitan's own slices and shards in one go."""
+    converter_of(Case(), tp=2)
+    with pytest.raises(ValueError, match=r"the TrainSpec of corpus: .*with_tensor_parallelism\(spec\)"):
+        converter_of(Case(implementation="foreach"), tp=2)
+    with pytest.raises(ValueError, match="enable_async_tensor_parallel is not supported"):
+        converter_of(Case(options=("--parallelism.enable_async_tensor_parallel",)), tp=2)
+
+
+@pytest.mark.slow
+def test_slices_that_are_not_whole_blocks(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(4)(refused, Case("fp8_block", options=TENSOR), str(tmp_path)):
+        assert "layers.0.attention.wq.weight: a block of fp8_block would span two tensor-parallel slices" in said
 
 
 def test_nothing_sharded() -> None:

@@ -77,20 +77,24 @@ def _stubs() -> dict[str, ModuleType]:
     return stubs
 
 
+def _theirs() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
+
+
 def _import() -> dict[str, ModuleType]:
     """TransformerEngine's modules that the integration reads, by name."""
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
+    before = _theirs()
     sys.modules.update(_stubs())
     building = mock.patch.dict(os.environ, {"NVTE_PROJECT_BUILDING": "1"})  # by which it loads no shared object
     try:
         with PATH, building:
             for name in ("tensor.utils", "quantization"):  # in this order, for they import each other
                 importlib.import_module(f"transformer_engine.pytorch.{name}")
-        return {name: module for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
+        return _theirs()
     finally:
         for name, cast in _TORCH_CASTS.items():  # importing it replaces these
             setattr(torch.nn.Module, name, cast)
-        for name in [name for name in sys.modules if name.split(".")[0] in _OURS]:
+        for name in _theirs():
             del sys.modules[name]
         sys.modules.update(before)
 
@@ -114,13 +118,26 @@ needs_te = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """Within, its modules are in `sys.modules`; what else is imported meanwhile stays there afterwards."""
+    before = _theirs()
+    sys.modules.update(MODULES)
+    try:
+        yield
+    finally:
+        for name in _theirs():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+@contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
     """Within, TransformerEngine can be imported and called on this rank."""
     if WITH_GPU:
         yield
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, MODULES))
+        stack.enter_context(_importable())
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         yield

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+import zerocast.integrations
 from zerocast import get_format
 
 PACKAGE = "zerocast.integrations.transformer_engine"
@@ -15,7 +16,7 @@ PACKAGE = "zerocast.integrations.transformer_engine"
 def import_beside(modules: dict[str, ModuleType | None]) -> None:
     """Import the integration anew, with these modules in the place of the host's."""
     ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformer_engine"}
-    with mock.patch.dict(sys.modules):
+    with mock.patch.dict(sys.modules), mock.patch.dict(vars(zerocast.integrations)):
         for name in [name for name in sys.modules if name.startswith(PACKAGE)] + list(ours):
             del sys.modules[name]
         sys.modules.update(modules)  # type: ignore[arg-type]
@@ -40,7 +41,7 @@ def test_a_name_that_is_missing() -> None:
     tensors, utils = ModuleType("transformer_engine.pytorch.tensor"), ModuleType("transformer_engine.pytorch.utils")
     names = ("transformer_engine", "transformer_engine.pytorch")
     host = {**{name: ModuleType(name) for name in names}, tensors.__name__: tensors, utils.__name__: utils}
-    with mock.patch.dict(sys.modules):
+    with mock.patch.dict(sys.modules), mock.patch.dict(vars(zerocast.integrations)):
         for name in [name for name in sys.modules if name.startswith((PACKAGE, "transformer_engine."))]:
             del sys.modules[name]
         sys.modules.update(host)

@@ -25,6 +25,7 @@ from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.headers import UNREAD, Gather, Headers
 from zerocast.fsdp2.held import Held, Places, held_by
 from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
@@ -36,6 +37,7 @@ class Casts:
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         self.masters: list[Master] = []
+        self.memory = MasterMemory({})
         self.due = True
         self._stepped = True  # whether a step made it due
         self._within: int | None = None  # the backward pass within which that was, by a hook of a gradient
@@ -44,6 +46,9 @@ class Casts:
         self.headers = Headers()
         self.groups: list[AmaxGroup] = []
         self._places = Places([])  # of the masters that the groups were made for
+        self.rewrapped = False  # whether some may lie elsewhere
+        self._delayed: list[Master] = []
+        self._seeded: frozenset[str] = frozenset()  # those whose delayed scale comes from an amax
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self._of_groups: list[Held] = []  # a weight of each
@@ -89,7 +94,7 @@ class Casts:
 
     def by_reduction(self) -> list[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
-        if self._places.moved():
+        if self._moved():
             for master in self.masters:
                 master.mark_written()
         return [(reduction, [one.master for one in held]) for reduction, held in self._reductions]
@@ -132,17 +137,18 @@ class Casts:
         Casts nothing: `state` may be what is in use, filled by a reader.
         """
         self.bind()
-        for master in self.masters:
+        seeded = []
+        for master in self._delayed:
             saved = state.get(master.name, {})
-            if master.delayed and "scale" in saved and "amax_history" in saved:
+            if "scale" in saved and "amax_history" in saved:
                 for name, tensor in master.delayed.items():
                     tensor.copy_(saved.get(name, saved["scale"]))
-                master.seeded = True
-            elif master.delayed:
+                seeded.append(master.name)
+            else:
                 warnings.warn(
                     f"no state of delayed scaling for {master.name}: it starts anew from its amax", stacklevel=3
                 )
-                master.seeded = False
+        self._seeded = frozenset(seeded)
         self.due, self._stepped = True, False
         self._free_gathered()
 
@@ -170,14 +176,13 @@ class Casts:
     @contextlib.contextmanager
     def _or_as_before(self) -> Iterator[None]:
         """Within, delayed scaling moves on; what raises puts it back, and the next gather casts as if this had never begun."""
-        seeded = [master.seeded for master in self.masters]
+        seeded = self._seeded
         state = [tensor for group in self.groups for tensor in group.delayed.arenas]
         kept = [tensor.clone() for tensor in state]
         try:
             yield
         except BaseException:
-            for master, before in zip(self.masters, seeded, strict=True):
-                master.seeded = before
+            self._seeded = seeded
             for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
             raise
@@ -200,30 +205,39 @@ class Casts:
                 gather = Gather(self.headers, [one.master for one in held])
                 for one in held:
                     one.master.gather = gather
-        if not self.groups or self._places.moved():
+        if not self.groups or self._moved():
             self.groups = []  # whatever raises from here on is begun anew
             for master in self.masters:
                 master.mark_written()  # buffers to send are new ones: a cast fills them, or the next gather says so
             self._places = Places([one for _, held in self._reductions for one in held])
             self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
+            self._delayed = [master for master in self.masters if master.delayed]
+        self.rewrapped = False
+
+    def _moved(self) -> bool:
+        """Whether masters lie elsewhere than when they were bound. It takes a new wrapper; debug mode looks all the same."""
+        return (self.rewrapped or debugging()) and self._places.moved()
 
     def _seed(self) -> None:
         """Give delayed scales that nobody has set the amax of the present master: a cast of its own, once."""
-        delayed = [master for master in self.masters if master.delayed]
-        if all(master.seeded for master in delayed):
+        if len(self._seeded) == len(self._delayed):
             return
-        kept = [(tensor, tensor.clone()) for master in delayed if master.seeded for tensor in master.delayed.values()]
-        for master in delayed:
-            if not master.seeded:
-                master.delayed["amax_history"].zero_()
+        unseeded = [master for master in self._delayed if master.name not in self._seeded]
+        kept = [
+            (tensor, tensor.clone())
+            for master in self._delayed
+            if master.name in self._seeded
+            for tensor in master.delayed.values()
+        ]
+        for master in unseeded:
+            master.delayed["amax_history"].zero_()
         for group in self.groups:
             group.cast(repeat=False)
         for tensor, value in kept:
             tensor.copy_(value)
-        for master in delayed:
-            if not master.seeded:
-                master.delayed["cast_scale"].copy_(master.delayed["scale"])
-                master.seeded = True
+        for master in unseeded:
+            master.delayed["cast_scale"].copy_(master.delayed["scale"])
+        self._seeded = frozenset(master.name for master in self._delayed)
 
     def _by_group(self) -> list[list[Held]]:
         """The weights by who gathers them, each group's in the order of its gather."""

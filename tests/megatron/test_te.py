@@ -1,0 +1,118 @@
+"""attach() over models whose weights are TransformerEngine's tensors, by its own Python classes, on the CPU."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron import faulty, te, te_attaching
+from tests.megatron.checkpoints import resume
+from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train, train_in_the_hole
+from tests.workers import Ranks
+
+PARALLEL = "data, TransformerEngine's tensors"
+KINDS = ["dp_reshardable", "fully_reshardable"]
+
+pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
+    for losses, wrong in ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS)):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_beside_quantized_weights(ranks: Ranks, overlap: bool) -> None:
+    """Of both libraries in one model, FP8 and NVFP4 in one buffer, experts in an optimizer of their own; small buckets."""
+    for losses, wrong in ranks(3)(train, Case("mixed", overlap, bucket_size=10_000, experts=True, te="023")):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_exact(ranks: Ranks, kind: str) -> None:
+    for same, wrong in ranks(2)(resume, Case("mixed", overlap=True, te="02"), kind):
+        assert all(same.values()), same
+        assert not wrong
+
+
+def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    ((outcomes, wrong),) = ranks(1)(faulty.at_operators, Case("mixed", te="02"), "step", 97, str(tmp_path))
+    assert not wrong, wrong[:5]
+    assert outcomes["again"] and outcomes["load"]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
+    """It sets scales and rolls histories, in the third step those of new quantizers; a cast scales by what is there, and raises the
+    amax. One all-reduce for all formats.
+    """
+    assert ranks(world)(te_attaching.delayed, "delayed") == [[(1, {}, True, [])] * 5] * world
+
+
+def test_every_byte_counts(ranks: Ranks) -> None:
+    for ok, found, wanted in ranks(2)(te_attaching.every_buffer):
+        assert ok and found == wanted and len(wanted) > 12
+
+
+def test_copies_that_transformer_engine_dropped_are_made_again(ranks: Ranks) -> None:
+    assert ranks(2)(te_attaching.copies_dropped) == [{}, {}]
+
+
+def test_masters_of_a_finetuning_run(ranks: Ranks) -> None:
+    assert ranks(2)(te_attaching.finetuned) == [(True, {})] * 2
+
+
+def test_torn_tensors_are_neither_used_nor_saved(ranks: Ranks) -> None:
+    for synced, *others in ranks(2)(te_attaching.torn):
+        assert synced == "RuntimeError: no"
+        assert len(others) == 3 and all("an all-gather raised half-way" in said for said in others), others
+
+
+def test_detach_gives_the_host_back(ranks: Ranks) -> None:
+    assert ranks(2)(te_attaching.detached) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("case", "argument", "message"),
+    [
+        (
+            te_attaching.of_a_kind,
+            "mxfp8",
+            "ValueError: a MXFP8Tensor needs both directions gathered, .* take fp8_block",
+        ),
+        (te_attaching.of_a_kind, "hybrid", "ValueError: a HybridQuantizedTensor has codes of two formats"),
+        (
+            te_attaching.changed_afterwards,
+            "format",
+            "RuntimeError: module.layers.[0-3].weight was attached as fp8_current",
+        ),
+        (te_attaching.changed_afterwards, "option", "ValueError: stochastic_rounding is True and False is needed"),
+        (te_attaching.changed_afterwards, "codes", "ValueError: it has no _rowwise_data: dropped"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_refused_with_the_reason(ranks: Ranks, case: Any, argument: str, message: str) -> None:
+    for said in ranks(2)(case, argument):
+        assert re.match(message, said), said
+
+
+def test_several_experts_in_one_tensor_are_refused(ranks: Ranks) -> None:
+    for said in ranks(2)(te_attaching.grouped_experts):
+        assert re.match("TypeError: .* is a GroupedTensor, .* set moe_single_grouped_weight=False", said), said
+
+
+def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
+    for said in ranks(1)(te_attaching.without_a_seam):
+        assert "with TransformerEngine's tensors, has no _post_param_sync" in said
+
+
+def test_the_hole_is_closed_for_them_too(ranks: Ranks) -> None:
+    for said, stale in ranks(3)(train_in_the_hole, Case("nvfp4", te=ALL_LAYERS)):
+        assert stale and "would be lost. Build model" in said

@@ -1,0 +1,89 @@
+"""Beside an installed TransformerEngine, on GPUs over NCCL: the cases of the CPU, and Megatron's GPT of its layers."""
+
+import pytest
+
+from tests import casts
+from tests.devices import gpus
+from tests.megatron import te, te_attaching, te_gpt
+from tests.megatron.checkpoints import resume
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.test_te import PARALLEL
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
+from tests.workers import Ranks
+
+ONE, TWO = [pytest.param(1, marks=gpus(1)), pytest.param(2, marks=gpus(2))]
+SECONDS = 300.0  # the first case sets the GPUs up
+RECIPES = {"delayed": "fp8_delayed", "tensorwise": "fp8_current", "blockwise": "fp8_block"}
+
+pytestmark = [needs_megatron, te.needs_te, pytest.mark.te]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda recipe: [RECIPES[recipe]])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_a_gpt_of_its_layers(gpu_ranks: Ranks, world: int, recipe: str, overlap: bool) -> None:
+    """Live bytes are the cast of the masters; losses and bytes equal, to the bit, Megatron's own cast by TransformerEngine."""
+    theirs = gpu_ranks(world)(te_gpt.train, recipe, overlap, False, timeout=SECONDS)
+    ours = gpu_ranks(world)(te_gpt.train, recipe, overlap, True, timeout=SECONDS)
+    for (their_losses, their_bytes, *_), (losses, found, stale, ok, weights) in zip(theirs, ours, strict=True):
+        assert weights == 8 and ok and not stale
+        assert losses == their_losses and losses[3] < losses[0]
+        for name, expected in their_bytes.items():
+            same = {buffer: expected[buffer] for buffer in ("rowwise_data", "rowwise_scale_inv", "columnwise_data")}
+            casts.assert_same_bytes(found[name], same, name)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_grouped_experts(gpu_ranks: Ranks, world: int, recipe: str) -> None:
+    """Its grouped products, each expert with a weight of its own."""
+    theirs = gpu_ranks(world)(te_gpt.train, recipe, True, False, 4, timeout=SECONDS)
+    ours = gpu_ranks(world)(te_gpt.train, recipe, True, True, 4, timeout=SECONDS)
+    for (their_losses, *_), (losses, _, stale, ok, weights) in zip(theirs, ours, strict=True):
+        assert weights == 20 and ok and not stale
+        assert losses == their_losses and losses[3] < losses[0]
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("formats", ["nvfp4", "mixed"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
+    """NVFP4 too, which TransformerEngine cannot cast here."""
+    for losses, wrong in gpu_ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS), timeout=SECONDS):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("world", [TWO])
+def test_beside_quantized_weights(gpu_ranks: Ranks, world: int) -> None:
+    case = Case("mixed", True, bucket_size=10_000, experts=True, te="023")
+    for losses, wrong in gpu_ranks(world)(train, case, timeout=SECONDS):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("world", [TWO])
+def test_delayed_scaling_is_left_to_transformer_engine(gpu_ranks: Ranks, world: int) -> None:
+    assert gpu_ranks(world)(te_attaching.delayed, "delayed", timeout=SECONDS) == [[(1, {}, True, [])] * 5] * world
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
+    for same, wrong in gpu_ranks(world)(resume, Case("mixed", overlap=True, te="02"), kind, timeout=SECONDS):
+        assert all(same.values()), same
+        assert not wrong
+
+
+@pytest.mark.parametrize("world", [TWO])
+def test_every_byte_counts(gpu_ranks: Ranks, world: int) -> None:
+    for ok, found, wanted in gpu_ranks(world)(te_attaching.every_buffer, timeout=SECONDS):
+        assert ok and found == wanted
+
+
+@pytest.mark.parametrize("world", [ONE])
+def test_detach_and_torn_tensors(gpu_ranks: Ranks, world: int) -> None:
+    assert gpu_ranks(world)(te_attaching.detached, timeout=SECONDS) == [[]]
+    ((synced, *others),) = gpu_ranks(world)(te_attaching.torn, timeout=SECONDS)
+    assert synced == "RuntimeError: no"
+    assert len(others) == 3 and all("an all-gather raised half-way" in said for said in others), others
