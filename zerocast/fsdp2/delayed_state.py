@@ -61,13 +61,11 @@ class DelayedState:
     @contextlib.contextmanager
     def or_as_before(self) -> Iterator[None]:
         """Within, a cast moves on; what raises puts all back, and the next gather casts as if this had never begun."""
-        seeded = self._seeded
         state = [tensor for group in self._groups for tensor in group.delayed.arenas]
         kept = [tensor.clone() for tensor in state]
         try:
             yield
         except BaseException:
-            self._seeded = seeded
             for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
             raise
