@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import casts
+from tests.devices import gpus
 from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight
 
@@ -15,23 +16,24 @@ ENDS = (40, 40, 96)  # the second expert has no rows
 BF16 = torch.bfloat16
 
 
-def experts(fmt: str, nominal: torch.dtype = BF16) -> nn.Parameter:
-    return nn.Parameter(
-        casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(EXPERTS * M, K, 0)).view(EXPERTS, M, K), nominal)
-    )
+def experts(fmt: str, device: str = "cpu") -> nn.Parameter:
+    value = torch.from_numpy(lcg_matrix(EXPERTS * M, K, 0)).view(EXPERTS, M, K)
+    return nn.Parameter(casts.cast_whole(fmt, value.to(device), BF16))
 
 
 def offsets() -> Tensor:
     return torch.tensor(ENDS, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpus(1))])
 @pytest.mark.parametrize("fmt", casts.FORMATS)
-def test_products_and_gradients(fmt: str) -> None:
+def test_products_and_gradients(fmt: str, device: str) -> None:
     """Forward by the rowwise copy, the input gradient by the columnwise copy, each expert's weight gradient by its rows."""
-    weight: Any = experts(fmt)
+    weight: Any = experts(fmt, device)
     rows, columns = (weight.read(columnwise, BF16).view(EXPERTS, M, K) for columnwise in (False, True))
-    x, grad = torch.randn(ENDS[-1], K, dtype=BF16, requires_grad=True), torch.randn(ENDS[-1], M, dtype=BF16)
-    y = torch._grouped_mm(x, weight.bfloat16().transpose(-2, -1), offs=offsets())
+    x = torch.randn(ENDS[-1], K, dtype=BF16, device=device, requires_grad=True)
+    grad = torch.randn(ENDS[-1], M, dtype=BF16, device=device)
+    y = torch._grouped_mm(x, weight.bfloat16().transpose(-2, -1), offs=offsets().to(device))
     y.backward(grad)
     assert x.grad is not None and weight.grad is not None
     start = 0
