@@ -80,7 +80,7 @@ def learnt(name: str) -> list[str]:
     model = MODELS[name]()
     optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(models.place(), init_scale=2.0**12, enabled=name == "scaled loss")
-    before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
+    before = {key: p.full_tensor().clone() for key, (p, _) in models.masters(model).items()}
     late = {key for key, (p, _) in models.masters(model).items() if not p.requires_grad}
     used = {key for key in before if "experts.1" not in key and "experts.2" not in key}
     found = []
