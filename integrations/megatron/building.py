@@ -15,7 +15,7 @@ from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 
 from . import host, layout, te_tensors
-from .refusal import BOTH_DIRECTIONS
+from .refusal import two_directions
 
 
 class _FourBitMeta(type):
@@ -107,7 +107,7 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     """Move the weight's bytes to `storage`, a view of the buffer, and let the optimizer read its initial value."""
     fmt = weight.format
     if fmt.columnwise is Columnwise.OWN_GRID:
-        raise ValueError(f"{weight!r}: {fmt} {BOTH_DIRECTIONS}")
+        raise two_directions(f"{weight!r}: {fmt}")
     if storage.numel() != weight.rowwise_data.numel():
         raise RuntimeError(
             f"{weight!r} has {weight.rowwise_data.numel()} bytes, and this megatron-core sets {storage.numel()} aside for it: "

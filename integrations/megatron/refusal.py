@@ -4,10 +4,6 @@ from typing import Any
 
 from zerocast import QuantizedWeight
 
-BOTH_DIRECTIONS = (
-    "needs both directions gathered, and a byte buffer of Megatron holds one: take fp8_block or nvfp4 for it here, or mxfp8 under "
-    "zerocast.ZeroAdamW or zerocast.fsdp2"
-)
 _SETTINGS = (
     ("use_megatron_fsdp", "Megatron-FSDP shards parameters its own way: use zerocast.fsdp2"),
     ("use_precision_aware_optimizer", "the precision-aware optimizer keeps the masters inside the fused optimizer"),
@@ -17,6 +13,14 @@ _SETTINGS = (
         "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take fp8_block or nvfp4",
     ),
 )
+
+
+def two_directions(what: str) -> ValueError:
+    """The error for a weight whose directions are both gathered."""
+    return ValueError(
+        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take fp8_block or nvfp4 for it here, "
+        "or mxfp8 under zerocast.ZeroAdamW or zerocast.fsdp2"
+    )
 
 
 def refuse_layer_wise(optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from zerocast import QuantizedWeight
 from zerocast.arena import into_arena
 
-from .refusal import BOTH_DIRECTIONS
+from .refusal import two_directions
 
 _INTEGRATION = "zerocast.integrations.transformer_engine"
 Named = tuple[str, Any, QuantizedWeight]  # a parameter, with its name and its twin's weight
@@ -100,7 +100,7 @@ def _twin(param: Any) -> Any:
         raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
     twin = _module(".twin").twin_of(param, param.dtype)
     if twin.adapter.two_payloads:
-        raise ValueError(f"a {type(param).__name__} {BOTH_DIRECTIONS}")
+        raise two_directions(type(param).__name__)
     return twin
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.fsdp2 import models
@@ -89,6 +90,22 @@ def test_masters_that_moved_are_found(ranks: Ranks) -> None:
     assert ranks(2)(steps_then_moves) == [[], []]
 
 
+def other_tensors() -> int:
+    """How many storages masters lie in after somebody else made tensors like the parameters."""
+    model = Layers(6 * PIECES, "cpu")
+    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": "nvfp4"}))
+    kept = [(torch.empty_like(parameter), parameter.new_zeros(1)) for parameter in model.parameters()]
+    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+    zerocast.fsdp2.refresh(model)
+    del kept
+    return len({master.shard.master.untyped_storage().data_ptr() for master in casts_of(model)[0].masters})
+
+
+def test_tensors_like_a_parameter_take_no_place(ranks: Ranks) -> None:
+    for storages in ranks(2)(other_tensors):
+        assert storages <= PIECES + 1
+
+
 def saved_bytes() -> tuple[int, int]:
     """Bytes of a pickled master, and of its elements."""
     model = models.sharded(Layers(PIECES * 4, "cpu"), {"*.weight": "nvfp4"})
@@ -110,8 +127,9 @@ def test_places_are_apart_and_few(part: float) -> None:
     sizes = {str(index): int(n) for index, n in enumerate(torch.randint(1, 5000, (100,), generator=generator))}
     memory = MasterMemory(sizes)
     wanted = {name: max(1, int(size * part)) for name, size in sizes.items()}
-    places = {name: memory.take(name, (size,), torch.device("cpu")) for name, size in wanted.items()}
-    assert memory.take("0", (1,), torch.device("cpu")) is None
+    device = torch.device("cpu", 0)  # tensors say "cpu", as on GPUs they say "cuda:0" where a caller said "cuda"
+    places = {name: memory.take(name, (size,), device) for name, size in wanted.items()}
+    assert memory.take("0", (1,), device) is None
     versions: list[int] = []
     for index, place in enumerate(places.values()):
         assert place is not None

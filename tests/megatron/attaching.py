@@ -1,5 +1,6 @@
 """What `attach`, `detach` and `building` say and leave behind, on the ranks of a pool."""
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from tests.megatron import training
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
+from zerocast import verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams
@@ -179,6 +181,20 @@ def forced_sync() -> SimpleNamespace:
         run.force_sync()
         same |= {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
         return SimpleNamespace(stale=stale, first=first, second=run.stale_bytes(), same=same)
+
+
+def without_te_tensors() -> dict[str, int]:
+    """Where zerocast's integration of TransformerEngine cannot be imported, and nothing asks for it: stale bytes."""
+    hidden = {"zerocast.integrations.transformer_engine": None}
+    with mock.patch.dict(sys.modules, hidden), host():
+        run = _built(Case(MIXED))
+        attached = _attach(run)
+        run.step(0)
+        stale = run.stale_bytes()
+        assert verify(attached).ok
+        integration.dequantize_(run.ddp.module.sharded_state_dict())
+        attached.detach()
+        return stale
 
 
 def masters_by_hand() -> dict[str, int]:

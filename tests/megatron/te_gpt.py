@@ -64,6 +64,7 @@ def _build(recipe: str, overlap: bool, experts: int | None) -> Run:
     config = _configuration(recipe, experts)
     layers = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=experts is not None)
     model = GPTModel(config, layers, VOCABULARY, SEQUENCE)
+    model.embedding.bfloat16()  # whose table of positions is FP32
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,

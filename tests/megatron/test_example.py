@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu, needs_four_bits, needs_megatron
+from tests.megatron.training import NARROW
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -33,8 +34,7 @@ def test_the_loss_falls_as_in_bf16(ranks: Ranks, fmt: str) -> None:
 
 @pytest.mark.slow
 def test_the_launch_line() -> None:
-    line = (
-        "-m torch.distributed.run --nproc-per-node 2 -m examples.megatron.pretrain_gpt --format nvfp4 --cpu --steps 2"
-    )
-    said = subprocess.run([sys.executable, *line.split()], capture_output=True, text=True, timeout=200, check=True)
+    line = "-m torch.distributed.run --nproc-per-node 2 -m examples.megatron.pretrain_gpt --cpu --steps 2 --format"
+    command = [sys.executable, *line.split(), NARROW]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert "step    1  loss" in said.stdout

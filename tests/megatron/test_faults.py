@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron import faulty
-from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_megatron
 from tests.megatron.training import MIXED, Case
 from tests.workers import Ranks, RanksFailed
 
@@ -28,7 +28,10 @@ def check(ranks: Ranks, where: str, overlap: bool, every: int, folder: Path) -> 
     ((outcomes, wrong),) = ranks(1)(faulty.at_operators, case, where, every, str(folder), timeout=900.0)
     assert not wrong, wrong[:5]
     assert outcomes.pop("nothing") == 2, "once with enough memory, before and after"
-    assert [where, overlap, set(outcomes)] in map(list, AFTER), outcomes
+    possible = next(found for *place, found in AFTER if place == [where, overlap])
+    assert set(outcomes) == possible or (not KNOWS_FOUR_BITS and set(outcomes) < possible), (
+        f"{outcomes}; 0.16 runs no operator of a sync outside of what is guarded"
+    )
 
 
 def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_detach_gives_the_host_back(ranks: Ranks) -> None:
         (
             te_attaching.of_a_kind,
             "mxfp8",
-            "ValueError: a MXFP8Tensor needs both directions gathered, .* take fp8_block",
+            "ValueError: MXFP8Tensor needs both directions gathered, .* take fp8_block",
         ),
         (te_attaching.of_a_kind, "hybrid", "ValueError: a HybridQuantizedTensor has codes of two formats"),
         (

@@ -35,15 +35,14 @@ class MasterMemory:
             self._padded[name] = numel
         if name not in self._waiting or not numel or device.type == "meta" or numel < self._padded.get(name, 0):
             return None  # a short shard comes again, once FSDP2 pads it
+        place = torch.empty(0, device=device)  # no view of a piece: a write to it is no write to the others
         room = round_up(numel, ALIGNMENT)
-        if self._rest is None or self._rest.device != device or self._rest.numel() < room:
+        if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
             self._rest = torch.empty(self._next_piece(numel / self._waiting[name], room), device=device)
         del self._waiting[name]
         offset, storage = self._rest.storage_offset(), self._rest.untyped_storage()
         self._rest = self._rest[room:] if self._waiting else None
-        place = torch.empty(0, device=device).set_(
-            storage, offset, (numel,), (1,)
-        )  # a write to it is no write to the others
+        place.set_(storage, offset, (numel,), (1,))
         return place.zero_().view(tuple(size))
 
     def _next_piece(self, part: float, least: int) -> int:

@@ -146,8 +146,10 @@ setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(
 
 
 def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
-    """A shard in the memory of all masters."""
-    size = like.shape if size is None else size
+    """The memory of a shard: FSDP2 asks for rows like those of a parameter, a module that leaves the meta device for all of it."""
+    size = like.shape if size is None and like.is_meta else size
+    if size is None or list(size[1:]) != list(like.shape[1:]):
+        return None
     plain = like.owner.memory(size, torch.device(options.get("device") or like.device))
     return None if plain is None else MasterParameter(plain, like.owner)
 
