@@ -40,6 +40,19 @@ class Routed(nn.Module):
         return self.blocks[0](self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
+class Attentive(nn.Module):
+    """Torch's own transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0)])
+        self.recipe = {"*.in_proj_weight": "nvfp4", "*.linear?.weight": "mxfp8", "*.out_proj.weight": models.DELAYED}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One sequence."""
+        return self.blocks[0](x[None])  # type: ignore[no-any-return]
+
+
 def tied_and_in_one_group() -> Any:
     """A weight of two blocks, which FSDP2 takes in one group only."""
     model = Net(("nvfp4", "nvfp4"), 64, 96)
@@ -68,6 +81,7 @@ def in_half_precision() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "routed experts": lambda: models.sharded(Routed()),
+    "attention": lambda: models.sharded(Attentive()),
     "tied": tied_and_in_one_group,
     "frozen at first": partly_frozen,
     "offloaded": offloaded,

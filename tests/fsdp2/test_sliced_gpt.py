@@ -15,16 +15,19 @@ from tests.fsdp2.models import FORMATS
 from tests.fsdp2.test_training import text
 from tests.workers import Ranks
 
-WIDE = GPTConfig(n_layer=2, n_head=2, n_embd=128, context=32)  # a slice of any matrix is whole blocks of any format
+WIDE, NARROW = (
+    128,
+    64,
+)  # slices of 128 and 256 rows or columns: whole blocks of any format, also where the other extent is half of one
 MIXED = {"blocks.0.*.weight": "fp8_current", "blocks.1.attn.*": "nvfp4", "blocks.1.mlp.*": "mxfp8"}
 
 
-def sliced(formats: dict[str, str], replicas: int, frozen: str) -> Any:
+def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> Any:
     """The GPT on replicas of shards of two slices; what begins with `frozen` does not learn."""
     mesh = models.mesh((replicas, dist.get_world_size() // replicas // 2, 2), ("replicate", "shard", "tp"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = GPT(WIDE).to(models.place())
+        model: Any = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=width, context=32)).to(models.place())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or not name.startswith(frozen))
     for block in model.blocks:
@@ -38,9 +41,9 @@ def sliced(formats: dict[str, str], replicas: int, frozen: str) -> Any:
     return model
 
 
-def trained(formats: dict[str, str], replicas: int, fused: bool, frozen: str) -> list[str]:
+def trained(formats: dict[str, str], replicas: int, fused: bool, frozen: str, width: int = WIDE) -> list[str]:
     """What verify says of each of three steps, which compares slices with theirs of the unsharded cast; what did not move."""
-    model = sliced(formats, replicas, frozen)
+    model = sliced(formats, replicas, frozen, width)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = (zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW)(learning, lr=1e-2)
     before = {name: p.full_tensor().clone() for name, (p, _) in models.masters(model).items()}
@@ -73,3 +76,10 @@ def test_every_format(ranks: Ranks, fmt: str, replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [models.slow(1), 2])
 def test_beside_a_frozen_block(ranks: Ranks, replicas: int) -> None:
     assert ranks(4)(trained, MIXED, replicas, False, "blocks.0.") == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
+def test_blocks_that_reach_over_what_is_not_sliced(ranks: Ranks, fmt: str) -> None:
+    """A block of 128 rows over the 64 that there are, whose columns are in slices."""
+    assert ranks(4)(trained, {"blocks.*.weight": fmt}, 1, True, "", NARROW) == [[]] * 4
