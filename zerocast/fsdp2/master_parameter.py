@@ -50,12 +50,15 @@ class MasterParameter(Tensor):
 
     @staticmethod
     def __new__(cls, plain: Tensor, owner: Owner, requires_grad: bool = False) -> "MasterParameter":
-        """Stand for `plain`; nothing is copied."""
+        """Stand for `plain`; nothing is copied.
+
+        The wrapper lies at no offset, wherever the shard does: a DTensor takes it over, and torch's staging of checkpoints takes a
+        tensor of no memory that lies somewhere for one that has some.
+        """
         master: MasterParameter = Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
             dtype=plain.dtype,
             layout=plain.layout,
             device=plain.device,
