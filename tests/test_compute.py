@@ -57,6 +57,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
     "matmul of t": (lambda x, w: x.matmul(w.t()), False),
     "@": (lambda x, w: x @ w, True),
     "@ of T": (lambda x, w: x @ w.T, False),
+    "@ of transpose": (lambda x, w: x @ w.transpose(-2, -1), False),
     "mm": (torch.mm, True),
     "mm of t": (lambda x, w: x.mm(torch.t(w)), False),
     "mm of t of t": (lambda x, w: x.mm(w.t().t()), True),

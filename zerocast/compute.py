@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zerocast import gemm
+from zerocast import gemm, grouped
 
 
 class _Product(torch.autograd.Function):
@@ -142,6 +142,8 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: flo
 
 def t(weight: Any) -> Any:
     """torch.t: the same weight for the other products to read the other way."""
+    if weight.dim() != 2:
+        raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(weight.shape)}")
     return weight.transposed()
 
 
@@ -157,4 +159,5 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: matmul,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
+    **grouped.PRODUCTS,
 }

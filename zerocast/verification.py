@@ -5,7 +5,7 @@ The plan is what is checked, so none of it is used: a piece of a master is put t
 memory does not grow with the weight; a format with a tensor amax gathers its pieces twice.
 
 Columnwise copies that are marked as stale are left out: reading one raises anyway. What no master determines (the scale of the next
-delayed cast, the amax history, an amax that grows while a host keeps that history) is compared with rank 0's.
+delayed cast and the amax history) is compared with rank 0's, unless a host keeps them.
 """
 
 import dataclasses
@@ -96,8 +96,7 @@ def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, i
     if weight.state.keeps_amax:  # a host moves its amax and scale on between casts
         held["amax"] = held["scale"] = None
     comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
-    undetermined = (*UNDETERMINED, "amax") if weight.state.keeps_amax else UNDETERMINED
-    for name in undetermined:
+    for name in UNDETERMINED:
         if name in comparisons:
             comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
     pieces, not_finite = _pieces(weight.matrix_shape), 0
@@ -110,7 +109,7 @@ def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, i
         for name, expected, origin in _expected(
             weight.format, quantized, piece.start // whole.shape[1], whole.shape[1]
         ):
-            if name in comparisons and name not in undetermined:
+            if name in comparisons:
                 comparisons[name].take(expected, origin)
     of = str(owned.name), str(weight.format)
     differences = [comparison.difference(*of, name) for name, comparison in comparisons.items() if comparison.wrong]

@@ -131,7 +131,9 @@ class QuantizedWeight(Tensor):
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
         value = self.read(columnwise=False, dtype=self.dtype)
-        return value.view(self.shape) if self.transposed_of is None else value.t()
+        if self.transposed_of is None:
+            return value.view(self.shape)
+        return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
         """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
@@ -213,12 +215,10 @@ class QuantizedWeight(Tensor):
         return twin
 
     def transposed(self) -> "QuantizedWeight":
-        """The same weight as the `[K, M]` operand of a product; gradients arrive at the weight itself."""
+        """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the weight itself."""
         if self.transposed_of is not None:
             return self.transposed_of
-        if self.dim() != 2:
-            raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(self.shape)}")
-        view = QuantizedWeight(self.shape[::-1], self.state)
+        view = QuantizedWeight((*self.shape[:-2], self.shape[-1], self.shape[-2]), self.state)
         view.transposed_of = self
         return view
 
@@ -293,7 +293,8 @@ class QuantizedWeight(Tensor):
         handler = _HANDLERS.get(func)
         if handler is None:
             raise RuntimeError(
-                f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, mm, addmm and matmul; "
+                f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, transpose, mm, addmm, matmul and "
+                "grouped_mm; "
                 "call dequantize() where a plain tensor is meant"
             )
         return handler(*args, **(kwargs or {}))

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocast import CastPlan, QuantizedWeight, verify
+from zerocast import CastPlan, verify
 from zerocast.agreement import agree
-from zerocast.columnwise import ColumnwiseCopies
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
 from . import host, refusal, te_tensors
 from .checkpoint import load_plain_values, saving_unpadded
+from .gathers import after_gather_of, completing, nothing, primary_of
 from .guard import AGAIN, RELOAD, Guard
 from .inner_state import without_steps
-from .primary import is_primary, weight_of
+from .primary import weight_of
 from .scaling_state import ScalingState
 from .shards import Shards, misplaced, shards_of, uncovered
 from .sources import Source, finish
@@ -127,13 +127,13 @@ class Attachment:
         self._replace(optimizer, "load_state_dict", loading)
         group_of: dict[int, Any] = {}
         for bucket_group in mine:
-            params = _primary(bucket_group)
+            params = primary_of(bucket_group)
             group_of.update((id(weight_of(param).state), bucket_group) for param in params)
-            after_gather = _after_gather(params, plan.backend, source, bucket_group)
+            after_gather = after_gather_of(params, plan.backend, source, bucket_group)
             if any(map(te_tensors.is_te_tensor, params)):  # Megatron asks TransformerEngine for their copies
-                self._replace(bucket_group, "_post_param_sync", _nothing)
+                self._replace(bucket_group, "_post_param_sync", nothing)
             for name in ("start_param_sync", "finish_param_sync"):
-                gather = _completing(bucket_group, name, after_gather)
+                gather = completing(bucket_group, name, after_gather)
                 self._replace(bucket_group, name, self._guard.writer(gather, "an all-gather", AGAIN))
         plan.freshness.finish = lambda weight: finish(group_of[id(weight.state)])
 
@@ -197,7 +197,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
     _check_first([optimizer, *optimizers], groups)
     found = [shards_of(one, names) for one in optimizers]
-    host.check_groups(group for group in groups if any(map(te_tensors.is_te_tensor, _primary(group))))
+    host.check_groups(group for group in groups if any(map(te_tensors.is_te_tensor, primary_of(group))))
     _check_owned(found, groups, names)
     attachment = Attachment()
     for one, shards in zip(optimizers, found, strict=True):
@@ -224,7 +224,7 @@ def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
 
 def _check_owned(found: Sequence[Shards], groups: Sequence[Any], names: dict[int, str]) -> None:
     owned = {id(param) for shards in found for param in shards.params}
-    orphans = [names[id(param)] for group in groups for param in _primary(group) if id(param) not in owned]
+    orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
     if orphans:
         raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
 
@@ -241,43 +241,6 @@ def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any]) -> No
     by_rank = agree(group, shards.names, problem, [(span.start, span.stop) for span in spans])
     if wrong := uncovered(shards, by_rank):
         raise ValueError(wrong)
-
-
-def _primary(bucket_group: Any) -> list[Any]:
-    return [param for bucket in bucket_group.buckets for param in bucket.params_list if is_primary(param)]
-
-
-def _nothing() -> None:
-    """What is done after a gather is done elsewhere."""
-
-
-def _after_gather(params: Sequence[Any], backend: str, source: Source, bucket_group: Any) -> Callable[[], None]:
-    copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)
-    theirs = [param for param in params if not isinstance(param, QuantizedWeight)]
-    weights = [weight_of(param) for param in params]
-
-    def after_gather() -> None:
-        copies.make()
-        te_tensors.make_copies(theirs)
-        for weight in weights:
-            weight.state.mark_columnwise()
-        source.gathered(bucket_group)
-
-    return after_gather
-
-
-def _completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
-    """The host's method that starts or finishes a gather, then `after_gather` if the bytes are here now and were not before."""
-    method = getattr(bucket_group, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        pending = bucket_group.param_gather_handle is not None or not bucket_group.param_gather_dispatched
-        result = method(*args, **kwargs)
-        if bucket_group.param_gather_handle is None and (pending or name == "start_param_sync"):
-            after_gather()
-        return result
-
-    return call
 
 
 def _copy_model(optimizer: Any, shards: Shards, theirs: TETensors) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from . import host
 from .converter import MasterWeightConverter
 from .job_config import JobConfig
 from .optimizer import FusedOptimizers, build_optimizers
-from .recipes import NAME
+from .section import NAME
 from .train_spec import with_fused_optimizers, with_tensor_parallelism
 
 __all__ = [

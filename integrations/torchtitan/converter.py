@@ -11,10 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from zerocast.fsdp2 import prepare
-
 from . import host, refusal
-from .recipes import recipe_of
+from .section import prepare_model, recipe_of
 
 _Host: Any = host.QuantizationConverter
 
@@ -35,14 +33,13 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
             return
         refusal.check(job_config, parallel_dims)
         super().__init__(job_config, parallel_dims)
-        options = job_config.quantize.linear.zerocast
-        self._recipe = recipe_of(options.recipe)
-        self._verify_every = options.verify_every or None
+        self._section = job_config.quantize.linear.zerocast
+        recipe_of(self._section.recipe)
 
     def convert(self, model: nn.Module) -> None:
-        """Make FP32 masters of the weights that the recipe matches. Raises as `zerocast.fsdp2.prepare`."""
+        """Make FP32 masters of the weights that the recipe matches. Raises as `prepare_model`."""
         if self.enabled and not self._sliced:
-            prepare(model, self._recipe, verify_every=self._verify_every)
+            prepare_model(model, self._section)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """The optimizer step itself has made a cast due."""

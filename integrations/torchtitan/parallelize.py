@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zerocast.fsdp2 import prepare
-
-from .recipes import NAME, recipe_of
+from .section import NAME, prepare_model
 
 FIRST = ("tp", "cp")  # what comes before the weights are prepared
 
@@ -26,7 +24,7 @@ class Parallelize:
         self._parallelize_fn = parallelize_fn
 
     def __call__(self, model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-        """As torchtitan calls it. Raises as `zerocast.fsdp2.prepare`; slices of parts of blocks raise at the first gather."""
+        """As torchtitan calls it. Raises as `prepare_model`; slices of parts of blocks raise at the first gather."""
         if parallel_dims.tp == 1 or NAME not in job_config.model.converters:
             whole: nn.Module = self._parallelize_fn(model, parallel_dims, job_config)
             return whole
@@ -36,10 +34,8 @@ class Parallelize:
             compile=dataclasses.replace(job_config.compile, enable=False),
         )
         model = self._parallelize_fn(model, _Enabled(parallel_dims, first=True), bare)
-        options = job_config.quantize.linear.zerocast
         slices = parallel_dims.get_mesh(["fsdp", "tp"])._flatten("zerocast_slices")
-        verify_every = options.verify_every or None
-        prepare(model, recipe_of(options.recipe), weight_mesh=slices, verify_every=verify_every)
+        prepare_model(model, job_config.quantize.linear.zerocast, slices)
         sharded: nn.Module = self._parallelize_fn(model, _Enabled(parallel_dims, first=False), job_config)
         return sharded
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from . import host
 from .optimizer import build_optimizers
-from .recipes import NAME
+from .section import NAME
 
 
 def check(job_config: Any, parallel_dims: Any) -> None:
@@ -43,8 +43,8 @@ def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
     ):
         if degree > 1:
             yield (
-                f"parallelism.{name}={degree} is not supported with {NAME}: the experts of a layer are one weight, of three "
-                "dimensions, which is not quantized, and the rest has not been tried beside it"
+                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan deals out the experts of a weight after its "
+                "converters ran, and FSDP2 gathers them over other ranks than the rest"
             )
     if parallel_dims.pp > 1:
         yield (

@@ -32,7 +32,7 @@ class MastersOf:
             found = self._sources()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        lines = [f"{owned.name}: {owned.weight!r}" for source in found for owned in source.masters]
+        lines = [_line(owned) for source in found for owned in source.masters]
         agree(self._group, lines, problem, what="verifies")
         yield from found
 
@@ -80,3 +80,7 @@ def _named(index: int, weight: Any) -> Iterator[tuple[str, Any, Twin]]:
     names = [f" {name}" for name, _ in directions(weight)] if is_hybrid(weight) else [""]
     for name, part in zip(names, parts_of(weight), strict=True):
         yield f"model weight {index}{name}", part, twin_of(part, weight.dtype)
+
+
+def _line(owned: OwnedMaster) -> str:
+    return f"{owned.name}: {owned.weight.format} {tuple(owned.weight.shape)} {owned.weight.dtype}"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import QuantizedWeight, layout
-from zerocast.formats import Columnwise
+from zerocast.formats import Columnwise, ScaleRule
 
 from .adapter import Adapter
 from .adapters import adapter_of, quantizer_of
@@ -105,12 +105,28 @@ class Twin:
         if self.adapter.outdated(tensor) or self.codes_in_transpose or held.get(_COLUMNWISE[0]) is None:
             held = {name: buffer for name, buffer in held.items() if name in self._written}
         buffers = {name: self._checked(name, buffer) for name, buffer in held.items()}
+        if "columnwise_scale_inv" in buffers and self.derives and self.weight.format.block is not None:
+            buffers["columnwise_scale_inv"] = self._padded(buffers["columnwise_scale_inv"])
         own = self.weight.state.buffers["amax"]
         if self.keeps_own_amax and own is not None:
             buffers["amax"] = own
         if self.codes_in_transpose:
             buffers[_DATA] = self.transpose_of(tensor).contiguous()
         return QuantizedWeight.of_buffers(self._shape, self.weight.format, self._nominal, buffers)
+
+    def _padded(self, scale_inv: Tensor) -> Tensor:
+        """The scales of a columnwise copy, padded as ours are: nothing reads the padding of those that the host made."""
+        fmt, (rows, columns) = self.weight.format, self.weight.matrix_shape
+        buffer, (down, across) = (
+            layout.columnwise_scale_inv(fmt, rows, columns),
+            layout.amax_grid(fmt.block, columns, rows),
+        )
+        assert buffer is not None
+        if fmt.scale_rule is not ScaleRule.FP32:
+            down = columns  # a row for each, where FP32 scales have one a block
+        padded = torch.full_like(scale_inv, buffer.padding)
+        padded[:down, :across] = scale_inv[:down, :across]
+        return padded
 
     def forget_columnwise(self) -> bool:
         """Hold on to no columnwise copy that derives from the rowwise codes; whether there was one."""

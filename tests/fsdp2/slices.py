@@ -19,7 +19,7 @@ def complaints(model: nn.Module, when: str) -> list[str]:
         master, owner, placement = whole[name.replace("_orig_mod.", "")]
         scale = torch.tensor([float(owner.delayed["cast_scale"]) if owner.delayed else 1.0])
         expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
-        codes = casts.raw(expected.rowwise_data).reshape(expected.rowwise_data.shape)
+        codes = casts.raw(expected.rowwise_data).reshape(*master.shape[:-1], -1)
         codes = np.array_split(codes, 2, placement.dim)[local]
         if not (casts.raw(weight.rowwise_data.clone()).reshape(codes.shape) == codes).all():
             found.append(f"{when}: codes of {name}")

@@ -82,13 +82,10 @@ class _Product(torch.autograd.Function):
 
 def values(weight: Any, columnwise: bool) -> Tensor:
     """What a direction of a tensor holds."""
-    return _read(weight).read(columnwise, weight.dtype)
-
-
-def _read(weight: Any) -> QuantizedWeight:
-    if isinstance(weight, QuantizedWeight):
-        return weight
-    return QuantizedWeight.of_buffers(weight.shape, format_of(weight), weight.dtype, tensors.buffers(weight))
+    held = tensors.buffers(weight)
+    return QuantizedWeight.of_buffers(weight.shape, format_of(weight), weight.dtype, held).read(
+        columnwise, weight.dtype
+    )
 
 
 def bytes_of(weight: Any) -> tuple[str, casts.Bytes]:

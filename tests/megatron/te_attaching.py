@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.megatron import te
 from tests.megatron.here import host
-from tests.megatron.training import ALL_LAYERS, Case, Run, build
+from tests.megatron.training import ALL_LAYERS, Case, Run, build, trained
 from tests.transformer_engine import hybrids, tensors
 from zerocast import get_format, verify
 from zerocast.group import Group
@@ -35,11 +35,11 @@ def _error(call: Callable[[], Any]) -> str:
     return ""
 
 
-def delayed(formats: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
+def steps(formats: str, layers: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
     """By step: all-reduces of the cast, stale bytes, whether verify is content, weights whose amax is not that of the master."""
     found, reduce = [], Group.all_reduce_max
-    with host(ALL_LAYERS):
-        run, attached = _attached(Case(formats, te=ALL_LAYERS))
+    with host(layers):
+        run, attached = _attached(Case(formats, te=layers))
         for number in range(5):
             scales = {
                 name: float(w._quantizer.scale) for name, w in run.te_tensors.items() if hasattr(w._quantizer, "scale")
@@ -59,6 +59,14 @@ def delayed(formats: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
                     one.scale, one.amax = one.scale / 2, torch.zeros_like(one.amax)
                 weight.update_quantizer(one)
     return found
+
+
+def built_outside(formats: str) -> tuple[str, dict[str, int]]:
+    """A model that Megatron laid out by itself: what `attach` says, and if nothing, stale bytes after some steps."""
+    with host(ALL_LAYERS):
+        run = build(Case(formats, te=ALL_LAYERS))
+        said = _error(lambda: integration.attach(run.optimizer, run.ddp))
+        return said, {} if said else trained(run)[1]
 
 
 def every_buffer() -> tuple[bool, list[Any], list[Any]]:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.megatron import faulty, te, te_attaching
+from tests.megatron import faulty, measuring, te, te_attaching
 from tests.megatron.checkpoints import resume
+from tests.megatron.hole import train_in_the_hole
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train, train_in_the_hole
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
 from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
@@ -47,18 +48,40 @@ def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
     assert outcomes["again"] and outcomes["load"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("where", "overlap"), [("step", False), ("forward", True), ("sync", False), ("load", False)])
+def test_every_operator(ranks: Ranks, tmp_path: Path, where: str, overlap: bool) -> None:
+    arguments = Case("mixed", overlap, te="02"), where, 1, str(tmp_path)
+    ((outcomes, wrong),) = ranks(1)(faulty.at_operators, *arguments, timeout=900.0)
+    assert not wrong, wrong[:5]
+    assert outcomes["again"] + outcomes["refresh"] + outcomes["load"] > 10 and outcomes["nothing"] == 2, outcomes
+
+
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
     """It sets scales and rolls histories, in the third step those of new quantizers; a cast scales by what is there, and raises the
     amax. One all-reduce for all formats.
     """
-    assert ranks(world)(te_attaching.delayed, "delayed") == [[(1, {}, True, [])] * 5] * world
+    assert ranks(world)(te_attaching.steps, "delayed", ALL_LAYERS) == [[(1, {}, True, [])] * 5] * world
+
+
+def test_one_all_reduce_for_the_weights_of_both_libraries(ranks: Ranks) -> None:
+    assert ranks(2)(te_attaching.steps, "mixed", "02") == [[(1, {}, True, [])] * 5] * 2
 
 
 def test_every_byte_counts(ranks: Ranks) -> None:
     for ok, found, wanted in ranks(2)(te_attaching.every_buffer):
         assert ok and found == wanted and len(wanted) > 12
+
+
+def test_measured_steps(ranks: Ranks) -> None:
+    plain = [losses for losses, _, _ in ranks(2)(measuring.steps, True, None, "02")]
+    for (losses, samples, amaxes), expected in zip(ranks(2)(measuring.steps, True, 2, "02"), plain, strict=True):
+        assert losses == expected
+        assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes and len(amaxes) == 4
+        assert all(0 < counts.cast_error < 0.2 for counts in samples[-1].weights.values())
 
 
 def test_copies_that_transformer_engine_dropped_are_made_again(ranks: Ranks) -> None:
@@ -111,6 +134,14 @@ def test_several_experts_in_one_tensor_are_refused(ranks: Ranks) -> None:
 def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
     for said in ranks(1)(te_attaching.without_a_seam):
         assert "with TransformerEngine's tensors, has no _post_param_sync" in said
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_built_outside(ranks: Ranks, world: int) -> None:
+    """Megatron's own layout is taken where it sends all bytes: FP8 on any number of ranks, NVFP4 on two."""
+    assert ranks(world)(te_attaching.built_outside, "fp8") == [("", {})] * world
+    for said, stale in ranks(world)(te_attaching.built_outside, "nvfp4"):
+        assert not stale and ("would be lost. Build model" in said) == (world == 3)
 
 
 def test_the_hole_is_closed_for_them_too(ranks: Ranks) -> None:

@@ -69,7 +69,10 @@ def test_beside_quantized_weights(gpu_ranks: Ranks, world: int) -> None:
 
 @pytest.mark.parametrize("world", [TWO])
 def test_delayed_scaling_is_left_to_transformer_engine(gpu_ranks: Ranks, world: int) -> None:
-    assert gpu_ranks(world)(te_attaching.delayed, "delayed", timeout=SECONDS) == [[(1, {}, True, [])] * 5] * world
+    assert (
+        gpu_ranks(world)(te_attaching.steps, "delayed", ALL_LAYERS, timeout=SECONDS)
+        == [[(1, {}, True, [])] * 5] * world
+    )
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])

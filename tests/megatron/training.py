@@ -1,10 +1,8 @@
 """A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, and its bytes."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,30 +15,17 @@ from tests.megatron.here import device, host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron.primary import is_primary
 
 if not WHY_NOT:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
-        distributed_data_parallel,
     )
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import MegatronModule, TransformerConfig
 
-    HOSTS_LAYOUT = [
-        (owner, name, vars(owner)[name])
-        for owner, name in (
-            (buffers._ParamAndGradBuffer, "_compute_nvfp4_packed_layout"),
-            (distrib_optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout"),
-            (distrib_optimizer, "group_params_for_buffers"),
-            (distributed_data_parallel, "group_params_for_buffers"),
-        )
-        if KNOWS_FOUR_BITS
-    ]
 else:
     MegatronModule = nn.Module
 
@@ -216,20 +201,6 @@ def configuration() -> Any:
     )
 
 
-@contextlib.contextmanager
-def hosts_own_layout() -> Iterator[None]:
-    """Inside `building()`: byte buffers as Megatron lays them out by itself."""
-    kept = {}
-    for owner, name, original in HOSTS_LAYOUT:
-        kept[owner, name] = vars(owner)[name]
-        setattr(owner, name, original)
-    try:
-        yield
-    finally:
-        for (owner, name), value in kept.items():
-            setattr(owner, name, value)
-
-
 def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> Any:
     """A model in its DistributedDataParallel."""
     torch.manual_seed(seed)
@@ -297,19 +268,3 @@ def trained(run: Run) -> tuple[list[float], dict[str, int]]:
     if run.case.overlap:
         run.force_sync()
     return losses, run.stale_bytes()
-
-
-def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
-    """With Megatron's own layout: what `attach` says, and the stale bytes where its check is left out."""
-    with host(case.te):
-        with integration.building(), hosts_own_layout():
-            run = build(case)
-        try:
-            integration.attach(run.optimizer, run.ddp)
-        except ValueError as error:
-            said = str(error)
-        else:
-            said = ""
-        with mock.patch.object(attachment, "misplaced", return_value=None):
-            integration.attach(run.optimizer, run.ddp)
-        return said, trained(run)[1]

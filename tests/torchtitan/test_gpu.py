@@ -12,7 +12,7 @@ import torch
 from tests.devices import gpus
 from tests.torchtitan.checkpoints import SAVING
 from tests.torchtitan.host_on_cpu import needs_torchtitan
-from tests.torchtitan.training import MIXED, SLICED, TENSOR, Case
+from tests.torchtitan.training import EXPERTS, MIXED, SLICED, TENSOR, Case
 
 pytestmark = [needs_torchtitan, *gpus(2)]
 ROOT = Path(__file__).parents[2]
@@ -64,6 +64,15 @@ def test_options(options: tuple[str, ...], tmp_path: Path) -> None:
 def test_context_parallelism(tmp_path: Path) -> None:
     """Torch's own, which sends keys and values round: FSDP2 shards over the ranks of one sequence."""
     found = launch(Case(MIXED, options=("--parallelism.context_parallel_degree=2",)), tmp_path)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert not found["complaints"] and not found["differences"]
+
+
+@pytest.mark.shows(host="torchtitan", parallel="data", formats=["nvfp4", "mxfp8", "fp8_block"], ranks=2)
+@pytest.mark.parametrize("options", [(), ("--activation_checkpoint.mode=full",)], ids=["", "recomputed"])
+def test_experts(options: tuple[str, ...], tmp_path: Path) -> None:
+    case = Case(EXPERTS % "nvfp4", "fused", options=("--model.name=corpus_experts", *options))
+    found = launch(case, tmp_path)
     assert found["losses"][-1] < found["losses"][0] - 0.1
     assert not found["complaints"] and not found["differences"]
 

@@ -6,11 +6,17 @@ import pytest
 
 from tests.torchtitan.context_on_cpu import compare_with_whole
 from tests.torchtitan.host_on_cpu import needs_torchtitan
-from tests.torchtitan.training import MIXED, SLICED, TENSOR, Case, amaxes_are_measured, train
+from tests.torchtitan.training import EXPERTS, MIXED, SLICED, TENSOR, Case, amaxes_are_measured, train
 from tests.workers import Ranks
 
 pytestmark = needs_torchtitan
 slow = pytest.mark.slow
+
+
+def experts(fmt: str, *options: str) -> Case:
+    """A mixture of experts; its optimizers, which balance load, are torchtitan's."""
+    return Case(EXPERTS % fmt, "foreach", options=("--model.name=corpus_experts", *options))
+
 
 CASES = {
     "nvfp4": (2, Case("nvfp4")),
@@ -34,6 +40,16 @@ CASES = {
     "tensor, compiled": (4, Case("nvfp4", options=(*TENSOR, "--compile.enable", "--compile.backend=aot_eager"))),
     "tensor and context": (8, Case("nvfp4", options=(*TENSOR, "--parallelism.context_parallel_degree=2"))),
     "tensor and replicas": (8, Case("nvfp4", options=(*TENSOR, "--parallelism.data_parallel_replicate_degree=2"))),
+    "experts": (2, experts("nvfp4")),
+    "experts, fp8_block": (2, experts("fp8_block")),
+    "experts, fp8_current on three ranks": (3, experts("fp8_current")),
+    "experts, recomputed": (2, experts("nvfp4", "--activation_checkpoint.mode=full")),
+    "experts, compiled": (2, experts("nvfp4", "--compile.enable", "--compile.backend=aot_eager")),
+    "experts, context": (2, experts("nvfp4", "--parallelism.context_parallel_degree=2")),
+    "experts, tensor": (
+        4,
+        Case("layers.1.*.experts.*=nvfp4", "foreach", options=("--model.name=corpus_experts", *TENSOR)),
+    ),
     "accumulation": (2, Case(MIXED, options=("--training.global_batch_size=8",))),
     "never resharded": (2, Case(MIXED, options=("--parallelism.fsdp_reshard_after_forward=never",))),
     "recomputation": (2, Case(MIXED, options=("--activation_checkpoint.mode=full",))),
@@ -41,8 +57,10 @@ CASES = {
     "compiled blocks": (2, Case("nvfp4", steps=3, options=("--compile.enable", "--compile.backend=aot_eager"))),
     "verified": (2, Case(MIXED, options=("--quantize.linear.zerocast.verify_every=2",))),
 }
-QUICK = ("nvfp4", "fp8_block, AdamW of torch", "context")
+QUICK = ("nvfp4", "fp8_block, AdamW of torch", "context", "experts")
 PARALLEL = {"replicas": "data, replicas", "context": "context", "data and context": "data, context"}
+PARALLEL |= {name: "data" for name in CASES if name.startswith("experts")}
+PARALLEL |= {"experts, context": "context", "experts, tensor": "data, tensor"}
 PARALLEL |= {name: "data, tensor" for name in CASES if name.startswith("tensor")}
 PARALLEL |= {"tensor and context": "context, tensor", "tensor and replicas": "data, tensor, replicas"}
 

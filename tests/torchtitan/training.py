@@ -19,6 +19,10 @@ if not WHY_NOT:
 
 MIXED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_block,layers.1.feed_forward.*=mxfp8,output.*=fp8_current"
 SLICED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_current,layers.1.feed_forward.*=mxfp8,output.*=fp8_delayed"
+EXPERTS = (
+    "layers.*.attention.w[qo].*=nvfp4,layers.0.feed_forward.*=mxfp8,layers.*.experts.w1=%s,layers.*.experts.w2=nvfp4,"
+    "layers.*.experts.w3=mxfp8,*.shared_experts.*=fp8_block"
+)
 TENSOR = ("--parallelism.tensor_parallel_degree=2",)
 ALL = "layers.*=%s,output.*=%s"
 

@@ -21,11 +21,11 @@ def cases(formats: tuple[str, ...] = FORMATS, cut: int = NUMEL // 3 + 1) -> tupl
 
 
 def test_every_byte_counts(ranks: Ranks) -> None:
-    """A flipped bit at the end of every buffer of rank 1, padding of scales included; both ranks say the same."""
+    """A flipped bit in every buffer of rank 1, in the padding of rowwise scales too; both ranks say the same."""
     for quiet, found, planted in ranks(2)(verifying.every_buffer, cases()):
         assert quiet == []
         assert found == planted
-        assert len(planted) == 4 + 5 + 4 + 5 + 4 + 1
+        assert len(planted) == 4 + 4 + 4 + 5 + 4 + 1
 
 
 def test_stale_bytes_are_found(ranks: Ranks) -> None:
@@ -67,6 +67,17 @@ def test_a_meter(ranks: Ranks) -> None:
             assert elements == NUMEL
             assert abs(unchanged - NUMEL / 2) < NUMEL / 50
             assert nonfinite == 0
+
+
+@pytest.mark.usefixtures("te")
+def test_padding_of_copies_is_nobodys() -> None:
+    """TransformerEngine leaves that of the copies that it makes as it was allocated."""
+    run = verifying.Run(tuple(Weight(fmt, SHAPE, ((0, NUMEL),)) for fmt in ("fp8_block", "nvfp4")))
+    block, nvfp4 = (tensor._columnwise_scale_inv for tensor in run.tensors)
+    block[:, 1:], nvfp4[SHAPE[1] :] = 7.0, 7
+    assert run.report().ok
+    nvfp4[SHAPE[1] - 1, SHAPE[0] // 16 - 1] ^= 1
+    assert [difference.buffer for difference in run.report().differences] == ["columnwise_scale_inv"]
 
 
 @pytest.mark.usefixtures("te")

@@ -45,15 +45,17 @@ def every_buffer(cases: tuple[Weight, ...]) -> tuple[list[str], list[str], list[
         last, found, planted = dist.get_world_size() - 1, [], []
         for index, (case, weight) in enumerate(zip(cases, run.tensors, strict=True)):
             for name, buffer in buffers(weight).items():
-                if case.fmt.startswith("fp8_current") and name == "amax":
-                    continue
-                place = buffer.view(torch.uint8).view(-1)[-1:]
+                if name == "amax" and not case.fmt.startswith("nvfp4"):
+                    continue  # the host's, which moves it on
+                shared = name.endswith("scale_inv") and case.fmt.startswith(("fp8_delayed", "fp8_current"))
+                names = ("rowwise_scale_inv", "columnwise_scale_inv") if shared else (name,)
+                may_be_padding = name == "columnwise_scale_inv" and not shared
+                whole, offset = buffer.view(torch.uint8).view(-1), 0 if may_be_padding else buffer.nbytes - 1
+                place = whole[offset : offset + 1]
                 if run.casting.rank == last:
                     place ^= 1
                 found += [f"{d.name} {d.buffer} {d.rank} {d.wrong} {d.offset}" for d in run.report().differences]
-                shared = name == "rowwise_scale_inv" and case.fmt.startswith(("fp8_delayed", "fp8_current"))
-                names = (name, "columnwise_scale_inv") if shared else (name,)
-                planted += [f"model weight {index} {one} {last} 1 {buffer.nbytes - 1}" for one in names]
+                planted += [f"model weight {index} {one} {last} 1 {offset}" for one in names]
                 if run.casting.rank == last:
                     place ^= 1
         return quiet, sorted(set(found)), sorted(set(planted))
