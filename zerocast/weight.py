@@ -129,7 +129,7 @@ class QuantizedWeight(Tensor):
             self.state.freshness.finish(self)
 
     def dequantize(self) -> Tensor:
-        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy."""
+        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
         value = self.read(columnwise=False, dtype=self.dtype)
         if self.transposed_of is None:
             return value.view(self.shape)

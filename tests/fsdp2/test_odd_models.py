@@ -40,6 +40,38 @@ class Routed(nn.Module):
         return self.blocks[0](self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
+class Grouped(nn.Module):
+    """Three experts in one weight, so that ranks hold different numbers of them; `share` of the rows for each."""
+
+    def __init__(self, share: int) -> None:
+        super().__init__()
+        self.share = share
+        self.up = nn.Parameter(torch.randn(3, 96, 64) / 8)
+        self.down = nn.Parameter(torch.randn(3, 64, 96) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Up and down."""
+        ends = torch.arange(1, 4, dtype=torch.int32, device=x.device) * self.share
+        hidden = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
+        return x + torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
+
+
+class OfExperts(nn.Module):
+    """Formats in which blocks lie within an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Grouped(8) for _ in range(3))
+        self.recipe = {"blocks.0.*": "nvfp4", "blocks.1.*": "mxfp8", "blocks.2.*": models.DELAYED}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every row thrice, one after another."""
+        x = x.repeat(3, 1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Attentive(nn.Module):
     """Torch's own transformer layer."""
 
@@ -81,6 +113,7 @@ def in_half_precision() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "routed experts": lambda: models.sharded(Routed()),
+    "experts in one weight": lambda: models.sharded(OfExperts()),
     "attention": lambda: models.sharded(Attentive()),
     "tied": tied_and_in_one_group,
     "frozen at first": partly_frozen,

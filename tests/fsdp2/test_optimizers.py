@@ -12,6 +12,7 @@ from torch._inductor.utils import fresh_inductor_cache
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+import zerocast
 from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net
@@ -21,7 +22,7 @@ CLASSES: dict[str, Any] = {
     name: found
     for name, found in vars(torch.optim).items()
     if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
-}
+} | {"FusedAdamW": zerocast.fsdp2.FusedAdamW}
 NEVER = ("Adafactor", "Rprop", "SparseAdam")  # what DTensor, or a dense gradient, does not let run (torch 2.13)
 IMPLEMENTATIONS = {
     "default": {},
@@ -59,25 +60,29 @@ def modes(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def stepped(
     name: str, options: dict[str, Any], backend: str, *, prepare: bool
 ) -> tuple[dict[str, Tensor], str, list[str]]:
-    """Parameters after three steps on given gradients, the learning rate halved before the last; what was raised; complaints.
+    """Parameters after three steps on given gradients; what was raised; complaints.
 
+    The second half of them learns at another rate, all at half of theirs in the last step; some have no gradient in the second one.
     Steps are compiled where a `backend` for that is named.
     """
     torch._dynamo.reset()
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=prepare)
     parameters = {key: p for key, p in model.named_parameters() if p.dim() == 2 or name != "Muon"}
     rate = options["lr"](0.01, device=models.place()) if "lr" in options else 0.01
-    found = []
+    found, half, order = [], len(parameters) // 2, list(parameters.values())
+    groups: list[Any] = [{"params": order[:half]}, {"params": order[half:], "lr": 3 * rate}]
+    as_one = name == "LBFGS"  # takes all parameters as one vector
     try:
-        optimizer = CLASSES[name](parameters.values(), **{**options, "lr": rate})
+        optimizer = CLASSES[name](order if as_one else groups, **{**options, "lr": rate})
         scheduler = LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
         take = torch.compile(optimizer.step, backend=backend) if backend else optimizer.step
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
-            for parameter in parameters.values():
+            for index, parameter in enumerate(order):
                 whole = torch.randn(parameter.shape, generator=generator).to(models.place())
-                parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-            take(lambda: torch.ones(())) if name == "LBFGS" else take()
+                grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.grad = None if step == 1 and index % 3 == 0 and not as_one else grad
+            take(lambda: torch.ones(())) if as_one else take()
             scheduler.step()
             found += models.complaints(model, f"step {step}") if prepare and step != 1 else []
     except Exception as error:  # whatever plain FSDP2 raises
