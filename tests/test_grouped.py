@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 def experts(fmt: str, device: str = "cpu") -> nn.Parameter:
     value = torch.from_numpy(lcg_matrix(EXPERTS * M, K, 0)).view(EXPERTS, M, K)
-    return nn.Parameter(casts.cast_whole(fmt, value.to(device), BF16))
+    return nn.Parameter(casts.cast_whole(fmt, value, BF16).to(device))
 
 
 def offsets() -> Tensor:
