@@ -1,5 +1,6 @@
 """Products: forward from the rowwise copy, input gradient from the columnwise copy, weight gradient in its own dtype."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import casts
 from tests.matrices import lcg_matrix
-from zerocast import CastPlan, QuantizedWeight, quantize_master_weights
+from zerocast import CastPlan, QuantizedWeight, Recipe, quantize_, quantize_master_weights
 from zerocast.group import ONE_PROCESS
 
 SHAPE = (32, 64)  # M output features, K input features
@@ -56,6 +57,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
     "matmul of t": (lambda x, w: x.matmul(w.t()), False),
     "@": (lambda x, w: x @ w, True),
     "@ of T": (lambda x, w: x @ w.T, False),
+    "@ of transpose": (lambda x, w: x @ w.transpose(-2, -1), False),
     "mm": (torch.mm, True),
     "mm of t": (lambda x, w: x.mm(torch.t(w)), False),
     "mm of t of t": (lambda x, w: x.mm(w.t().t()), True),
@@ -185,6 +187,27 @@ def test_gradients_equal_those_of_the_dequantized_layer() -> None:
     (F.gelu(F.linear(twin, plain[0])) @ plain[1]).square().sum().backward()
     for mine, theirs in zip((x, first, second), (twin, *plain), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_attention_of_torch() -> None:
+    """A function of torch that takes weights along hides its products from them; autograd then records what is below."""
+    plain = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0)
+    recipe = {
+        "self_attn.in_proj_weight": "nvfp4",
+        "self_attn.out_proj.weight": "fp8_current",
+        "linear?.weight": "fp8_block",
+    }
+    model = quantize_(copy.deepcopy(plain), Recipe(recipe), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        value: Any = parameter
+        plain.get_parameter(name).data.copy_(value.dequantize() if isinstance(value, QuantizedWeight) else value)
+    x = leaf(3, 5, 64)
+    twin = x.detach().clone().requires_grad_()
+    for y in (model(x), plain(twin)):
+        y.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+    torch.testing.assert_close(x.grad, twin.grad)
 
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])

@@ -137,7 +137,7 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
     "reshape": lambda w: w.reshape(-1),
     "other view": lambda w: w.view(64, 32),
     "flatten": lambda w: w.flatten(),
-    "transpose": lambda w: w.transpose(0, 1),
+    "transpose of one dimension": lambda w: w.transpose(0, 0),
     "permute": lambda w: w.permute(1, 0),
     "unsqueeze": lambda w: w.unsqueeze(0),
     "chunk": lambda w: w.chunk(2),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zerocast import gemm
+from zerocast import gemm, grouped
 
 
 class _Product(torch.autograd.Function):
@@ -28,11 +28,10 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed)
-        needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
-        others = parameter_gradients(x, weight, grad, ctx.transposed, ctx.needs_input_grad[1], needs_bias)
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
+            grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed) if needs_x else None
+            others = parameter_gradients(x, weight, grad, ctx.transposed, needs_weight, ctx.has_bias and needs_bias)
         return grad_x, *others, None, None
 
 
@@ -82,14 +81,21 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
     if x.dtype != dtype and not autocast:
         raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
-    with torch.autocast(x.device.type, enabled=False):
-        bias = None if bias is None else bias.to(dtype)
-        if torch.compiler.is_compiling():  # one op in the graph: zerocast/products.py
-            traced: Tensor = torch.ops.zerocast.product(x.to(dtype), weight, bias, transposed)
-            return traced
-        path = gemm.path_of(weight, dtype, transposed)
-        y: Tensor = _Product.apply(x.to(dtype), weight, bias, transposed, path)  # type: ignore[no-untyped-call]
-        return y
+    bias = None if bias is None else bias.to(dtype)
+    if autocast:
+        with torch.autocast(x.device.type, enabled=False):
+            return _recorded(x.to(dtype), weight, bias, transposed)
+    return _recorded(x, weight, bias, transposed)
+
+
+def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The product, for autograd or for a compiler."""
+    if torch.compiler.is_compiling():  # one op in the graph: zerocast/products.py
+        traced: Tensor = torch.ops.zerocast.product(x, weight, bias, transposed)
+        return traced
+    path = gemm.path_of(weight, x.dtype, transposed)
+    y: Tensor = _Product.apply(x, weight, bias, transposed, path)  # type: ignore[no-untyped-call]
+    return y
 
 
 def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
@@ -136,6 +142,8 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: flo
 
 def t(weight: Any) -> Any:
     """torch.t: the same weight for the other products to read the other way."""
+    if weight.dim() != 2:
+        raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(weight.shape)}")
     return weight.transposed()
 
 
@@ -151,4 +159,5 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: matmul,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
+    **grouped.PRODUCTS,
 }

@@ -15,7 +15,8 @@ class Bases:
         self.dtype = dtype
         self.tensors: list[Tensor] = []
         self._index: dict[int, int] = {}
-        self._first: list[tuple[Tensor, int]] = []
+        self._first: list[Tensor] = []
+        self._addresses: list[int] = []
 
     def add(self, tensor: Tensor) -> tuple[int, int]:
         """(base index, offset in elements of `dtype`) of a contiguous tensor."""
@@ -25,9 +26,10 @@ class Bases:
             self._index[key] = len(self.tensors)
             flat = torch.empty(0, dtype=self.dtype, device=tensor.device)
             self.tensors.append(flat.set_(storage, 0, (storage.nbytes() // self.dtype.itemsize,), (1,)))
-            self._first.append((tensor, tensor.data_ptr()))
+            self._first.append(tensor)
+            self._addresses.append(tensor.data_ptr())
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
     def moved(self) -> bool:
         """Whether a storage was replaced since it was added."""
-        return any(tensor.data_ptr() != address for tensor, address in self._first)
+        return [tensor.data_ptr() for tensor in self._first] != self._addresses

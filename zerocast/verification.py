@@ -5,7 +5,7 @@ The plan is what is checked, so none of it is used: a piece of a master is put t
 memory does not grow with the weight; a format with a tensor amax gathers its pieces twice.
 
 Columnwise copies that are marked as stale are left out: reading one raises anyway. What no master determines (the scale of the next
-delayed cast and the amax history) is compared with rank 0's.
+delayed cast and the amax history) is compared with rank 0's, unless a host keeps them.
 """
 
 import dataclasses

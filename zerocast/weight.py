@@ -129,9 +129,11 @@ class QuantizedWeight(Tensor):
             self.state.freshness.finish(self)
 
     def dequantize(self) -> Tensor:
-        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy."""
+        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
         value = self.read(columnwise=False, dtype=self.dtype)
-        return value.view(self.shape) if self.transposed_of is None else value.t()
+        if self.transposed_of is None:
+            return value.view(self.shape)
+        return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
         """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
@@ -213,12 +215,10 @@ class QuantizedWeight(Tensor):
         return twin
 
     def transposed(self) -> "QuantizedWeight":
-        """The same weight as the `[K, M]` operand of a product; gradients arrive at the weight itself."""
+        """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the weight itself."""
         if self.transposed_of is not None:
             return self.transposed_of
-        if self.dim() != 2:
-            raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(self.shape)}")
-        view = QuantizedWeight(self.shape[::-1], self.state)
+        view = QuantizedWeight((*self.shape[:-2], self.shape[-1], self.shape[-2]), self.state)
         view.transposed_of = self
         return view
 
@@ -261,6 +261,15 @@ class QuantizedWeight(Tensor):
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, context
 
+    def _stable_hash_for_caching(self) -> str:
+        """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
+        names, context = self.__tensor_flatten__()
+        buffers = [self.state.buffers[name] for name in names]
+        inner = [
+            (name, tuple(b.shape), b.stride(), b.dtype) for name, b in zip(names, buffers, strict=True) if b is not None
+        ]
+        return f"QuantizedWeight of {self.device} {context} {inner}"
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""
@@ -271,12 +280,12 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Products go to `zerocast.compute`; everything else to the dispatcher below, results not re-wrapped."""
-        handler = compute.PRODUCTS.get(func)
-        if handler is not None:
-            return handler(*args, **(kwargs or {}))
+        """Products go to `zerocast.compute`; everything else to the dispatcher below, results not re-wrapped.
+
+        Whatever either asks of its tensors does not come back here: a product asks a dozen times.
+        """
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return compute.PRODUCTS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -284,7 +293,8 @@ class QuantizedWeight(Tensor):
         handler = _HANDLERS.get(func)
         if handler is None:
             raise RuntimeError(
-                f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, mm, addmm and matmul; "
+                f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, transpose, mm, addmm, matmul and "
+                "grouped_mm; "
                 "call dequantize() where a plain tensor is meant"
             )
         return handler(*args, **(kwargs or {}))

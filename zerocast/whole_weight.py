@@ -45,12 +45,17 @@ def _same_strides(
     return _same_shape(weight, size)
 
 
+def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
+    """Never the weight itself: autograd, which is above, takes what an operator gives for a tensor of its own."""
+    return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
+
+
 _aten = torch.ops.aten
 define(_aten.detach.default, QuantizedWeight.share)
 define(_aten.alias.default, QuantizedWeight.share)
 define(_aten.view.default, _same_shape)
 define(_aten.as_strided.default, _same_strides)
-define(_aten.t.default, QuantizedWeight.transposed)
+define(_aten.t.default, _transpose)
 define(_aten.mm.default, compute.product_below_autograd)
 define(_aten.addmm.default, lambda bias, x, weight: compute.product_below_autograd(x, weight, bias))
 define(_aten.expand.default, _same_shape)  # expand_as(itself), by which hosts reach a parameter's gradient accumulator

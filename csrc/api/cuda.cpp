@@ -130,6 +130,7 @@ void register_cuda(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> free;
   py::module_ cuda = m.def_submodule("cuda", "the stages on the GPU");
   cuda.attr("PARTIAL_AMAXES") = cuda::kPartialAmaxes;
+  cuda.attr("ONLY_BASE") = cuda::kOnlyBase;
   cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
   cuda.def("targets", &cuda::targets);
   cuda.def("ordinals", &ordinals);

@@ -18,8 +18,9 @@ struct Work {
   int64_t blocks;
 };
 
-using DeviceBases = uintptr_t;  // of an array of addresses in device memory
-using Flag = uintptr_t;         // of a bool, or 0
+using DeviceBases = uintptr_t;                           // of an array of addresses in device memory
+constexpr DeviceBases kOnlyBase = DeviceBases{1} << 63;  // where a stage says so: with this bit the address of the only base
+using Flag = uintptr_t;                                  // of a bool, or 0
 
 struct Stream {
   uintptr_t handle;
@@ -42,6 +43,8 @@ void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases
 void roll_history(const Format& format, const Work& work, DeviceBases amaxes, DeviceBases scales, DeviceBases histories,
                   Flag skip, Stream stream);
 
+// Bases may be only ones: the copy that a product asks for lives no longer than that, and nothing is copied to the device
+// for it.
 void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
                DeviceBases column_data, DeviceBases column_scales, Stream stream);
 

@@ -9,6 +9,16 @@
 namespace zerocast::cuda {
 namespace {
 
+// A list of bases, or the only one.
+struct Bases {
+  DeviceBases bases;
+
+  __device__ uint8_t* at(int64_t base, int64_t offset) const {
+    const bool only = bases & kOnlyBase;
+    return reinterpret_cast<uint8_t*>(only ? bases & ~kOnlyBase : reinterpret_cast<const uint64_t*>(bases)[base]) + offset;
+  }
+};
+
 struct Matrix {
   uint8_t* data;
   int64_t rows, bytes;  // of a row
@@ -95,7 +105,7 @@ __device__ void turn_words(uint4 (&rows)[kRows], int i, const Put& put) {
 
 template <bool kNibbles>
 __global__ void __launch_bounds__(kTurnThreads)
-    turn_kernel(Format format, const int64_t* table, const Item* items, BaseList row_data, BaseList column_data) {
+    turn_kernel(Format format, const int64_t* table, const Item* items, Bases row_data, Bases column_data) {
   constexpr int kPerByte = kNibbles ? 2 : 1;
   constexpr int kRows = 4 * kPerByte, kColumns = 16 * kPerByte;  // of a thread at a time
   constexpr int kDown = kTurnThreads / 8, kSteps = kTurnRows / (kDown * kRows);
@@ -103,9 +113,8 @@ __global__ void __launch_bounds__(kTurnThreads)
   __shared__ uint32_t turned[kTurned * kWords];
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const Matrix from{row_data.at<uint8_t>(w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), w.rows(),
-                    w.columns() / kPerByte};
-  const Matrix to{column_data.at<uint8_t>(w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET), w.columns(),
+  const Matrix from{row_data.at(w[column::ROW_DATA_BASE], w[column::ROW_DATA_OFFSET]), w.rows(), w.columns() / kPerByte};
+  const Matrix to{column_data.at(w[column::COLUMN_DATA_BASE], w[column::COLUMN_DATA_OFFSET]), w.columns(),
                   w.rows() / kPerByte};
   const uint32_t across = turn_grid(format, w).across, down = item.ordinal / across;
   const int64_t first_row = static_cast<int64_t>(down) * kTurnRows;
@@ -140,7 +149,7 @@ __global__ void __launch_bounds__(kTurnThreads)
 // A thread takes four neighbouring columns of some rows of the columnwise buffer.
 template <Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
-    turn_scales_kernel(Format given, const int64_t* table, const Item* items, BaseList row_scales, BaseList column_scales) {
+    turn_scales_kernel(Format given, const int64_t* table, const Item* items, Bases row_scales, Bases column_scales) {
   Format format = known<kGrid>(given);
   format.scale_rule = kGrid == Grid::kSquare16 ? ScaleRule::kTwoLevel : ScaleRule::kFP32;
   const Item item = items[blockIdx.x];
@@ -151,11 +160,8 @@ __global__ void __launch_bounds__(kScaleThreads)
   if (thread >= scale_threads(to)) return;
   const uint32_t across = scale_threads_across(to), rows = scale_rows(to), grid_rows = to.rows / to.repeat;
   const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
-  const auto at = [&](const BaseList& bases, column::Column base, column::Column offset) {
-    return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * to.entry);
-  };
-  const uint8_t* source = at(row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET);
-  uint8_t* out = at(column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET);
+  const uint8_t* source = row_scales.at(w[column::ROW_SCALE_BASE], w[column::ROW_SCALE_OFFSET] * to.entry);
+  uint8_t* out = column_scales.at(w[column::COLUMN_SCALE_BASE], w[column::COLUMN_SCALE_OFFSET] * to.entry);
   for (uint32_t down = tall * rows; down < min(tall * rows + rows, grid_rows); ++down) {
     uint32_t entries[kScaleEntries];
 #pragma unroll
@@ -176,13 +182,13 @@ __global__ void __launch_bounds__(kScaleThreads)
 void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
                DeviceBases column_data, DeviceBases column_scales, Stream stream) {
   const auto kernel = format.elements_per_byte() == 2 ? turn_kernel<true> : turn_kernel<false>;
-  launch(kernel, data.blocks, kTurnThreads, stream, format, table_of(data), items_of(data), bases_of(row_data),
-         bases_of(column_data));
+  launch(kernel, data.blocks, kTurnThreads, stream, format, table_of(data), items_of(data), Bases{row_data},
+         Bases{column_data});
   if (scales.blocks == 0) return;
   const auto of_scales =
       is(format.block, 16, 16) ? turn_scales_kernel<Grid::kSquare16> : turn_scales_kernel<Grid::kSquare128>;
-  launch(of_scales, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales), bases_of(row_scales),
-         bases_of(column_scales));
+  launch(of_scales, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales), Bases{row_scales},
+         Bases{column_scales});
 }
 
 }  // namespace zerocast::cuda

@@ -9,10 +9,19 @@ from . import host
 from .converter import MasterWeightConverter
 from .job_config import JobConfig
 from .optimizer import FusedOptimizers, build_optimizers
-from .refusal import NAME
-from .train_spec import with_fused_optimizers
+from .section import NAME
+from .train_spec import with_fused_optimizers, with_tensor_parallelism
 
-__all__ = ["FusedOptimizers", "JobConfig", "MasterWeightConverter", "build_optimizers", "with_fused_optimizers"]
+__all__ = [
+    "FusedOptimizers",
+    "JobConfig",
+    "MasterWeightConverter",
+    "build_optimizers",
+    "with_fused_optimizers",
+    "with_tensor_parallelism",
+]
 
 host.register_model_converter(MasterWeightConverter, NAME)
-host.register_train_spec("llama3_zerocast", with_fused_optimizers(host.get_train_spec("llama3")))
+host.register_train_spec(
+    "llama3_zerocast", with_tensor_parallelism(with_fused_optimizers(host.get_train_spec("llama3")))
+)

@@ -2,19 +2,17 @@
 
 torchtitan builds a model on the meta device, lets converters change it, then wraps blocks for activation checkpointing, compiles
 and shards them, and last gives parameters storage and initial values. `zerocast.fsdp2.prepare` comes before `fully_shard`, so the
-converter is its place. The step of any torch optimizer makes a cast due, which the next forward pass begins with: there is nothing
-to do in torchtitan's hook after the step.
+converter is its place; where tensor parallelism slices weights before, they are prepared after that (`parallelize.py`). The step of
+any torch optimizer makes a cast due, which the next forward pass begins with: there is nothing to do in torchtitan's hook after the
+step.
 """
 
 from typing import Any
 
 from torch import nn
 
-import zerocast
-from zerocast.fsdp2 import prepare
-
 from . import host, refusal
-from .refusal import NAME
+from .section import prepare_model, recipe_of
 
 _Host: Any = host.QuantizationConverter
 
@@ -30,29 +28,18 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
         self.enabled = (
             not job_config.checkpoint.create_seed_checkpoint
         )  # which holds masters, on one rank, and shards nothing
+        self._sliced = parallel_dims.tp > 1
         if not self.enabled:
             return
         refusal.check(job_config, parallel_dims)
         super().__init__(job_config, parallel_dims)
-        options = job_config.quantize.linear.zerocast
-        self._recipe = recipe_of(options.recipe)
-        self._verify_every = options.verify_every or None
+        self._section = job_config.quantize.linear.zerocast
+        recipe_of(self._section.recipe)
 
     def convert(self, model: nn.Module) -> None:
-        """Make FP32 masters of the weights that the recipe matches. Raises as `zerocast.fsdp2.prepare`."""
-        if self.enabled:
-            prepare(model, self._recipe, verify_every=self._verify_every)
+        """Make FP32 masters of the weights that the recipe matches. Raises as `prepare_model`."""
+        if self.enabled and not self._sliced:
+            prepare_model(model, self._section)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """The optimizer step itself has made a cast due."""
-
-
-def recipe_of(entries: list[str]) -> zerocast.Recipe:
-    """The recipe of entries `pattern=format`. ValueError for none, for one that is something else, and for an unknown format."""
-    split = [entry.rpartition("=") for entry in entries]
-    wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
-    if wrong or not entries:
-        raise ValueError(
-            f"{NAME}.recipe is a list of pattern=format, as layers.*.weight=nvfp4, got {wrong[0] if wrong else 'nothing'!r}"
-        )
-    return zerocast.Recipe({pattern: fmt for pattern, _, fmt in split})

@@ -5,8 +5,7 @@ from typing import Any
 
 from . import host
 from .optimizer import build_optimizers
-
-NAME = "quantize.linear.zerocast"
+from .section import NAME
 
 
 def check(job_config: Any, parallel_dims: Any) -> None:
@@ -23,6 +22,7 @@ def check(job_config: Any, parallel_dims: Any) -> None:
 def _problems(job_config: Any, parallel_dims: Any) -> Iterator[str]:
     yield from _of_converters(job_config.model.converters)
     yield from _of_parallelism(parallel_dims)
+    yield from _of_slices(job_config, parallel_dims)
     yield from _of_training(job_config)
     yield from _of_optimizers(job_config)
 
@@ -38,15 +38,13 @@ def _of_converters(converters: list[str]) -> Iterator[str]:
 
 def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
     for degree, name in (
-        (parallel_dims.tp, "tensor_parallel_degree"),
         (parallel_dims.ep, "expert_parallel_degree"),
         (parallel_dims.etp, "expert_tensor_parallel_degree"),
     ):
         if degree > 1:
             yield (
-                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan slices weights after its converters ran, "
-                "and a weight is prepared after it was sliced. zerocast.fsdp2.prepare(..., weight_mesh=) does that, in a "
-                "parallelize_fn of your own"
+                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan deals out the experts of a weight after its "
+                "converters ran, and FSDP2 gathers them over other ranks than the rest"
             )
     if parallel_dims.pp > 1:
         yield (
@@ -58,6 +56,21 @@ def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
             f"{NAME} quantizes what FSDP2 gathers, and torchtitan shards nothing with data_parallel_shard_degree="
             f"{parallel_dims.dp_shard} and context_parallel_degree={parallel_dims.cp}: start at least 2 ranks"
         )
+
+
+def _of_slices(job_config: Any, parallel_dims: Any) -> Iterator[str]:
+    if parallel_dims.tp == 1:
+        return
+    name = job_config.model.name
+    parallelize_fn = host.get_train_spec(name).parallelize_fn
+    if not hasattr(parallelize_fn, "prepares_slices"):
+        yield (
+            f"parallelism.tensor_parallel_degree={parallel_dims.tp} is not supported with {NAME} and the TrainSpec of {name}: "
+            "it slices and shards weights in one go, and they are prepared in between. llama3_zerocast is registered, others "
+            "register zerocast.integrations.torchtitan.with_tensor_parallelism(spec)"
+        )
+    if job_config.parallelism.enable_async_tensor_parallel:
+        yield "parallelism.enable_async_tensor_parallel is not supported with zerocast: it takes plain products of a compiled graph"
 
 
 def _of_training(job_config: Any) -> Iterator[str]:

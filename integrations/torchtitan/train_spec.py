@@ -1,10 +1,11 @@
-"""A TrainSpec with zerocast's optimizers, for `register_train_spec`."""
+"""TrainSpecs with zerocast's optimizers, and with weights prepared between slices and shards, for `register_train_spec`."""
 
 import dataclasses
 from typing import Any
 
 from . import host
 from .optimizer import build_optimizers
+from .parallelize import Parallelize
 
 
 def with_fused_optimizers(spec: Any) -> Any:
@@ -19,3 +20,12 @@ def with_fused_optimizers(spec: Any) -> Any:
             f"take the place of {host.build_optimizers.__module__}.{host.build_optimizers.__qualname__}"
         )
     return dataclasses.replace(spec, build_optimizers_fn=build_optimizers)
+
+
+def with_tensor_parallelism(spec: Any) -> Any:
+    """`spec`, whose weights may be quantized with `parallelism.tensor_parallel_degree` above 1.
+
+    For a spec whose parallelize_fn asks `parallel_dims` what is enabled and slices before it shards, as those of torchtitan's
+    language models do: it is called once for the one and once for the other.
+    """
+    return dataclasses.replace(spec, parallelize_fn=Parallelize(spec.parallelize_fn))

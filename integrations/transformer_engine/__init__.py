@@ -1,19 +1,21 @@
 """TransformerEngine: its tensors cast by zerocast, through calls with TransformerEngine's names, arguments and defaults.
 
 `redirect()` is a context in which TransformerEngine's own names lead here; `release(model_weights)` lets go of what is kept between
-calls.
+calls; `zerocast.verify(masters_of(model_weights))` compares what the tensors hold with what their masters cast to.
 """
 
 from . import host
 from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release
 from .raw_data import replace_raw_data
 from .redirect import redirect
+from .sources import masters_of
 from .transposes import post_all_gather_processing
 
 host.module(host.TENSORS)  # an error here, and not at the first call
 
 __all__ = [
     "cast_master_weights_to_fp8",
+    "masters_of",
     "post_all_gather_processing",
     "quantize_master_weights",
     "redirect",

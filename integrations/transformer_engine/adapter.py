@@ -1,6 +1,6 @@
 """Adapter: what zerocast must know of the tensors of one of TransformerEngine's quantizers, as data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,18 @@ from zerocast.formats import FormatSpec
 from .host import require
 
 
-def nothing(tensor: Any) -> None:
+def nothing(of: Any) -> None:
     """For what needs nothing done."""
 
 
 def always() -> bool:
     """For what does not depend on the GPU."""
     return True
+
+
+def never(tensor: Any) -> bool:
+    """For what no tensor is."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,10 @@ class Adapter:
     """One format in TransformerEngine's terms.
 
     `format` makes a FormatSpec of a quantizer. `of_tensor` and `of_quantizer` say which attribute holds which buffer, by the
-    names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as automatic post-processing asks for; `copies` says whether
-    this GPU needs one, `copied` is called when it is made. `alone` is the reason for which a Hybrid tensor cannot hold one
-    direction of the format; with `two_payloads` codes by columns are cast and gathered by themselves.
+    names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as automatic post-processing asks for, or marks it so that
+    `outdated` is true; `copies` says whether this GPU needs one, `copied` is called with the tensors whose copies were made.
+    `alone` is the reason for which a Hybrid tensor cannot hold one direction of the format; with `two_payloads` codes by columns
+    are cast and gathered by themselves.
     """
 
     format: Callable[[Any], FormatSpec]
@@ -51,8 +57,9 @@ class Adapter:
     of_quantizer: Mapping[str, str] = field(default_factory=dict)
     options: tuple[Option, ...] = ()
     outdate: Callable[[Any], None] = nothing
+    outdated: Callable[[Any], bool] = never
     copies: Callable[[], bool] = always
-    copied: Callable[[Any], None] = nothing
+    copied: Callable[[Sequence[Any]], None] = nothing
     alone: str = ""
     two_payloads: bool = False
 
@@ -75,6 +82,16 @@ class Adapter:
     def attribute(self, name: str) -> str:
         """What the host calls a buffer."""
         return self.of_tensor.get(name) or f"quantizer's {self.of_quantizer[name]}"
+
+    def places(self, names: Iterable[str]) -> list[str]:
+        """Buffers as attributes of a tensor, those of its quantizer dotted."""
+        return [self.of_tensor.get(name) or f"_quantizer.{self.of_quantizer[name]}" for name in names]
+
+    def checked(self, tensor: Any, quantizer: Any) -> list[str]:
+        """What `check` looks at, as attributes of a tensor, those of its quantizer dotted."""
+        options = [option.name for option in self.options]
+        of_tensor = [name for name in ("_fp8_dtype", *(f"_{name}" for name in options)) if hasattr(tensor, name)]
+        return of_tensor + [f"_quantizer.{name}" for name in ("dtype", *options) if hasattr(quantizer, name)]
 
     def buffers(self, tensor: Any, quantizer: Any) -> dict[str, Tensor | None]:
         """The buffers as they are now."""

@@ -4,7 +4,10 @@ Classes that this TransformerEngine has not are left out.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from zerocast import FormatSpec, get_format
 
@@ -50,19 +53,24 @@ def _invalidate_transpose(tensor: Any) -> None:
     tensor._transpose_invalid = tensor._data is not None  # without data, the transpose is all there is
 
 
-def _validate_transpose(tensor: Any) -> None:
-    tensor._transpose_invalid = False
+def _has_invalid_transpose(tensor: Any) -> bool:
+    return bool(tensor._transpose_invalid)
+
+
+def _validate_transposes(tensors: Sequence[Any]) -> None:
+    for tensor in tensors:
+        tensor._transpose_invalid = False
 
 
 def _rows_only(tensor: Any) -> None:
     tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
-def _copy_amax(tensor: Any) -> None:
-    if tensor._amax_columnwise is None:
-        tensor._amax_columnwise = tensor._amax_rowwise.clone()
-    else:
-        tensor._amax_columnwise.copy_(tensor._amax_rowwise)
+def _copy_amaxes(tensors: Sequence[Any]) -> None:
+    for tensor in tensors:
+        if tensor._amax_columnwise is None:
+            tensor._amax_columnwise = tensor._amax_rowwise.clone()
+    torch._foreach_copy_([one._amax_columnwise for one in tensors], [one._amax_rowwise for one in tensors])
 
 
 _COMPACT = Option(
@@ -75,15 +83,17 @@ _ADAPTERS = {
         _PER_TENSOR,
         {"scale": "scale", "amax": "amax"},
         outdate=_invalidate_transpose,
+        outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
-        copied=_validate_transpose,
+        copied=_validate_transposes,
     ),
     "Float8CurrentScalingQuantizer": Adapter(
         functools.partial(_scaled, "fp8_current"),
         _PER_TENSOR,
         outdate=_invalidate_transpose,
+        outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
-        copied=_validate_transpose,
+        copied=_validate_transposes,
     ),
     "Float8BlockQuantizer": Adapter(
         functools.partial(_scaled, "fp8_block"),
@@ -121,7 +131,7 @@ _ADAPTERS = {
             _COMPACT,
         ),
         outdate=_rows_only,
-        copied=_copy_amax,
+        copied=_copy_amaxes,
         alone=_FROM_ROWS,
     ),
     "IdentityQuantizer": Adapter(lambda quantizer: get_format("identity"), {"rowwise_data": "_hp_data"}),

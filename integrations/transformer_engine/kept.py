@@ -3,21 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import CastPlan
 from zerocast.arena import into_arena
 from zerocast.group import Group
+from zerocast.master_source import MasterSource
 from zerocast.shard import ShardData
 
+from .adapters import is_quantized
 from .entry import Entry
+from .seen import Seen
+from .twin import Twin
 
 
 class Kept:
-    """A CastPlan over the twins of some weights. Building it is collective; every later cast is one all-reduce."""
+    """A CastPlan over the twins of some weights. Building it is collective; every later cast is one all-reduce.
+
+    A call that finds what the one before it found casts at once: `remember` notes what that was, `finds_again` compares.
+    """
 
     def __init__(self, entries: Sequence[Entry], group: Group) -> None:
-        self._twins = [entry.twin for entry in entries]
+        self._twins: list[Twin] = [entry.twin for entry in entries]
+        self._seen: Seen | None = None
         self._group, self._owned = group, _owned(entries)
         weights, starts = [twin.weight for twin in self._twins], [entry.start for entry in entries]
         into_arena([twin.weight for twin in self._twins if twin.keeps_own_amax], "amax")
@@ -26,15 +35,52 @@ class Kept:
         self._plan.freshness.advice = "call quantize_master_weights after the masters change"
         self._places = _places(entries)
 
-    def is_of(self, entries: Sequence[Entry], group: Group) -> bool:
+    def is_of(self, twins: Sequence[Twin], group: Group) -> bool:
         """Whether this was built for these weights and this group."""
-        same = len(entries) == len(self._twins) and group.handle is self._group.handle
-        return same and all(entry.twin is twin for entry, twin in zip(entries, self._twins, strict=True))
+        same = len(twins) == len(self._twins) and group.handle is self._group.handle
+        return same and all(one is other for one, other in zip(twins, self._twins, strict=True))
+
+    def master_source(self) -> MasterSource:
+        """The masters of the last call with the twins that they were cast into."""
+        (source,) = self._plan.master_sources()
+        return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:
         """The first entry of which this rank owns other elements than when this was built; None if there is none."""
         pairs = enumerate(zip(self._owned, _owned(entries), strict=True))
         return next((index for index, (before, now) in pairs if before != now), None)
+
+    def remember(
+        self, entries: Sequence[Entry], model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any]
+    ) -> None:
+        """What a call without shards has found; nothing where codes are cast beside their tensors, or in directions of them."""
+        whole = len(entries) == len(model_weights) and all(
+            entry.tensor is weight and not entry.twin.codes_in_transpose
+            for entry, weight in zip(entries, model_weights, strict=True)
+        )
+        if whole:
+            self._seen = Seen(model_weights, [entry.twin.watched_by_a_cast(entry.tensor) for entry in entries])
+            self._given = _facts(masters), list(starts)
+
+    def forget(self) -> None:
+        """A call has begun that may find something else."""
+        self._seen = None
+
+    def finds_again(
+        self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
+    ) -> bool:
+        """Whether these are the weights, the masters and the group of the call before, all where they were."""
+        if self._seen is None or group.handle is not self._group.handle or not self._seen.again(model_weights):
+            return False
+        return (_facts(masters), list(starts)) == self._given
+
+    def parts(self, model_weights: Sequence[Any]) -> list[tuple[Any, Twin]]:
+        """The tensors of a call that `finds_again`, with their twins."""
+        return list(zip(model_weights, self._twins, strict=True))
+
+    def cast_again(self) -> None:
+        """Cast the masters of the call before."""
+        self._plan.cast()
 
     def cast(self, entries: Sequence[Entry]) -> None:
         """Cast the masters of this call, wherever they lie."""
@@ -53,10 +99,17 @@ class KeptPlans:
     def __init__(self) -> None:
         self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def find(self, model_weights: Sequence[Any], entries: Sequence[Entry], group: Group) -> Kept | None:
+    def find(self, model_weights: Sequence[Any], twins: Sequence[Twin], group: Group) -> Kept | None:
         """The plan of these weights, if one was built."""
         found: list[Kept] = self._by_first.get(model_weights[0], [])
-        return next((kept for kept in found if kept.is_of(entries, group)), None)
+        return next((kept for kept in found if kept.is_of(twins, group)), None)
+
+    def again(
+        self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
+    ) -> Kept | None:
+        """The plan whose last call was of just these weights and masters."""
+        found: list[Kept] = self._by_first.get(model_weights[0], []) if is_quantized(model_weights[0]) else []
+        return next((kept for kept in found if kept.finds_again(model_weights, masters, starts, group)), None)
 
     def keep(self, model_weights: Sequence[Any], kept: Kept) -> None:
         """Remember it; it replaces one of the same weights and group."""
@@ -71,6 +124,9 @@ class KeptPlans:
         return weight in self._by_first
 
 
+plans = KeptPlans()
+
+
 def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:
     return [(entry.start, 0 if entry.master is None else entry.master.numel()) for entry in entries]
 
@@ -78,6 +134,20 @@ def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:
 def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None] | None]:
     shards = [entry.shard for entry in entries]
     return [entry.master for entry in entries], shards if any(shard is not None for shard in shards) else None
+
+
+def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
+    """Where masters lie and what they are; None for what is no tensor."""
+    present = [master for master in masters if master is not None]
+    if not all(isinstance(master, Tensor) for master in present):
+        return None
+    return (
+        [master is None for master in masters],
+        [master.data_ptr() for master in present],
+        [master.numel() for master in present],
+        [master.dtype for master in present],
+        [master.is_contiguous() for master in present],
+    )
 
 
 def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:

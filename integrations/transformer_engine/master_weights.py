@@ -10,12 +10,11 @@ from zerocast.agreement import agree, roll_call
 from zerocast.group import Group, GroupLike
 
 from .entry import Entry, entries_of, parts_of
-from .kept import Kept, KeptPlans
+from .kept import Kept, plans
 from .transposes import forget_copies
-from .twin import forget_twin
+from .twin import Twin, forget_twin
 
 _CALL = "calls quantize_master_weights"
-_plans = KeptPlans()
 
 
 @torch.no_grad()
@@ -47,13 +46,23 @@ def quantize_master_weights(
         return
     members = Group.of(group)
     roll_call(members, _CALL)
+    given = model_weights, master_weights, start_offsets
+    again = plans.again(*given, members) if model_weights and fsdp_shard_model_weights is None else None
+    if again is not None:
+        if not manual_post_all_gather_processing:
+            _drop_copies(again.parts(model_weights))
+        again.cast_again()
+        return
     kept, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     for weight in model_weights:
         if hasattr(weight, "clear_high_precision_init_val"):  # masters exist, so nobody needs it any more
             weight.clear_high_precision_init_val()
     if not manual_post_all_gather_processing:
-        _drop_copies(entries)
+        _drop_copies([(entry.tensor, entry.twin) for entry in entries])
+    kept.forget()
     kept.cast(entries)
+    if fsdp_shard_model_weights is None:
+        kept.remember(entries, *given)
 
 
 def cast_master_weights_to_fp8(
@@ -81,17 +90,17 @@ def release(model_weights: Sequence[Any]) -> None:
     For masters that are cut anew, and for an optimizer that goes before its model.
     """
     for weight in model_weights:
-        _plans.drop(weight)
+        plans.drop(weight)
         for part in parts_of(weight):
             forget_twin(part)
     forget_copies()
 
 
-def _drop_copies(entries: Sequence[Entry]) -> None:
+def _drop_copies(parts: Sequence[tuple[Any, Twin]]) -> None:
     """Columnwise copies are of the last cast: let the host drop them before this one, and hold on to none."""
-    for entry in entries:
-        entry.twin.adapter.outdate(entry.tensor)
-    held = [entry.twin.forget_columnwise() for entry in entries]
+    for tensor, twin in parts:
+        twin.adapter.outdate(tensor)
+    held = [twin.forget_columnwise() for _, twin in parts]
     if any(held):
         forget_copies()
 
@@ -102,10 +111,10 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
     try:
         entries = entries_of(model_weights, *lists)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        if model_weights and _plans.knows(model_weights[0]):
+        if model_weights and plans.knows(model_weights[0]):
             raise
         problem = error
-    kept = None if problem else _plans.find(model_weights, entries, members)
+    kept = None if problem else plans.find(model_weights, [entry.twin for entry in entries], members)
     changed = None if kept is None else kept.changed(entries)
     if kept is not None and changed is not None and members.size > 1:
         raise RuntimeError(
@@ -114,8 +123,8 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
         )
     if kept is None or changed is not None:
         if kept is not None:
-            _plans.drop(model_weights[0])
+            plans.drop(model_weights[0])
         agree(members, [], problem, what=_CALL)
         kept = Kept(entries, members)
-        _plans.keep(model_weights, kept)
+        plans.keep(model_weights, kept)
     return kept, entries

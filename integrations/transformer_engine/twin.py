@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import QuantizedWeight, layout
-from zerocast.formats import Columnwise
+from zerocast.formats import Columnwise, ScaleRule
 
 from .adapter import Adapter
 from .adapters import adapter_of, quantizer_of
@@ -43,7 +43,7 @@ class Twin:
         if self.codes_in_transpose and transpose is not None:
             self._written.remove(_DATA)
             buffers[_DATA] = torch.empty(0, dtype=torch.uint8, device=transpose.device)
-        buffers |= {name: self._checked(name, held[name]) for name in self._written}
+        buffers |= {name: self._noted(name, held[name]) for name in self._written}
         self.keeps_own_amax = "amax" not in held and self._expected["amax"] is not None
         if self.keeps_own_amax:
             buffers["amax"] = torch.zeros(1, dtype=torch.float32, device=buffers[_DATA].device)
@@ -66,6 +66,21 @@ class Twin:
             self._quantizer = quantizer
         return same
 
+    def watched_by_a_cast(self, tensor: Any) -> tuple[str, ...]:
+        """The attributes that decide how this tensor is cast, and where its codes go."""
+        checked = self.adapter.checked(tensor, self._quantizer)
+        return self._watched(tensor, ["dtype", *checked, *self.adapter.places(self._written)])
+
+    def watched_by_a_copy(self, tensor: Any) -> tuple[str, ...]:
+        """The attributes that hold what a columnwise copy is made of, and the copy."""
+        copy = [name for name in _COLUMNWISE if name in self.adapter.of_tensor]
+        return self._watched(tensor, self.adapter.places([*self._written, *copy]))
+
+    def _watched(self, tensor: Any, names: list[str]) -> tuple[str, ...]:
+        if getattr(tensor, "_quantizer", None) is self._quantizer:
+            return ("_quantizer", *names)
+        return ("_quantizer", *(name for name in names if not name.startswith("_quantizer.")))
+
     def follow(self, tensor: Any) -> None:
         """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
         self.adapter.check(tensor, self._quantizer)
@@ -80,6 +95,38 @@ class Twin:
             self.forget_columnwise()
         else:
             self._follow(held, copy)
+
+    def live(self, tensor: Any) -> QuantizedWeight:
+        """The tensor's bytes as its products read them now, without a columnwise copy that it takes for outdated.
+
+        A weight of its own over the same buffers. Codes that are in a transpose alone are copied, to be seen by rows.
+        """
+        held = self.adapter.buffers(tensor, self._quantizer)
+        if self.adapter.outdated(tensor) or self.codes_in_transpose or held.get(_COLUMNWISE[0]) is None:
+            held = {name: buffer for name, buffer in held.items() if name in self._written}
+        buffers = {name: self._checked(name, buffer) for name, buffer in held.items()}
+        if "columnwise_scale_inv" in buffers and self.derives and self.weight.format.block is not None:
+            buffers["columnwise_scale_inv"] = self._padded(buffers["columnwise_scale_inv"])
+        own = self.weight.state.buffers["amax"]
+        if self.keeps_own_amax and own is not None:
+            buffers["amax"] = own
+        if self.codes_in_transpose:
+            buffers[_DATA] = self.transpose_of(tensor).contiguous()
+        return QuantizedWeight.of_buffers(self._shape, self.weight.format, self._nominal, buffers)
+
+    def _padded(self, scale_inv: Tensor) -> Tensor:
+        """The scales of a columnwise copy, padded as ours are: nothing reads the padding of those that the host made."""
+        fmt, (rows, columns) = self.weight.format, self.weight.matrix_shape
+        buffer, (down, across) = (
+            layout.columnwise_scale_inv(fmt, rows, columns),
+            layout.amax_grid(fmt.block, columns, rows),
+        )
+        assert buffer is not None
+        if fmt.scale_rule is not ScaleRule.FP32:
+            down = columns  # a row for each, where FP32 scales have one a block
+        padded = torch.full_like(scale_inv, buffer.padding)
+        padded[:down, :across] = scale_inv[:down, :across]
+        return padded
 
     def forget_columnwise(self) -> bool:
         """Hold on to no columnwise copy that derives from the rowwise codes; whether there was one."""
@@ -117,9 +164,15 @@ class Twin:
         for name in names:
             buffer = held[name]
             if buffer is None or buffer.data_ptr() != self._seen.get(name):
-                moved[name] = self._checked(name, buffer)
+                moved[name] = self._noted(name, buffer)
         if moved:
             self.weight.state.repoint(moved)
+
+    def _noted(self, name: str, tensor: Tensor | None) -> Tensor:
+        """A buffer that is `_checked`, and found there again by its address."""
+        found = self._checked(name, tensor)
+        self._seen[name] = found.data_ptr()
+        return found
 
     def _checked(self, name: str, tensor: Tensor | None) -> Tensor:
         """A buffer in the shape that the layout has; ValueError unless it fits."""
@@ -137,7 +190,6 @@ class Twin:
                 f"its {attribute} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, contiguous "
                 f"{buffer.dtype} {buffer.shape} is needed"
             )
-        self._seen[name] = tensor.data_ptr()
         return found.view(buffer.shape)
 
 

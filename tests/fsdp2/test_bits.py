@@ -151,39 +151,3 @@ def from_meta() -> list[str]:
 @pytest.mark.parametrize("world", [slow(2), 4])
 def test_meta_initialisation(ranks: Ranks, world: int) -> None:
     assert ranks(world)(from_meta) == [[]] * world
-
-
-OPTIMIZERS = {
-    "adamw for-loop": lambda p: torch.optim.AdamW(p, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "adagrad": torch.optim.Adagrad,
-    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]),
-}
-MORE_OPTIMIZERS = {  # without Rprop and fused SGD, which DTensor does not take under plain FSDP2 either
-    "sgd for-loop": lambda p: torch.optim.SGD(p, lr=1e-2, foreach=False),
-    "adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
-    "adadelta": torch.optim.Adadelta,
-    "rmsprop": torch.optim.RMSprop,
-    "asgd": torch.optim.ASGD,
-}
-
-
-def stepped_by(name: str) -> list[str]:
-    """Two steps of an optimizer, and what it keeps: no state of our classes."""
-    model = models.sharded(Net(FEW, 64, 96))
-    optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[name](model.parameters())
-    before = {name: parameter.full_tensor() for name, (parameter, _) in models.masters(model).items()}
-    models.train(model, optimizer, range(2), 64)
-    moved = {name for name, (p, _) in models.masters(model).items() if not torch.equal(p.full_tensor(), before[name])}
-    found = models.complaints(model, name)
-    return found + [f"{name} did not move" for name in before if name not in moved]
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *map(slow, MORE_OPTIMIZERS)])
-def test_optimizers(ranks: Ranks, name: str) -> None:
-    assert ranks(2)(stepped_by, name) == [[], []]

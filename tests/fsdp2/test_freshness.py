@@ -224,9 +224,10 @@ def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     """At once where no amax is reduced; else the rank that stepped reduces alone, until the group's timeout."""
     for said, _ in ranks(2)(stepped_alone, "mxfp8", 64):
         assert "optimizer steps and zerocast.fsdp2.refresh must happen on all of them" in said
-    for said, seconds in ranks(2)(stepped_alone, "nvfp4", 96):
-        assert "Timed out" in said
-        assert seconds < 10
+    found = ranks(2)(stepped_alone, "nvfp4", 96)
+    assert any("Timed out" in said for said, _ in found)  # who waits a little longer may hear that the other has left
+    assert all("Timed out" in said or "closed by peer" in said for said, _ in found)
+    assert all(seconds < 20 for _, seconds in found)
 
 
 def compiled_steps(name: str) -> list[str]:

@@ -1,6 +1,5 @@
 """FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +13,8 @@ import zerocast
 from tests import casts
 from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED
+from tests.fsdp2.slices import complaints
 from tests.workers import Ranks
-from zerocast.backends import reference
 
 WIDTH = 128
 
@@ -43,27 +42,6 @@ def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int 
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}), weight_mesh=flat)
     return fully_shard(model, mesh=mesh["replicate", "dp"] if replicas > 1 else mesh["dp"], mp_policy=models.BF16)
-
-
-def complaints(model: nn.Module, when: str) -> list[str]:
-    """Where a gathered slice is not its part of the unsharded cast."""
-    found, local = [], dist.get_rank() % 2
-    tensors = models.masters(model)
-    whole = {name: (p.full_tensor().cpu(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}
-    for name, weight in models.unsharded(model):
-        master, owner, placement = whole[name]
-        scale = torch.tensor([float(owner.delayed["cast_scale"]) if owner.delayed else 1.0])
-        expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
-        codes = casts.raw(expected.rowwise_data).reshape(expected.rowwise_data.shape)
-        codes = np.array_split(codes, 2, placement.dim)[local]
-        if not (casts.raw(weight.rowwise_data.clone()).reshape(codes.shape) == codes).all():
-            found.append(f"{when}: codes of {name}")
-        if weight.amax is not None and not torch.equal(weight.amax.cpu(), expected.amax):
-            found.append(f"{when}: amax of {name} is {weight.amax} and {expected.amax} unsharded")
-        value = casts.cast_whole(str(owner.format), master, scale=float(scale)).dequantize()
-        if not torch.equal(weight.dequantize().cpu(), value.chunk(2, placement.dim)[local]):
-            found.append(f"{when}: values of {name}")
-    return found
 
 
 def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]:

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
@@ -236,44 +235,6 @@ def from_meta() -> list[str]:
 @pytest.mark.slow
 def test_meta_initialisation(ranks: Ranks) -> None:
     assert ranks(2)(from_meta) == [[], []]
-
-
-def sliced_gpt(formats: dict[str, str]) -> Any:
-    """The GPT on 2x2 ranks, its MLPs in two slices each, its first block frozen."""
-    mesh = models.mesh((2, 2), ("shard", "tp"))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = GPT(SMALL).to(models.place())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith("blocks.0."))
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
-    weight_mesh = mesh["shard", "tp"]._flatten("weight")
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(formats), weight_mesh=weight_mesh)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"], mp_policy=models.BF16)
-    fully_shard(model, mesh=mesh["shard"], mp_policy=models.BF16)
-    register_fsdp_forward_method(model, "loss")
-    return model
-
-
-def trained_in_slices() -> list[str]:
-    """What verify says of each of three steps: it compares slices with theirs of the unsharded cast."""
-    model = sliced_gpt({"blocks.0.*.weight": "fp8_current", "blocks.*.attn.*": "nvfp4", "blocks.*.mlp.*": "nvfp4"})
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    found = []
-    for step in range(3):
-        report = zerocast.verify(model)
-        found += [] if report.ok and report.weights == 12 else [str(report)]
-        model.loss(*text(step, dist.get_rank() // 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + [str(d) for d in zerocast.verify(model).differences]
-
-
-@pytest.mark.slow
-def test_slices_of_the_gpt(ranks: Ranks) -> None:
-    assert ranks(4)(trained_in_slices) == [[]] * 4
 
 
 def saved_whole(path: str) -> dict[str, str]:

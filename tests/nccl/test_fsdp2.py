@@ -15,6 +15,8 @@ from tests.fsdp2 import (
     test_checkpoints,
     test_freshness,
     test_fused_adamw,
+    test_loops,
+    test_optimizers,
     test_tensor_parallel,
     test_training,
     test_wire,
@@ -33,13 +35,16 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
     "replicas": (test_bits.on_mesh, (2, 1)),
     "meta": (test_bits.from_meta,),
-    **{name: (test_bits.stepped_by, name) for name in test_bits.OPTIMIZERS},
+    "optimizers": (test_optimizers.all_differences, "default", "foreach", "fused", "capturable", "capturable foreach"),
     **{
         f"{name} on all ranks": (test_freshness.changed, name, 64, 96, FORMATS, True) for name in test_freshness.CHANGES
     },
     "compiled optimizer": (test_freshness.compiled_steps, "adamw"),
     "refresh after one rank": (test_freshness.refreshed_after_one_rank,),
     "fused step": (test_fused_adamw.stepped,),
+    "steps within a backward pass": (test_loops.stepped_within, "sgd", False),
+    "fused steps within a backward pass": (test_loops.stepped_within, "fused", True),
+    "loops": (test_loops.changes, False, tuple(test_loops.DETOURS)),
     "gpt, two optimizers": (test_training.trained,),
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests import casts
 from tests.fsdp2 import models
-from tests.torchtitan.training import Case, trainer
+from tests.torchtitan.training import Case, complaints, trainer
 
 SAVING = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
 
@@ -18,7 +18,7 @@ def run(case: Case, folder: str, resume: int = -1) -> tuple[list[float], dict[st
     load = (f"--checkpoint.load_step={resume}",) if resume >= 0 else ()
     with trainer(case.having(*SAVING, *load), folder) as made:
         made.train()
-        return made.losses, contents(made), models.complaints(made.model_parts[0], "at the end")
+        return made.losses, contents(made), complaints(made, "at the end")
 
 
 def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str], list[str]]:
@@ -26,7 +26,7 @@ def from_safetensors(case: Case, folder: str, path: str) -> tuple[dict[str, str]
     options = ("--checkpoint.enable", "--checkpoint.initial-load-in-hf", f"--checkpoint.initial_load_path={path}")
     with trainer(case.having(*options), folder) as made:
         assert made.checkpointer.load()
-        return masters(made), models.complaints(made.model_parts[0], "as loaded")
+        return masters(made), complaints(made, "as loaded")
 
 
 def exported(case: Case, folder: str) -> list[str]:

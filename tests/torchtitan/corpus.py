@@ -1,6 +1,7 @@
 """A model and a data set small enough for two cores, through torchtitan's own extension points: a TrainSpec.
 
-`--job.custom_config_module=tests.torchtitan.corpus` has what `zerocast.integrations.torchtitan` has, and the models `tiny`.
+`--job.custom_config_module=tests.torchtitan.corpus` has what `zerocast.integrations.torchtitan` has, and the models `tiny`, one of
+them a mixture of experts.
 """
 
 import dataclasses
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.llama3 import TransformerModelArgs
+from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-from zerocast.integrations.torchtitan import JobConfig
+from zerocast.integrations.torchtitan import JobConfig, with_tensor_parallelism
 
 __all__ = ["JobConfig"]
 
@@ -65,3 +68,28 @@ for name in ("llama3", "llama3_zerocast"):
             build_tokenizer_fn=None,
         ),
     )
+
+EXPERTS = DeepSeekV3ModelArgs(
+    vocab_size=128,
+    dim=64,
+    inter_dim=128,
+    moe_inter_dim=128,
+    n_layers=2,
+    n_dense_layers=1,
+    n_heads=4,
+    moe_args=MoEArgs(num_experts=4, top_k=2, score_func="softmax", score_before_experts=False),
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+)
+
+register_train_spec(
+    "corpus_experts",
+    dataclasses.replace(
+        with_tensor_parallelism(get_train_spec("deepseek_v3")),
+        model_args={"tiny": EXPERTS},
+        build_dataloader_fn=dataloader,
+        build_tokenizer_fn=None,
+    ),
+)

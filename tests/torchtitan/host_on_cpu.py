@@ -3,25 +3,32 @@
 * It looks for an accelerator once, when it is imported, and finds the CPU.
 * The CPU has no memory statistics, and no number.
 * Gloo has no reduction that multiplies first, which FSDP2 takes for a divide factor: it sums and divides.
+* Torch's context parallelism attends with the attention kernels of GPUs alone: `context_on_cpu.py` stands for it.
+* A mixture of experts asks for a GPU before it takes grouped products, which the CPU has too; counts tokens in a histogram of
+  integers; and orders them with a Triton kernel that has a twin for the CPU.
 * After the last step rank 0 sleeps for two seconds.
 * A Trainer changes its process: the garbage collector, the environment, timeouts of process groups. All that is put back.
 """
 
 import contextlib
+import functools
 import gc
 import logging
 import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tests.torchtitan.context_on_cpu import gathered_attention
 from tests.torchtitan.stubs import without_datasets
 from tests.workers import COLLECTIVE_SECONDS
 
@@ -39,6 +46,10 @@ with importable():
     try:
         import torchtitan.train
         from torchtitan.components import metrics
+        from torchtitan.models.deepseek_v3.infra import parallelize as deepseek
+        from torchtitan.models.deepseek_v3.model import args as deepseek_args
+        from torchtitan.models.llama3.infra import parallelize as llama
+        from torchtitan.models.moe import utils as experts
 
         import zerocast.integrations.torchtitan  # noqa: F401
     except (ImportError, RuntimeError) as error:  # RuntimeError where it has another shape
@@ -52,6 +63,11 @@ def _divide(module: FSDPModule, factor: float) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
+def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _histc(input.float(), *args, **kwargs).to(input.dtype)
+
+
+_histc = torch.histc
 _set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor
 
 
@@ -70,6 +86,12 @@ def host_on_cpu() -> Iterator[None]:
             mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda seconds: None))
         )
         stack.enter_context(mock.patch.object(metrics.utils, "get_peak_flops", return_value=1.0))
+        for model in (llama, deepseek):
+            stack.enter_context(mock.patch.object(model, "apply_cp_to_attention_module", gathered_attention))
+        stack.enter_context(mock.patch.object(deepseek_args, "has_cuda_capability", return_value=True))
+        stack.enter_context(mock.patch.object(torch, "histc", _histogram))
+        ordered = functools.partial(experts.generate_permute_indices, use_cpu=True)
+        stack.enter_context(mock.patch.object(experts, "generate_permute_indices", ordered))
         stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", _divide))
         stack.callback(logging.getLogger().setLevel, logging.getLogger().level)
         stack.callback(gc.enable)

@@ -17,7 +17,6 @@ def main(result: str, arguments: list[str]) -> None:
         from torchtitan.train import Trainer  # for GPUs, before our other modules import it for the CPU
 
         made = Trainer(ConfigManager().parse_args(arguments))
-    from tests.fsdp2 import models
     from tests.torchtitan import checkpoints, training
 
     training.record_losses(made)
@@ -27,7 +26,7 @@ def main(result: str, arguments: list[str]) -> None:
         "device": str(made.device),
         "losses": made.losses,
         "differences": [str(difference) for difference in zerocast.verify(model).differences],
-        "complaints": models.complaints(model, "at the end"),
+        "complaints": training.complaints(made, "at the end"),
         "contents": checkpoints.contents(made),
     }
     if dist.get_rank() == 0:

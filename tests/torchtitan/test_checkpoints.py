@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.torchtitan.checkpoints import exported, from_safetensors, loaded_masters, run
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
-from tests.torchtitan.training import MIXED, Case
+from tests.torchtitan.training import MIXED, SLICED, TENSOR, Case
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -23,19 +23,21 @@ CASES = {
     "fp8_delayed": Case("fp8_delayed"),
     "AdamW of torch": Case(MIXED, "for-loop"),
     "saved in the background": Case(MIXED, options=("--checkpoint.async_mode=async",)),
+    "tensor parallelism": Case(SLICED, options=TENSOR),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nvfp4" else slow) for name in CASES])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    whole = ranks(2)(run, CASES[name], str(tmp_path))
-    resumed = ranks(2)(run, CASES[name], str(tmp_path), 2)
+    case, world = CASES[name], 4 if name == "tensor parallelism" else 2
+    whole = ranks(world)(run, case, str(tmp_path))
+    resumed = ranks(world)(run, case, str(tmp_path), 2)
     for (losses, contents, complaints), (later, again, of_the_resumed) in zip(whole, resumed, strict=True):
         assert later == losses[2:]
         assert again == contents
         assert not complaints and not of_the_resumed
     assert any("rowwise_data" in key for key in whole[0][1]) and any("exp_avg" in key for key in whole[0][1])
-    assert (name == "fp8_delayed") == any("amax_history" in key for key in whole[0][1])
+    assert ("fp8_delayed" in case.recipe) == any("amax_history" in key for key in whole[0][1])
 
 
 @slow
@@ -46,6 +48,14 @@ def test_plain_torchtitan_loads_the_masters(ranks: Ranks, tmp_path: Path) -> Non
     for world, reader in ((2, case.plain()), (3, case.plain()), (3, case)):
         for masters in ranks(world)(loaded_masters, reader, str(tmp_path), 2):
             assert masters and masters.items() <= contents.items()
+
+
+@slow
+def test_slices_are_loaded_without_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("nvfp4", steps=2, options=("--checkpoint.no-last-save-model-only", *TENSOR))
+    contents = ranks(4)(run, case, str(tmp_path))[0][1]
+    for masters in ranks(2)(loaded_masters, Case("fp8_block"), str(tmp_path), 2):
+        assert masters and masters.items() <= contents.items()
 
 
 @slow

@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.devices import gpus
 from tests.torchtitan.checkpoints import SAVING
 from tests.torchtitan.host_on_cpu import needs_torchtitan
-from tests.torchtitan.training import MIXED, Case
+from tests.torchtitan.training import EXPERTS, MIXED, SLICED, TENSOR, Case
 
 pytestmark = [needs_torchtitan, *gpus(2)]
 ROOT = Path(__file__).parents[2]
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launch(case: Case, folder: Path) -> Any:
+def launch(case: Case, folder: Path, world: int = 2) -> Any:
     """What `launched.py` wrote."""
     result = folder / "result.json"
-    command = [*LAUNCHER, "-m", "tests.torchtitan.launched", str(result), *case.arguments(str(folder))]
+    command = [*LAUNCHER, str(world), "-m", "tests.torchtitan.launched", str(result), *case.arguments(str(folder))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(result.read_text())
@@ -57,9 +58,39 @@ def test_options(options: tuple[str, ...], tmp_path: Path) -> None:
     assert not found["complaints"] and not found["differences"]
 
 
+@pytest.mark.shows(
+    host="torchtitan", parallel="context", formats=["nvfp4", "fp8_block", "mxfp8", "fp8_current"], ranks=2
+)
+def test_context_parallelism(tmp_path: Path) -> None:
+    """Torch's own, which sends keys and values round: FSDP2 shards over the ranks of one sequence."""
+    found = launch(Case(MIXED, options=("--parallelism.context_parallel_degree=2",)), tmp_path)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert not found["complaints"] and not found["differences"]
+
+
+@pytest.mark.shows(host="torchtitan", parallel="data", formats=["nvfp4", "mxfp8", "fp8_block"], ranks=2)
+@pytest.mark.parametrize("options", [(), ("--activation_checkpoint.mode=full",)], ids=["", "recomputed"])
+def test_experts(options: tuple[str, ...], tmp_path: Path) -> None:
+    case = Case(EXPERTS % "nvfp4", "fused", options=("--model.name=corpus_experts", *options))
+    found = launch(case, tmp_path)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert not found["complaints"] and not found["differences"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
+@pytest.mark.shows(
+    host="torchtitan", parallel="data, tensor", formats=["nvfp4", "fp8_current", "mxfp8", "fp8_delayed"], ranks=4
+)
+@pytest.mark.parametrize("options", [(), ("--compile.enable",)], ids=["", "compiled"])
+def test_tensor_parallelism(options: tuple[str, ...], tmp_path: Path) -> None:
+    found = launch(Case(SLICED, options=(*TENSOR, *options)), tmp_path, world=4)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert not found["complaints"] and not found["differences"]
+
+
 def test_the_launch_line(tmp_path: Path) -> None:
     """torchtitan's own entry, with the module that README.md names; `tests.torchtitan.corpus` stands for a data set."""
-    command = [*LAUNCHER, "-m", "torchtitan.train", *Case().arguments(str(tmp_path))]
+    command = [*LAUNCHER, "2", "-m", "torchtitan.train", *Case().arguments(str(tmp_path))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     if "No module named 'datasets'" in done.stderr:
         pytest.skip("torchtitan's own entry needs the package datasets")

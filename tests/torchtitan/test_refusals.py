@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
-from tests.torchtitan.training import Case, converter_after_sharding
+from tests.torchtitan.training import TENSOR, Case, converter_after_sharding, refused
 from tests.workers import Ranks
 
 if not WHY_NOT:
@@ -19,6 +19,7 @@ if not WHY_NOT:
         from torchtitan.components import optimizer as host_optimizer
         from torchtitan.config import ConfigManager, JobConfig
         from torchtitan.distributed import ParallelDims
+        from torchtitan.models.moe.moe import GroupedExperts
         from torchtitan.protocols import model_converter, train_spec
 
         from zerocast.integrations import torchtitan as integration
@@ -67,10 +68,25 @@ def test_options(name: str) -> None:
         converter_of(case)
 
 
-@pytest.mark.parametrize("name", ["tp", "ep", "pp"])
-def test_parallelism(name: str) -> None:
-    with pytest.raises(ValueError, match=f"_degree=2 is not supported with {NAME}: torchtitan"):
+@pytest.mark.parametrize(("name", "why"), [("ep", "torchtitan deals out the experts"), ("pp", "torchtitan copies")])
+def test_parallelism(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"_degree=2 is not supported with {NAME}: {why}"):
         converter_of(Case(), **{name: 2})
+
+
+def test_tensor_parallelism() -> None:
+    """A TrainSpec of torchtitan's own slices and shards in one go."""
+    converter_of(Case(), tp=2)
+    with pytest.raises(ValueError, match=r"the TrainSpec of corpus: .*with_tensor_parallelism\(spec\)"):
+        converter_of(Case(implementation="foreach"), tp=2)
+    with pytest.raises(ValueError, match="enable_async_tensor_parallel is not supported"):
+        converter_of(Case(options=("--parallelism.enable_async_tensor_parallel",)), tp=2)
+
+
+@pytest.mark.slow
+def test_slices_that_are_not_whole_blocks(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(4)(refused, Case("fp8_block", options=TENSOR), str(tmp_path)):
+        assert "layers.0.attention.wq.weight: a block of fp8_block would span two tensor-parallel slices" in said
 
 
 def test_nothing_sharded() -> None:
@@ -103,6 +119,18 @@ def test_converting_twice_and_another_model() -> None:
         container.convert(model)
     with pytest.raises(ValueError, match="matches no weight"):
         container.convert(other)
+
+
+def test_experts_one_by_one() -> None:
+    """The products of experts that torchtitan takes in a loop, where the GPU has no grouped ones."""
+    with torch.device("meta"):
+        experts = GroupedExperts(dim=32, hidden_dim=32, num_experts=2, use_grouped_mm=False)
+        model = nn.ModuleDict({"experts": experts, "output": nn.Linear(32, 32)})
+    with pytest.raises(ValueError, match=r"experts.w1 holds experts whose products are taken one by one"):
+        converter_of(Case("*=nvfp4")).convert(model)
+    converter_of(Case("output.*=nvfp4")).convert(model)
+    experts.use_grouped_mm = True
+    converter_of(Case("experts.*=nvfp4")).convert(model)
 
 
 def test_converting_what_is_sharded(ranks: Ranks, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import zerocast
-from tests.fsdp2 import models
+from tests.fsdp2 import models, slices
 from tests.torchtitan.host_on_cpu import WHY_NOT, host_on_cpu, importable
 
 if not WHY_NOT:
@@ -18,6 +18,12 @@ if not WHY_NOT:
         from zerocast.integrations.torchtitan import MasterWeightConverter
 
 MIXED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_block,layers.1.feed_forward.*=mxfp8,output.*=fp8_current"
+SLICED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_current,layers.1.feed_forward.*=mxfp8,output.*=fp8_delayed"
+EXPERTS = (
+    "layers.*.attention.w[qo].*=nvfp4,layers.0.feed_forward.*=mxfp8,layers.*.experts.w1=%s,layers.*.experts.w2=nvfp4,"
+    "layers.*.experts.w3=mxfp8,*.shared_experts.*=fp8_block"
+)
+TENSOR = ("--parallelism.tensor_parallel_degree=2",)
 ALL = "layers.*=%s,output.*=%s"
 
 
@@ -95,7 +101,13 @@ def train(case: Case, folder: str) -> tuple[list[float], list[str], list[str]]:
         run.train()
         (model,) = run.model_parts
         found = [str(difference) for difference in zerocast.verify(model).differences]
-        return run.losses, models.complaints(model, case.recipe), found
+        return run.losses, complaints(run, case.recipe), found
+
+
+def complaints(made: Any, when: str) -> list[str]:
+    """About gathered bytes, or slices, that are not those of the unsharded cast of the masters."""
+    compare = slices.complaints if made.parallel_dims.tp_enabled else models.complaints
+    return compare(made.model_parts[0], when)
 
 
 def amaxes_are_measured(case: Case, folder: str) -> bool:
@@ -106,6 +118,16 @@ def amaxes_are_measured(case: Case, folder: str) -> bool:
         groups = [group for one in casts for group in one.groups]
         assert groups
         return all(len(group.measured) == len(group.weights) for group in groups)
+
+
+def refused(case: Case, folder: str) -> str:
+    """The ValueError of a run."""
+    try:
+        with trainer(case, folder) as run:
+            run.train()
+            return ""
+    except ValueError as error:
+        return f"ValueError: {error}"
 
 
 def converter_after_sharding(case: Case, folder: str) -> str:

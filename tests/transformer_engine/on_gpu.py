@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zerocast
 from tests import casts
 from tests.sharded import Weight
 from tests.transformer_engine.casting import Casting
@@ -77,6 +78,8 @@ def train(recipe: str, by_zerocast: bool, steps: int = 4) -> tuple[list[float], 
                 y = layers[1](layers[0](x))
             loss = (y.float() - 1).square().mean()
             loss.backward()
+            if by_zerocast and losses:  # the forward pass has made the columnwise copies of the last cast
+                zerocast.verify(calls.masters_of(weights, dist.group.WORLD)).raise_for_differences()
             losses.append(float(loss))
             for weight, master, start in zip(weights, masters, starts, strict=True):
                 master -= 10.0 * weight.grad.float().view(-1)[start : start + share]

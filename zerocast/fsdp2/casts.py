@@ -7,11 +7,8 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
-import contextlib
-import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,11 +17,14 @@ from torch.optim import Optimizer
 
 from zerocast.agreement import agree, roll_call
 from zerocast.freshness import debugging
-from zerocast.fsdp2 import torch_fsdp, torn
+from zerocast.fsdp2 import torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
-from zerocast.fsdp2.headers import UNREAD, Headers
-from zerocast.fsdp2.held import Held, Places, held_by
+from zerocast.fsdp2.delayed_state import DelayedState
+from zerocast.fsdp2.gathers import Gathers
+from zerocast.fsdp2.headers import UNREAD, Gather, Headers
+from zerocast.fsdp2.held import Held, Places
 from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.sources import sources
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
@@ -36,6 +36,7 @@ class Casts:
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         self.masters: list[Master] = []
+        self.memory = MasterMemory({})
         self.due = True
         self._stepped = True  # whether a step made it due
         self.generation = 0
@@ -43,10 +44,11 @@ class Casts:
         self.headers = Headers()
         self.groups: list[AmaxGroup] = []
         self._places = Places([])  # of the masters that the groups were made for
+        self.rewrapped = False  # whether some may lie elsewhere
+        self._delayed = DelayedState()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the groups
         self._reductions: list[tuple[Reduction, list[Held]]] = []
-        self._of_groups: list[Held] = []  # a weight of each
-        self._gathering: list[weakref.ref[Any]] = []  # FSDP2's parameter groups
+        self.gathers = Gathers()
         self.written: list[Master] = []  # all that say so
         self.wholeness = torn.wholeness(self)
 
@@ -59,27 +61,21 @@ class Casts:
         return model
 
     def make_due(self, by: Optimizer | None = None) -> None:
-        """Cast before the next gather, and let there be one: weights left gathered are freed. `by` is who stepped."""
+        """Cast before the next gather, and let there be one. `by` is who stepped."""
         self.due = self._stepped = True
         if by not in self.measuring:
             self.forget_measured()
-        torch_fsdp.discard_gathers(group() for group in self._gathering)
-        self._free_gathered()
-
-    def gathered(self) -> list[Held]:
-        """One weight of each of FSDP2's groups that is gathered now."""
-        return [held for held in self._of_groups if held.is_gathered]
+        if by is None:
+            self.gathers.discard()
+        else:
+            self.gathers.after_step()
 
     def by_reduction(self) -> list[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
-        if self._places.moved():
+        if self._moved():
             for master in self.masters:
                 master.mark_written()
         return [(reduction, [one.master for one in held]) for reduction, held in self._reductions]
-
-    def _free_gathered(self) -> None:
-        """Let the next forward pass gather."""
-        torch_fsdp.reshard(group() for group in self._gathering)
 
     def forget_measured(self) -> None:
         """Amaxes that a step has left are no longer those of the masters."""
@@ -88,23 +84,24 @@ class Casts:
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        due = self.due and not self.gathers.step_goes_on
         for reduction, _ in self._reductions:
-            roll_call(reduction.group, f"{'casts and gathers' if self.due else 'gathers'} after cast {self.generation}")
-        self.headers.check(leave=0 if self.due else UNREAD)
-        if self.due:
+            roll_call(reduction.group, f"{'casts and gathers' if due else 'gathers'} after cast {self.generation}")
+        self.headers.check(leave=0 if due else UNREAD)
+        if due:
             self.refresh(repeat=not self._stepped)
         elif not self.groups:
             self.bind()
 
     def cast_again(self) -> None:
-        """Cast because all ranks were written to."""
-        self.refresh(repeat=True)
+        """Cast because all ranks were written to; by a step, perhaps, whose cast this then is."""
+        self.refresh(repeat=not self._stepped)
 
     def delayed(self) -> dict[str, dict[str, Tensor]]:
         """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
         self.before_gather()
         self.wholeness.check_whole()
-        return {master.name: master.delayed for master in self.masters if master.delayed}
+        return self._delayed.by_name()
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning.
@@ -112,19 +109,9 @@ class Casts:
         Casts nothing: `state` may be what is in use, filled by a reader.
         """
         self.bind()
-        for master in self.masters:
-            saved = state.get(master.name, {})
-            if master.delayed and "scale" in saved and "amax_history" in saved:
-                for name, tensor in master.delayed.items():
-                    tensor.copy_(saved.get(name, saved["scale"]))
-                master.seeded = True
-            elif master.delayed:
-                warnings.warn(
-                    f"no state of delayed scaling for {master.name}: it starts anew from its amax", stacklevel=3
-                )
-                master.seeded = False
+        self._delayed.load(state)
         self.due, self._stepped = True, False
-        self._free_gathered()
+        self.gathers.free()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
@@ -132,35 +119,21 @@ class Casts:
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
         self.bind()
-        with self._or_as_before():
-            self._seed()
-        with self._or_as_before():
+        with self._delayed.or_as_before():
+            self._delayed.seed()
+        with self._delayed.or_as_before():
             for group in self.groups:
                 group.cast(repeat)
                 group.stamp(self.generation + 1)
         self.generation += 1
         self.steps += not repeat
         self.due = self._stepped = False
+        self.gathers.after_cast()
         written, self.written = self.written, []
         for master in written:
             master.written_to = False
         for master in self.masters if debugging() else ():
             master.freshness.count_cast()
-
-    @contextlib.contextmanager
-    def _or_as_before(self) -> Iterator[None]:
-        """Within, delayed scaling moves on; what raises puts it back, and the next gather casts as if this had never begun."""
-        seeded = [master.seeded for master in self.masters]
-        state = [tensor for group in self.groups for tensor in group.delayed.arenas]
-        kept = [tensor.clone() for tensor in state]
-        try:
-            yield
-        except BaseException:
-            for master, before in zip(self.masters, seeded, strict=True):
-                master.seeded = before
-            for tensor, value in zip(state, kept, strict=True):
-                tensor.copy_(value)
-            raise
 
     def master_sources(self) -> Iterator[MasterSource]:
         """The masters and their gathered weights, for `zerocast.verify`; every rank asks for them."""
@@ -173,38 +146,27 @@ class Casts:
     def bind(self) -> None:
         """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
         if not self._reductions:
-            self._gathering = [weakref.ref(group) for group in torch_fsdp.groups(self.model)]
-            self._reductions = list(self._agree())
-            by_group = {held.group: held for _, members in self._reductions for held in members}
-            self._of_groups = list(by_group.values())
-        if not self.groups or self._places.moved():
+            by_group = self.gathers.find(self.model, self)
+            self._reductions = list(self._agree([one for held in by_group for one in held]))
+            for held in by_group:
+                gather = Gather(self.headers, [one.master for one in held])
+                for one in held:
+                    one.master.gather = gather
+        if not self.groups or self._moved():
             self.groups = []  # whatever raises from here on is begun anew
             for master in self.masters:
                 master.mark_written()  # buffers to send are new ones: a cast fills them, or the next gather says so
             self._places = Places([one for _, held in self._reductions for one in held])
             self.groups = [AmaxGroup([one.shard() for one in held], reduction) for reduction, held in self._reductions]
+            self._delayed.bind(self.masters, self.groups)
+        self.rewrapped = False
 
-    def _seed(self) -> None:
-        """Give delayed scales that nobody has set the amax of the present master: a cast of its own, once."""
-        delayed = [master for master in self.masters if master.delayed]
-        if all(master.seeded for master in delayed):
-            return
-        kept = [(tensor, tensor.clone()) for master in delayed if master.seeded for tensor in master.delayed.values()]
-        for master in delayed:
-            if not master.seeded:
-                master.delayed["amax_history"].zero_()
-        for group in self.groups:
-            group.cast(repeat=False)
-        for tensor, value in kept:
-            tensor.copy_(value)
-        for master in delayed:
-            if not master.seeded:
-                master.delayed["cast_scale"].copy_(master.delayed["scale"])
-                master.seeded = True
+    def _moved(self) -> bool:
+        """Whether masters lie elsewhere than when they were bound. It takes a new wrapper; debug mode looks all the same."""
+        return (self.rewrapped or debugging()) and self._places.moved()
 
-    def _agree(self) -> Iterator[tuple[Reduction, list[Held]]]:
+    def _agree(self, held: Sequence[Held]) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        held = [one for group in self._gathering for one in held_by(group(), self)]
         missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
         if missing:
             raise RuntimeError(

@@ -65,6 +65,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._bound: list[list[int]] = []  # what the tables were made for
         self._amax_groups: list[AmaxGroup] = []
         self._casts: list[Any] = []
+        self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)  # here, since it imports the compiler
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -73,6 +74,9 @@ class FusedAdamW(torch.optim.Optimizer):
         What raises before masters are written changes nothing. What raises later leaves an optimizer and a model that say so at
         every call, and cannot be saved, until a state is loaded through `zerocast.fsdp2.TrainingState`.
         """
+        return self._outside_of_graphs(self, closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         torn.check_whole([self])
         loss = None
         if closure is not None:

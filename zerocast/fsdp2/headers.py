@@ -5,6 +5,7 @@ CPU, and all of them at the same place of the program: before a gather that none
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,63 +22,61 @@ class Speaker(Protocol):
         """RuntimeError if int32 headers `[world, 2]`, or `[world * weights, 2]`, say that ranks disagree."""
 
 
-@dataclass
-class Batch:
-    """The headers of one gather, in pinned memory once `arrived`."""
+class Memory:
+    """Headers of `sizes` rows on the GPU, then in pinned memory once `arrived`; every gather of the same weights uses it again."""
 
-    speakers: list[Speaker]
-    headers: list[Tensor]
-    arrived: torch.cuda.Event
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.here = torch.empty(sum(sizes), 2, dtype=torch.int32, device=device)
+        self.pinned = torch.empty(self.here.shape, dtype=self.here.dtype, pin_memory=True)
+        self.by_speaker = self.pinned.split(list(sizes))
+        self.arrived = torch.cuda.Event()
 
-    def check(self) -> None:
-        """Wait, and let every weight look at its own."""
-        self.arrived.synchronize()
-        for speaker, headers in zip(self.speakers, self.headers, strict=True):
-            speaker.check(headers)
+    def send(self, headers: Sequence[Tensor]) -> None:
+        """To the host, behind what the current stream does: FSDP2 may free them before they are read."""
+        torch.cat(list(headers), out=self.here)
+        self.pinned.copy_(self.here, non_blocking=True)
+        self.arrived.record()
 
 
 @dataclass
 class Headers:
-    """Of the gathers of one model, in their order; every weight of a gather is sent before the first of it is received."""
+    """Of the gathers of one model, in their order."""
 
-    _speakers: list[Speaker] = field(default_factory=list, init=False)
-    _here: list[Tensor] = field(default_factory=list, init=False)  # on the GPU, of the gather that is being received
-    _batches: deque[Batch] = field(default_factory=deque, init=False)
-    _stream: torch.cuda.Stream | None = field(default=None, init=False)
-    _ready: torch.cuda.Event | None = field(default=None, init=False)  # the last of them is there
-
-    def note(self, speaker: Speaker, headers: Tensor) -> None:
-        """Keep a copy of what was gathered for a weight, on the current stream: FSDP2 may free it before it is read."""
-        self._speakers.append(speaker)
-        self._here.append(headers.clone())
-        self._ready = self._ready or torch.cuda.Event()
-        self._ready.record()
+    unread: deque[tuple["Gather", Memory]] = field(default_factory=deque, init=False)
 
     def check(self, leave: int = 0) -> None:
         """RuntimeError, on every rank, where those of all gathers but the last `leave` say that ranks disagree."""
-        if self._here:
-            self._send()
-        while len(self._batches) > leave:
+        while len(self.unread) > leave:
+            gather, memory = self.unread.popleft()
             try:
-                self._batches.popleft().check()
+                gather.check(memory)
             except RuntimeError:
-                self._batches.clear()  # of the same disagreement
+                self.unread.clear()  # of the same disagreement
                 raise
 
-    def _send(self) -> None:
-        """To the host, on a stream of their own: computing goes on behind the gather."""
-        assert self._ready is not None
-        self._stream = self._stream or torch.cuda.Stream(self._here[0].device)
-        self._stream.wait_event(self._ready)
-        with torch.cuda.stream(self._stream):
-            flat = torch.cat([headers.view(-1) for headers in self._here])
-            pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            pinned.copy_(flat, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            for headers in self._here:
-                headers.record_stream(self._stream)
-        sizes = [headers.numel() for headers in self._here]
-        by_weight = [part.view(-1, 2) for part in pinned.split(sizes)]
-        self._batches.append(Batch(self._speakers, by_weight, arrived))
-        self._speakers, self._here = [], []
+
+class Gather:
+    """The weights `speakers`, which are gathered together and received in this order."""
+
+    def __init__(self, headers: Headers, speakers: Sequence[Speaker]) -> None:
+        self._unread, self._speakers = headers.unread, speakers
+        self._received: list[Tensor] = []
+        self._free: list[Memory] = []
+
+    def note(self, speaker: Speaker, headers: Tensor) -> None:
+        """A weight was received; after the last one all headers are sent."""
+        if speaker is self._speakers[0]:
+            self._received.clear()  # of a gather that broke off
+        self._received.append(headers)
+        if speaker is not self._speakers[-1]:
+            return
+        memory = self._free.pop() if self._free else Memory(list(map(len, self._received)), headers.device)
+        memory.send(self._received)
+        self._unread.append((self, memory))
+
+    def check(self, memory: Memory) -> None:
+        """Wait, and let every weight look at its own."""
+        memory.arrived.synchronize()
+        for speaker, headers in zip(self._speakers, memory.by_speaker, strict=True):
+            speaker.check(headers)
+        self._free.append(memory)

@@ -113,12 +113,13 @@ class Held:
         if not self.master.sliced:
             return
         whole = self.master.format.has_tensor_amax or self.master.format.amax_policy is AmaxPolicy.DELAYED
-        rows, columns = matrix_shape(self._param()._orig_size)
+        held, whole_weight = matrix_shape(self._param()._orig_size), matrix_shape(self._param().sharded_param.shape)
+        ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
         for block in (self.master.format.block, self.master.format.columnwise_block):
-            if block and (rows % block[0] or columns % block[1]):
+            if block and any(end % side for end, side in zip(ends, block, strict=True)):
                 raise ValueError(
                     f"a block of {self.master.format} would span two tensor-parallel slices: a slice is "
-                    f"[{rows}, {columns}] and a block {list(block)}"
+                    f"{list(held)} and a block {list(block)}"
                 )
         if whole and weight_mesh is None:
             raise ValueError(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.fsdp2.amax_group import Reduction
-from zerocast.fsdp2.headers import UNREAD, Headers
+from zerocast.fsdp2.gathers import Gathers
+from zerocast.fsdp2.headers import UNREAD, Gather, Headers
 from zerocast.fsdp2.held import Held
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.shard_weight import EMPTY, WRITTEN
@@ -22,10 +23,8 @@ class Gathering(Protocol):
     """The casts of a model."""
 
     generation: int
+    gathers: Gathers
     headers: Headers
-
-    def gathered(self) -> Sequence[Held]:
-        """One weight of each of FSDP2's groups that is gathered now."""
 
     def by_reduction(self) -> Sequence[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
@@ -81,7 +80,7 @@ class LeftGathered:
             step(casts)
 
     def _note(self, casts: Gathering) -> None:
-        self._left = [(held, held.master.received) for held in casts.gathered()]
+        self._left = [(held, held.master.received) for held in casts.gathers.gathered()]
 
     def _ask(self, casts: Gathering) -> None:
         left = [held for held, count in self._left if held.is_gathered and held.master.received == count]
@@ -92,7 +91,7 @@ class LeftGathered:
         for reduction, masters in casts.by_reduction():
             said = Said(masters, reduction, casts.generation)
             if said.headers.is_cuda:
-                casts.headers.note(said, said.headers)
+                Gather(casts.headers, [said]).note(said, said.headers.view(-1, 2))
             else:
                 said.check(said.headers)
             everywhere = said.everywhere() or everywhere

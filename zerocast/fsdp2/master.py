@@ -12,7 +12,8 @@ from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
 from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
-from zerocast.fsdp2.headers import Headers
+from zerocast.fsdp2.headers import Gather
+from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.shard_weight import CLEAN, EMPTY, TORN, WRITTEN, ShardWeight
 from zerocast.group import Group
 from zerocast.wholeness import Wholeness
@@ -24,9 +25,10 @@ class Casting(Protocol):
     """What a weight needs of the casts of its model."""
 
     generation: int
-    headers: Headers
+    memory: MasterMemory
     wholeness: Wholeness
     written: list["Master"]
+    rewrapped: bool
 
     def before_gather(self) -> None:
         """Cast if that is due."""
@@ -51,11 +53,11 @@ class Master:
         self.is_backward: Callable[[], bool] = bool  # whether FSDP2 gathers for a backward pass
         self.delayed: dict[str, Tensor] = {}
         self.received = 0  # gathers
-        self.seeded = False  # whether the delayed scale comes from an amax
         self.written_to = False
         self._shard: ShardWeight | None = None
-        self._address = 0
+        self._addresses = range(0)  # of the shard
         self._gathered: Gathered | None = None
+        self.gather: Gather  # of the weights that FSDP2 gathers with it, once it has sharded the model
         self._header = -1, CLEAN  # of which cast, and what it says
         self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
 
@@ -78,7 +80,8 @@ class Master:
     def shard(self, shard: ShardWeight) -> None:
         self._shard, self._header = shard, (-1, CLEAN)
         self.freshness.watch([shard.master], sharded=False)
-        self._address = shard.master.untyped_storage().data_ptr()
+        first = shard.master.data_ptr()
+        self._addresses = range(first, first + shard.master.nbytes)
 
     def delayed_on(self, device: torch.device) -> dict[str, Tensor]:
         """The state of delayed scaling: scale and amax_history of the next cast, `cast_scale` of the last; else empty."""
@@ -88,11 +91,19 @@ class Master:
         self.delayed = {name: tensor.to(device) for name, tensor in self.delayed.items()}
         return self.delayed
 
+    def wrapped(self) -> None:
+        """FSDP2 may have replaced the parameter: the next cast looks where masters lie."""
+        self.casts.rewrapped = True
+
+    def memory(self, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """Where FSDP2's shard is to lie, beside the others; None leaves it to torch."""
+        return self.casts.memory.take(self.name, size, device)
+
     def written(self, data: Tensor) -> None:
         """Note a write, if it went to the memory that is cast: FSDP2 and optimizers make other tensors of the same class."""
         if torch._guards.TracingContext.try_get() is not None:
             return  # compiled: what runs later is not seen here, the optimizer's hook is
-        if self._shard is None or data.untyped_storage().data_ptr() != self._address:
+        if data.data_ptr() not in self._addresses:
             return
         self.casts.forget_measured()
         self.mark_written()
@@ -115,7 +126,7 @@ class Master:
         self.casts.before_gather()
         shard = self.shard
         offloaded = master.device != shard.master.device  # then it is FSDP2's copy
-        if not offloaded and master.untyped_storage().data_ptr() != self._address:
+        if not offloaded and master.data_ptr() != self._addresses.start:
             self.mark_written()
         self._columnwise = self.is_backward()
         outputs = self._outputs(master.device)
@@ -170,7 +181,7 @@ class Master:
         if not headers.is_cuda:
             everywhere = self._all_written(headers)
         else:
-            self.casts.headers.note(self, headers)
+            self.gather.note(self, headers)
             changed = WRITTEN, EMPTY
             everywhere = self._said in changed and all(said in changed for said, _ in headers.tolist())
         if everywhere and self._sent == self.casts.generation:

@@ -6,6 +6,7 @@ the plain tensor: checkpoints hold no class of ours.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,12 @@ class Owner(Protocol):
     @property
     def is_cast(self) -> bool:
         """Whether FSDP2 has sharded the weight and its shard was cast."""
+
+    def wrapped(self) -> None:
+        """There is another wrapper of a shard, which may take the place of the first."""
+
+    def memory(self, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """Zeros for the shard that FSDP2 or a module allocates; None leaves that to torch."""
 
     def written(self, data: Tensor) -> None:
         """An operator wrote to the FP32 tensor of a shard, or of something that FSDP2 made from it."""
@@ -43,12 +50,15 @@ class MasterParameter(Tensor):
 
     @staticmethod
     def __new__(cls, plain: Tensor, owner: Owner, requires_grad: bool = False) -> "MasterParameter":
-        """Stand for `plain`; nothing is copied."""
+        """Stand for `plain`; nothing is copied.
+
+        The wrapper lies at no offset, wherever the shard does: a DTensor takes it over, and torch's staging of checkpoints takes a
+        tensor of no memory that lies somewhere for one that has some.
+        """
         master: MasterParameter = Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
             dtype=plain.dtype,
             layout=plain.layout,
             device=plain.device,
@@ -56,6 +66,7 @@ class MasterParameter(Tensor):
         )
         master.plain = plain
         master.owner = owner
+        owner.wrapped()
         return master
 
     # One argument: with five FSDP2 asserts on short ranks alone that packed bytes have the size of the unpacked shard.
@@ -92,8 +103,8 @@ class MasterParameter(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the plain tensor."""
-        return self.plain.__reduce_ex__(protocol)
+        """Pickles as the plain tensor, without the masters that lie beside it."""
+        return self.plain.clone().__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For torch.compile."""
@@ -104,12 +115,18 @@ class MasterParameter(Tensor):
         """The inverse of `__tensor_flatten__`."""
         return MasterParameter(inner["plain"], owner)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Part of the key of a compiled graph (`torch_fsdp.key_graphs_by_local_tensors`)."""
+        return f"MasterParameter of {self.dtype} {tuple(self.shape)} {self.stride()}"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run on the plain tensors; note what is written, keep the wrapper where `_KEEP` says so."""
         kwargs = kwargs or {}
         if func is _aten.split.Tensor:
             _check_split(*args, **kwargs)
+        if func in _ALLOCATE and (shard := _allocated(*args, **kwargs)) is not None:
+            return shard
         wrappers: dict[int, MasterParameter] = {}
 
         def unwrap(master: MasterParameter) -> Tensor:
@@ -129,6 +146,15 @@ class MasterParameter(Tensor):
 
 # FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out costs more than the hook.
 setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(MasterParameter.fsdp_pre_all_gather))  # noqa: B010
+
+
+def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
+    """The memory of a shard: FSDP2 asks for rows like those of a parameter, a module that leaves the meta device for all of it."""
+    size = like.shape if size is None and like.is_meta else size
+    if size is None or list(size[1:]) != list(like.shape[1:]):
+        return None
+    plain = like.owner.memory(size, torch.device(options.get("device") or like.device))
+    return None if plain is None else MasterParameter(plain, like.owner)
 
 
 def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
@@ -153,6 +179,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
 
 
 _aten = torch.ops.aten
+_ALLOCATE = {_aten.new_zeros.default, _aten.empty_like.default}
 _KEEP = {
     _aten.detach.default,
     _aten.alias.default,

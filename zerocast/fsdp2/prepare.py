@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2 import torn
+from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.left_gathered import LeftGathered
 from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.sources import VerifyEvery
 from zerocast.model import check_weight
@@ -58,6 +59,7 @@ def prepare(
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
+    torch_fsdp.key_graphs_by_local_tensors()
     casts = Casts(model, weight_mesh)
     chosen: dict[Tensor, Master] = {}
     for name, parameter in weights.items():
@@ -70,6 +72,7 @@ def prepare(
         if master.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {master.format} and {fmt}")
     casts.masters = list(chosen.values())
+    casts.memory = MasterMemory({master.name: _local(parameter).numel() for parameter, master in chosen.items()})
     new = {parameter: _wrap(parameter, master) for parameter, master in chosen.items()}
     for module in model.modules():
         held = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -148,7 +151,6 @@ def casts_behind(parameters: Iterable[Any]) -> list[Casts]:
 def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
     if isinstance(parameter, MasterParameter):
         raise ValueError(f"{name} is prepared already")
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if any(isinstance(m, FSDPModule) and any(p is parameter for p in m.parameters()) for m in model.modules()):
         raise ValueError(f"{name} is sharded already: call zerocast.fsdp2.prepare before fully_shard")
     if parameter.dtype != torch.float32:
@@ -163,7 +165,12 @@ def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> N
                 f"{name} is {parameter.dtype} and {other} beside it {p.dtype}, and FSDP2 takes one dtype a group: make both "
                 "float32 and leave precision to its MixedPrecisionPolicy"
             )
-    check_weight(model, name, parameter, fmt, local.shape)
+    check_weight(model, name, parameter, fmt, _local(parameter).shape)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter that tensor parallelism slices."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _wrap(parameter: Tensor, master: Master) -> nn.Parameter:

@@ -1,7 +1,7 @@
 """What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -60,6 +61,22 @@ def gathers_for_backward(group: Any) -> bool:
     return bool(group._training_state.name == "PRE_BACKWARD")
 
 
+def backward_pass() -> int | None:
+    """The number of the backward pass that autograd is running, as it is for hooks of gradients; None outside of any."""
+    running: int = getattr(torch._C, "_current_graph_task_id")()  # noqa: B009
+    return None if running == -1 else running
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Let the backward pass that is running end with this."""
+    getattr(torch.autograd.Variable, "_execution_engine").queue_callback(call)  # noqa: B009
+
+
+def is_idle(group: Any) -> bool:
+    """Whether a parameter group is in no pass."""
+    return bool(group._training_state.name == "IDLE")
+
+
 @contextlib.contextmanager
 def gathered(group: Any) -> Iterator[None]:
     """Within, the parameters of a group are gathered; afterwards again only if they were before."""
@@ -79,3 +96,25 @@ def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(counted)  # noqa: B009
     return context
+
+
+def key_graphs_by_local_tensors() -> None:
+    """Let torch's cache of compiled graphs look into DTensors, whose own key has their mesh and placements only.
+
+    A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and quantized weights, and the other way
+    about: kernels that read memory which is not there. Torch 2.13 has that cache on disk by default.
+    """
+    hashed = getattr(DTensor, _KEY, None)
+    if hashed is None or hasattr(hashed, "looks_into"):
+        return
+
+    def of_both(tensor: DTensor) -> str:
+        own = getattr(tensor._local_tensor, _KEY, None)
+        key: str = hashed(tensor)
+        return key if own is None else f"{key} {own()}"
+
+    of_both.looks_into = True  # type: ignore[attr-defined]
+    setattr(DTensor, _KEY, of_both)
+
+
+_KEY = "_stable_hash_for_caching"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocast import extension
-from zerocast.backends.cuda.launch import addresses, partial_amaxes, segment_work, stream_of, work
+from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
 from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.extension import DTYPES
 from zerocast.extension import format_of as _format
@@ -117,7 +117,7 @@ def transpose(
     column_scales: list[Tensor],
 ) -> None:
     """See ../README.md."""
-    bases = addresses(row_data), addresses(row_scales), addresses(column_data), addresses(column_scales)
+    bases = [one_or_more(tensors) for tensors in (row_data, row_scales, column_data, column_scales)]
     stream = stream_of(table)
     tables = work("transpose", fmt, table), work("transpose_scales", fmt, table)
     _C.cuda.transpose(_format(fmt), *tables, *bases, stream)

@@ -42,6 +42,11 @@ def addresses(tensors: Sequence[Tensor]) -> int:
     return int(lists[values].data_ptr())
 
 
+def one_or_more(tensors: Sequence[Tensor]) -> int:
+    """As `addresses`, but the address of an only tensor itself, marked as such: it may not live to be found again."""
+    return tensors[0].data_ptr() | _C.cuda.ONLY_BASE if len(tensors) == 1 else addresses(tensors)
+
+
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
     """The thread blocks of a kind of work for a table: amax, cast, scales, transpose, transpose_scales; or weights, one each."""
     assert table.dtype == torch.int64 and table.is_contiguous(), table

@@ -1,0 +1,143 @@
+"""What the host does for a cast is the same for few weights and for many: their masters lie side by side."""
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import DELAYED
+from tests.workers import Ranks
+from zerocast.fsdp2.casts import Casts
+from zerocast.fsdp2.held import Places
+from zerocast.fsdp2.master_memory import PIECES, MasterMemory
+from zerocast.fsdp2.prepare import casts_of
+
+ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
+
+
+class Layers(nn.Module):
+    """So many weights in four blocks, since a step looks at each of FSDP2's groups; on the meta device if wished."""
+
+    def __init__(self, count: int, device: str) -> None:
+        super().__init__()
+        layers = [nn.Linear(COLUMNS, ROWS, bias=False, device=device) for _ in range(count)]
+        self.blocks = nn.ModuleList(nn.Sequential(*layers[first::4]) for first in range(4))
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of Python and of C functions."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def refreshed(count: int, fmt: str, device: str) -> tuple[int, Casts]:
+    """How many calls a refresh makes, and the casts."""
+    model = models.sharded(Layers(count, device), {"*.weight": fmt})
+    if device == "meta":
+        model.to_empty(device=models.place())
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    zerocast.fsdp2.refresh(model)
+    with mock.patch.object(Places, "moved", side_effect=AssertionError("looked at every weight")):
+        return calls_of(lambda: zerocast.fsdp2.refresh(model)), casts_of(model)[0]
+
+
+def compared(fmt: str, device: str) -> tuple[int, int, int]:
+    """Calls of a refresh of few weights and of many, and the number of storages that the masters of the many lie in."""
+    (few, _), (many, casts) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
+    return few, many, len({master.shard.master.untyped_storage().data_ptr() for master in casts.masters})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", DELAYED])
+def test_a_cast_calls_as_often_for_many_weights(ranks: Ranks, fmt: str, device: str) -> None:
+    for few, many, storages in ranks(3)(compared, fmt, device):
+        assert few == many
+        assert storages <= PIECES + 1
+
+
+def steps_then_moves() -> list[str]:
+    """Complaints after masters were moved to other memory, which no step does."""
+    model = models.sharded(models.Net(("nvfp4", DELAYED), 64, 96))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    models.train(model, optimizer, range(2), 64)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    models.train(model, optimizer, range(2, 4), 64)
+    return models.complaints(model, "moved")
+
+
+def test_masters_that_moved_are_found(ranks: Ranks) -> None:
+    assert ranks(2)(steps_then_moves) == [[], []]
+
+
+def other_tensors() -> int:
+    """How many storages masters lie in after somebody else made tensors like the parameters."""
+    model = Layers(6 * PIECES, "cpu")
+    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": "nvfp4"}))
+    kept = [(torch.empty_like(parameter), parameter.new_zeros(1)) for parameter in model.parameters()]
+    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+    zerocast.fsdp2.refresh(model)
+    del kept
+    return len({master.shard.master.untyped_storage().data_ptr() for master in casts_of(model)[0].masters})
+
+
+def test_tensors_like_a_parameter_take_no_place(ranks: Ranks) -> None:
+    for storages in ranks(2)(other_tensors):
+        assert storages <= PIECES + 1
+
+
+def saved_bytes() -> tuple[int, int]:
+    """Bytes of a pickled master, and of its elements."""
+    model = models.sharded(Layers(PIECES * 4, "cpu"), {"*.weight": "nvfp4"})
+    local = next(model.parameters()).to_local()
+    file = io.BytesIO()
+    torch.save(local, file)
+    return len(file.getvalue()), local.numel() * 4
+
+
+def test_a_master_is_saved_without_its_neighbours(ranks: Ranks) -> None:
+    for size, elements in ranks(2)(saved_bytes):
+        assert elements < size < elements + 2048
+
+
+@pytest.mark.parametrize("part", [1, 0.5, 1 / 3])
+def test_places_are_apart_and_few(part: float) -> None:
+    """Zeros, each with a version counter of its own, and none twice."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {str(index): int(n) for index, n in enumerate(torch.randint(1, 5000, (100,), generator=generator))}
+    memory = MasterMemory(sizes)
+    wanted = {name: max(1, int(size * part)) for name, size in sizes.items()}
+    device = torch.device("cpu", 0)  # tensors say "cpu", as on GPUs they say "cuda:0" where a caller said "cuda"
+    places = {name: memory.take(name, (size,), device) for name, size in wanted.items()}
+    assert memory.take("0", (1,), device) is None
+    versions: list[int] = []
+    for index, place in enumerate(places.values()):
+        assert place is not None
+        assert not place.any()
+        versions.append(place._version)
+        place.fill_(index + 1)
+    for index, (name, place) in enumerate(places.items()):
+        assert place is not None
+        assert place.tolist() == [index + 1] * wanted[name]
+        assert place._version == versions[index] + 1
+    assert len({place.untyped_storage().data_ptr() for place in places.values() if place is not None}) <= PIECES + 1

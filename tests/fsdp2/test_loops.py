@@ -1,0 +1,255 @@
+"""Training loops as people write them: what does not train leaves the masters as they were, to the bit, and fresh bytes."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import FEW, Net
+from tests.workers import Ranks
+
+STEPS = range(2)
+
+
+def loss(model: Any, step: int, learns: bool = False) -> Tensor:
+    """Of the inputs of a step, which may have gradients of their own."""
+    inputs = models.batch(step, 64)
+    return model(inputs.requires_grad_(learns)).float().square().mean()  # type: ignore[no-any-return]
+
+
+class Rooted(Net):
+    """With weights in the root module, before the blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__(FEW, 64, 96)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.first, self.last = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.recipe |= {"first.weight": models.DELAYED, "last.weight": "nvfp4"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through all of them."""
+        return self.last(super().forward(self.first(x)))  # type: ignore[no-any-return]
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Masters and what delayed scaling remembers."""
+    found = {name: casts.sha(p.full_tensor()) for name, (p, _) in models.masters(model).items()}
+    for name, state in zerocast.fsdp2.state_dict(model).items():
+        found |= {f"{name} {key}": casts.sha(value) for key, value in state.items()}
+    return found
+
+
+def forget(model: nn.Module) -> None:
+    """The gradients."""
+    for parameter in models.held(model):
+        parameter.grad = None
+
+
+class Broken(Exception):
+    """What a loop catches."""
+
+
+@contextlib.contextmanager
+def breaking(module: nn.Module) -> Iterator[None]:
+    """Within, a forward pass raises before it computes this."""
+
+    def raises(*_: Any) -> None:
+        raise Broken
+
+    handle = module.register_forward_pre_hook(raises)
+    with contextlib.suppress(Broken):
+        yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def breaking_backward(module: nn.Module) -> Iterator[None]:
+    """Within, a backward pass raises once it reaches what this gives."""
+
+    def raises(_: Tensor) -> None:
+        raise Broken
+
+    def listen(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(raises)
+
+    handle = module.register_forward_hook(listen)
+    with contextlib.suppress(Broken):
+        yield
+    handle.remove()
+
+
+def gathered_by_hand(model: Any) -> None:
+    """Waited for by nobody."""
+    for block in model.blocks:
+        block.unshard(async_op=True)
+
+
+def awaited(model: Any) -> None:
+    for handle in [block.unshard(async_op=True) for block in model.blocks]:
+        handle.wait()
+
+
+def evaluated(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        loss(model, 100)
+    with torch.inference_mode():
+        loss(model, 101)
+    model.train()
+
+
+def by_itself(model: Any) -> None:
+    """A module within it."""
+    with torch.no_grad():
+        model.blocks[1](models.batch(100, 64))
+
+
+def broken_forward(model: Any) -> None:
+    with breaking(model.blocks[1][2]):
+        loss(model, 100)
+
+
+def averaged(model: Any) -> None:
+    """Weights are exchanged for others, evaluated, and put back."""
+    masters = [parameter.detach() for parameter in models.held(model)]
+    kept = [master.clone() for master in masters]
+    for master in masters:
+        master.mul_(0.5)
+    with torch.no_grad():
+        loss(model, 100)
+    for master, value in zip(masters, kept, strict=True):
+        master.copy_(value)
+
+
+def twice_over_one_graph(model: Any) -> None:
+    out = loss(model, 100)
+    out.backward(retain_graph=True)
+    out.backward()
+    forget(model)
+
+
+def verified(model: Any) -> None:
+    zerocast.verify(model).raise_for_differences()
+
+
+def left_after_backward(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+    loss(model, 100).backward()
+    forget(model)
+    model.set_reshard_after_backward(True)
+
+
+DETOURS: dict[str, Callable[[Any], None]] = {
+    detour.__name__: detour
+    for detour in (
+        gathered_by_hand,
+        awaited,
+        evaluated,
+        by_itself,
+        broken_forward,
+        averaged,
+        twice_over_one_graph,
+        verified,
+        left_after_backward,
+    )
+}
+
+
+def trained(reshard: bool, detour: Callable[[Any], None] = lambda model: None) -> tuple[list[str], dict[str, str]]:
+    """Complaints after steps with a detour before each and one between gradients and step; what was learnt."""
+    model = models.sharded(Rooted(), reshard_after_forward=reshard)
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 :])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with torch.no_grad():
+        loss(model, 99)  # or FSDP2 takes whichever module runs first for the root
+    found = []
+    for step in STEPS:
+        detour(model)
+        loss(model, step).backward()
+        kept = [parameter.grad for parameter in models.held(model)]
+        forget(model)
+        detour(model)
+        for parameter, grad in zip(models.held(model), kept, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        found += models.complaints(model, f"step {step}")
+    return found, digests(model)
+
+
+def changes(reshard: bool, names: tuple[str, ...]) -> list[str]:
+    """Complaints of loops with these detours, and the masters that they changed."""
+    found, straight = trained(reshard)
+    for name in names:
+        complaints, learnt = trained(reshard, DETOURS[name])
+        found += [f"{name}: {text}" for text in complaints]
+        found += [f"{name} changed {key}" for key in straight if learnt[key] != straight[key]]
+    return found
+
+
+@pytest.mark.parametrize("reshard", [models.slow(True), False])
+def test_detours_change_nothing(ranks: Ranks, reshard: bool) -> None:
+    assert ranks(2)(changes, reshard, tuple(DETOURS)) == [[], []]
+
+
+def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) -> tuple[list[str], dict[str, str], int]:
+    """Complaints over steps that hooks of gradients take, or one optimizer after them; what was learnt, and the number of casts."""
+    model = models.sharded(Rooted(), reshard_after_forward=reshard)
+    optimizers = {p: make([p], lr=1e-2) for p in model.parameters()} if within else {}
+    together = None if within else make(model.parameters(), lr=1e-2)
+
+    def step_one(parameter: Any) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step_one)
+    found = []
+    for step in STEPS:
+        if breaks:
+            with breaking_backward(model.blocks[2][0]):
+                loss(model, 100 + step).backward()
+            found += models.complaints(model, f"broken {step}")
+        loss(model, step, learns=True).backward()
+        if together is not None:
+            together.step()
+            together.zero_grad()
+        with torch.no_grad():
+            loss(model, 100)
+        found += models.complaints(model, f"step {step}")
+    (of_model,) = {owner.casts for _, owner in models.masters(model).values()}
+    return found, digests(model), of_model.generation
+
+
+MAKERS = {"sgd": torch.optim.SGD, "fused": zerocast.fsdp2.FusedAdamW}
+
+
+def stepped_within(maker: str, reshard: bool) -> list[str]:
+    """What is otherwise if hooks of gradients step instead of one optimizer after them; a cast too many."""
+    (_, after, _), (complaints, within, count) = (in_backward(MAKERS[maker], reshard, how) for how in (False, True))
+    found = [f"{key} differs" for key in after if within[key] != after[key]]
+    return [*complaints, *found] + ([f"{count} casts"] if count != 1 + len(STEPS) else [])
+
+
+@pytest.mark.parametrize(
+    ("maker", "reshard"),
+    [("sgd", False), *(models.slow(*case) for case in (("sgd", True), ("fused", False), ("fused", True)))],
+)
+def test_steps_within_a_backward_pass(ranks: Ranks, maker: str, reshard: bool) -> None:
+    """As one step after it, to the bit; weights are cast once."""
+    assert ranks(2)(stepped_within, maker, reshard) == [[], []]
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_backward_pass_that_breaks_between_steps(ranks: Ranks, reshard: bool) -> None:
+    """With `reshard` it leaves gathers behind, of the weights of its forward pass."""
+    assert [found for found, *_ in ranks(2)(in_backward, torch.optim.SGD, reshard, True, True)] == [[], []]

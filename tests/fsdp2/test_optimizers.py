@@ -1,0 +1,185 @@
+"""Every class of torch.optim in every mode: what runs under plain FSDP2 runs on prepared masters, to the bit, and is cast."""
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import fresh_inductor_cache
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import FEW, Net
+from tests.workers import Ranks
+
+CLASSES: dict[str, Any] = {
+    name: found
+    for name, found in vars(torch.optim).items()
+    if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+} | {"FusedAdamW": zerocast.fsdp2.FusedAdamW}
+NEVER = ("Adafactor", "Rprop", "SparseAdam")  # what DTensor, or a dense gradient, does not let run (torch 2.13)
+IMPLEMENTATIONS = {
+    "default": {},
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},  # on GPUs alone
+    "capturable foreach": {"capturable": True, "foreach": True},
+    "differentiable": {"differentiable": True},
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "tensor lr": {"lr": torch.tensor},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "dampening": {"momentum": 0.9, "dampening": 0.5},
+    "centered": {"centered": True},
+    "weight decay": {"weight_decay": 0.1},
+    "decoupled weight decay": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "accumulator": {"initial_accumulator_value": 0.1, "lr_decay": 0.1},
+}
+
+
+def modes(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the class takes: implementations by flags."""
+    takes = inspect.signature(CLASSES[name]).parameters
+    for how, flag in itertools.product(IMPLEMENTATIONS, FLAGS):
+        options = IMPLEMENTATIONS[how] | FLAGS[flag]
+        if set(options) <= set(takes) and (flag != "tensor lr" or "Tensor" in str(takes["lr"].annotation)):
+            yield f"{how} {flag}".strip(), options
+
+
+def stepped(
+    name: str, options: dict[str, Any], backend: str, *, prepare: bool
+) -> tuple[dict[str, Tensor], str, list[str]]:
+    """Parameters after three steps on given gradients; what was raised; complaints.
+
+    The second half of them learns at another rate, all at half of theirs in the last step; some have no gradient in the second one.
+    Steps are compiled where a `backend` for that is named.
+    """
+    torch._dynamo.reset()
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=prepare)
+    parameters = {key: p for key, p in model.named_parameters() if p.dim() == 2 or name != "Muon"}
+    rate = options["lr"](0.01, device=models.place()) if "lr" in options else 0.01
+    found, half, order = [], len(parameters) // 2, list(parameters.values())
+    groups: list[Any] = [{"params": order[:half]}, {"params": order[half:], "lr": 3 * rate}]
+    as_one = name == "LBFGS"  # takes all parameters as one vector
+    try:
+        optimizer = CLASSES[name](order if as_one else groups, **{**options, "lr": rate})
+        scheduler = LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
+        take = torch.compile(optimizer.step, backend=backend) if backend else optimizer.step
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for index, parameter in enumerate(order):
+                whole = torch.randn(parameter.shape, generator=generator).to(models.place())
+                grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.grad = None if step == 1 and index % 3 == 0 and not as_one else grad
+            take(lambda: torch.ones(())) if as_one else take()
+            scheduler.step()
+            found += models.complaints(model, f"step {step}") if prepare and step != 1 else []
+    except Exception as error:  # whatever plain FSDP2 raises
+        return {}, f"{type(error).__name__}: {error}", found
+    return {key: p.detach().full_tensor() for key, p in parameters.items()}, "", found
+
+
+def differences(name: str, wanted: tuple[str, ...] = (), backend: str = "") -> list[str]:
+    """What differs from plain FSDP2 in these modes, or in all; that a class ran in none."""
+    ran, found = 0, []
+    for mode, options in modes(name):
+        if wanted and mode not in wanted:
+            continue
+        (plain, refused, _), (ours, said, complaints) = (
+            stepped(name, options, backend, prepare=how) for how in (False, True)
+        )
+        found += [f"{name} {mode}: {text}" for text in complaints]
+        if said.partition(":")[0] != refused.partition(":")[0]:
+            found.append(f"{name} {mode}: prepared {said or 'runs'}, plain {refused or 'runs'}")
+        found += [f"{name} {mode}: {key}" for key, value in plain.items() if not torch.equal(value, ours[key])]
+        ran += not refused
+    return found if ran or name in NEVER else [*found, f"{name} never ran"]
+
+
+def all_differences(*wanted: str) -> list[str]:
+    """Of all classes."""
+    return [text for name in CLASSES for text in differences(name, wanted)]
+
+
+def test_every_class(ranks: Ranks) -> None:
+    assert ranks(2)(all_differences, "default", "fused") == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_mode(ranks: Ranks, name: str) -> None:
+    assert ranks(2)(differences, name, timeout=120.0) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("LBFGS", "SparseAdam")])
+def test_every_class_compiled(ranks: Ranks, name: str) -> None:
+    wanted = ("default", "capturable tensor lr")
+    assert ranks(2)(differences, name, wanted, "aot_eager", timeout=120.0) == [[], []]
+
+
+def from_one_cache(name: str) -> list[str]:
+    """Plain steps are compiled first: torch keeps what inductor made of them, and must not take it for prepared masters."""
+    with fresh_inductor_cache():
+        return differences(name, ("default",), "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD"])
+def test_inductor(ranks: Ranks, name: str) -> None:
+    assert ranks(1)(from_one_cache, name, timeout=300.0) == [[]]
+
+
+def test_the_key_of_a_compiled_graph(ranks: Ranks) -> None:
+    """Part of what `test_inductor` shows, in no time."""
+    if not hasattr(DTensor, "_stable_hash_for_caching"):
+        pytest.skip("this torch has no key of its own for a DTensor in its cache of compiled graphs")
+    for plain, again, prepared, gathered in ranks(1)(keys):
+        assert plain == again
+        assert len({plain, prepared}) == 2 and len(gathered) == 2
+
+
+def keys() -> tuple[str, str, str, set[str]]:
+    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two formats."""
+    made = [models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=how) for how in (False, False, True)]
+    plain, again, prepared = (models.held(model)[2]._stable_hash_for_caching() for model in made)
+    weights = [
+        DTensor.from_local(weight, models.mesh(), [Shard(0)], run_check=False)
+        for _, weight in models.unsharded(made[2])
+    ]
+    return plain, again, prepared, {weight._stable_hash_for_caching() for weight in weights[:3:2]}
+
+
+def with_closure() -> list[str]:
+    """L-BFGS moves masters and computes losses in turns within one step."""
+    model = models.sharded(Net(FEW, 64, 96))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    found: list[str] = []
+    seen = set()
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        found.extend(models.complaints(model, f"after {len(seen)} moves"))
+        seen.add(tuple(casts.sha(p.full_tensor()) for p, _ in models.masters(model).values()))
+        loss = model(models.batch(0, 64, rank=0)).float().square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return found + models.complaints(model, "after") + (["it did not move"] if len(seen) < 4 else [])
+
+
+def test_losses_within_a_step(ranks: Ranks) -> None:
+    assert ranks(2)(with_closure) == [[], []]

@@ -1,0 +1,85 @@
+"""The GPT of the examples with its MLPs in slices of tensor parallelism under FSDP2: every format, with and without replicas."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocast
+from examples.gpt_pretrain.model import GPT, GPTConfig
+from tests.fsdp2 import models
+from tests.fsdp2.models import FORMATS
+from tests.fsdp2.test_training import text
+from tests.workers import Ranks
+
+WIDE, NARROW = (
+    128,
+    64,
+)  # slices of 128 and 256 rows or columns: whole blocks of any format, also where the other extent is half of one
+MIXED = {"blocks.0.*.weight": "fp8_current", "blocks.1.attn.*": "nvfp4", "blocks.1.mlp.*": "mxfp8"}
+
+
+def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> Any:
+    """The GPT on replicas of shards of two slices; what begins with `frozen` does not learn."""
+    mesh = models.mesh((replicas, dist.get_world_size() // replicas // 2, 2), ("replicate", "shard", "tp"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=width, context=32)).to(models.place())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(formats), weight_mesh=mesh["shard", "tp"]._flatten("weight"))
+    data = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
+    for block in model.blocks:
+        fully_shard(block, mesh=data, mp_policy=models.BF16)
+    fully_shard(model, mesh=data, mp_policy=models.BF16)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def trained(formats: dict[str, str], replicas: int, fused: bool, frozen: str, width: int = WIDE) -> list[str]:
+    """What verify says of each of three steps, which compares slices with theirs of the unsharded cast; what did not move."""
+    model = sliced(formats, replicas, frozen, width)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = (zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW)(learning, lr=1e-2)
+    before = {name: p.full_tensor().clone() for name, (p, _) in models.masters(model).items()}
+    found = []
+    for step in range(3):
+        report = zerocast.verify(model)
+        found += [] if report.ok and report.weights == len(before) else [str(report)]
+        model.loss(*text(step, dist.get_rank() // 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found += [str(difference) for difference in zerocast.verify(model).differences]
+    moved = {name for name, (p, _) in models.masters(model).items() if not torch.equal(p.full_tensor(), before[name])}
+    wanted = {name for name in before if not frozen or not name.startswith(frozen)}
+    return found + [f"{name} moved or stayed" for name in moved ^ wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.shows(
+    host="FSDP2",
+    parallel=lambda replicas: "data, tensor" if replicas == 1 else "tensor, replicas",
+    formats=lambda fmt: [fmt],
+    ranks=4,
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format(ranks: Ranks, fmt: str, replicas: int) -> None:
+    assert ranks(4)(trained, {"blocks.*.weight": fmt}, replicas, True, "") == [[]] * 4
+
+
+@pytest.mark.parametrize("replicas", [models.slow(1), 2])
+def test_beside_a_frozen_block(ranks: Ranks, replicas: int) -> None:
+    assert ranks(4)(trained, MIXED, replicas, False, "blocks.0.") == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8"])
+def test_blocks_that_reach_over_what_is_not_sliced(ranks: Ranks, fmt: str) -> None:
+    """A block of 128 rows over the 64 that there are, whose columns are in slices."""
+    assert ranks(4)(trained, {"blocks.*.weight": fmt}, 1, True, "", NARROW) == [[]] * 4

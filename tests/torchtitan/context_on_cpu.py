@@ -1,0 +1,54 @@
+"""Attention over a sequence that context parallelism has cut, on the CPU: keys and values of all ranks are gathered.
+
+Torch's own (`torch.distributed.tensor.experimental`) sends them round by kernels that are there for GPUs alone. Gradients are
+summed over the ranks by the backward pass of the gather, as there.
+"""
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+SEQUENCE = 2  # the dimension of `[batch, heads, sequence, channels]`
+
+
+def positions(length: int, ranks: int) -> list[Tensor]:
+    """Of the elements that each rank holds, as torchtitan's default balancer deals them: the n-th part from both ends."""
+    parts = torch.arange(length).chunk(2 * ranks)
+    return [torch.cat([parts[rank], parts[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+
+
+def gathered_attention(modules: Sequence[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
+    """Takes the place of `torchtitan.distributed.context_parallel.apply_cp_to_attention_module`."""
+    assert attention_type == "sdpa", attention_type
+
+    def forward(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        held = positions(q.shape[SEQUENCE] * mesh.size(), mesh.size())
+        keys, values = (all_gather_tensor_autograd(x.contiguous(), SEQUENCE, mesh.get_group()) for x in (k, v))
+        causal = held[mesh.get_local_rank()][:, None] >= torch.cat(held)[None, :]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=causal, **options)
+
+    for module in modules:
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def compare_with_whole(length: int = 16) -> float:
+    """How far outputs and gradients on this rank are from those of the attention over the whole sequence."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 4, length, 8, requires_grad=True) for _ in range(3)]
+    mine = positions(length, ranks)[rank]
+    cut = [x.detach()[:, :, mine].requires_grad_() for x in whole]
+    attention = nn.Module()
+    gathered_attention([attention], init_device_mesh("cpu", (ranks,)), "sdpa")
+    expected, found = F.scaled_dot_product_attention(*whole, is_causal=True), attention(*cut)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    pairs = [(found, expected[:, :, mine])] + [(c.grad, w.grad[:, :, mine]) for c, w in zip(cut, whole, strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs)

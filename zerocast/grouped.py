@@ -1,0 +1,83 @@
+"""Grouped products: rows of an input, group by group, with one matrix each of a QuantizedWeight of three dimensions.
+
+Such a weight holds the experts of a layer, `[experts, M, K]`. torch's grouped product takes plain tensors, so one stage turns the
+codes into a temporary of the nominal dtype, of all experts, for as long as a product takes; autograd keeps the quantized weight.
+The forward pass reads the rowwise copy, the input gradient the columnwise copy, as other products do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Grouped(torch.autograd.Function):
+    """`x[group] @ W[group].T` for W `[groups, M, K]` as stored; `x` is `[rows, K]`, `offs` the end of each group, i32[groups]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offs)
+        return torch._grouped_mm(x, _plain(weight, columnwise=False).transpose(-2, -1), offs=offs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offs = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch._grouped_mm(grad, _plain(weight, columnwise=True), offs=offs)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch._grouped_mm(grad.t(), x, offs=offs)
+        return grad_x, grad_weight, None
+
+
+def _plain(weight: Any, columnwise: bool) -> Tensor:
+    value: Tensor = weight.read(columnwise, weight.dtype)
+    return value.view(weight.shape)
+
+
+def grouped_mm(
+    input: Tensor,
+    mat2: Any,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """torch.nn.functional.grouped_mm with `weight.transpose(-2, -1)` as the second operand, and neither bias nor another dtype."""
+    weight = getattr(mat2, "transposed_of", None)
+    if weight is None or weight.dim() != 3 or input.dim() != 2 or offs is None:
+        raise RuntimeError(
+            "a grouped product with a QuantizedWeight takes an input [rows, K], weight.transpose(-2, -1) of a weight "
+            f"[groups, M, K], and offs; got {tuple(input.shape)}, {tuple(mat2.shape)}, offs {offs}"
+        )
+    if bias is not None or out_dtype not in (None, weight.dtype) or input.dtype != weight.dtype:
+        raise RuntimeError(
+            f"a grouped product with a QuantizedWeight of {weight.dtype} takes an input of that dtype and no bias, got "
+            f"{input.dtype}, out_dtype {out_dtype}, bias {None if bias is None else tuple(bias.shape)}"
+        )
+    wished = weight.grad_dtype if weight.is_leaf else None
+    if wished not in (None, weight.dtype):
+        raise RuntimeError(
+            f"a grouped product has weight gradients of the nominal {weight.dtype}, and grad_dtype is {wished}"
+        )
+    y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
+    return y
+
+
+def transpose(weight: Any, dim0: int, dim1: int) -> Any:
+    """torch.transpose of the last two dimensions: the same weight, read the other way."""
+    last = {weight.dim() - 1, weight.dim() - 2}
+    if {dim0 % weight.dim(), dim1 % weight.dim()} != last:
+        raise RuntimeError(f"a QuantizedWeight is transposed in its last two dimensions, got {dim0} and {dim1}")
+    return weight.transposed()
+
+
+_NAMES = ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"))  # torch 2.9 has the first alone
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    torch.transpose: transpose,
+    torch.Tensor.transpose: transpose,
+    **{getattr(module, name): grouped_mm for module, name in _NAMES if hasattr(module, name)},
+}
