@@ -23,6 +23,7 @@ import zerocast
 from tests.benchmarks.plan_host_time import FEW, MANY
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+STAGES = ("partial_amax", "compute_scales", "partial_cast", "roll_history")
 
 
 def model_of(count: int, shape: tuple[int, int], fmt: str, device: str) -> nn.Module:
@@ -39,7 +40,7 @@ class Stages:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._module = importlib.import_module("zerocast._C").cpu
-        self._kept = {name: getattr(self._module, name) for name in ("partial_amax", "compute_scales", "partial_cast")}
+        self._kept = {name: getattr(self._module, name) for name in STAGES}
 
     def __enter__(self) -> "Stages":
         for name, function in self._kept.items():

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.fsdp2.test_freshness import load_and_assign
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks, RanksFailed
 from zerocast import fsdp2, verify
+from zerocast.fsdp2.amax_group import AmaxGroup
 from zerocast.fsdp2.master import Master
 
 
@@ -91,6 +93,37 @@ def test_a_cast_that_runs_out_of_memory(ranks: Ranks, formats: tuple[str, ...], 
     for died, found in ranks(1)(memory_runs_out, formats, kind, every, timeout=300.0):
         assert died > 4
         assert found == []
+
+
+def begun_halfway() -> list[str]:
+    """What delayed scaling has lost of weights with a saved state, where the first scale of another weight could not be found."""
+    model, _ = trained((models.DELAYED, models.DELAYED))
+    saved = {
+        name: {key: value.clone() for key, value in state.items()}
+        for name, state in zerocast.fsdp2.state_dict(model).items()
+    }
+    missing = next(iter(saved))
+    with pytest.warns(UserWarning, match=missing):
+        zerocast.fsdp2.load_state_dict(model, {name: state for name, state in saved.items() if name != missing})
+    cast = AmaxGroup.cast
+
+    def breaks_off(group: AmaxGroup, repeat: bool) -> None:
+        cast(group, repeat)
+        raise MemoryError
+
+    with mock.patch.object(AmaxGroup, "cast", breaks_off), pytest.raises(MemoryError):
+        zerocast.fsdp2.refresh(model)
+    held = {owner.name: owner.delayed for _, owner in models.masters(model).values() if owner.name != missing}
+    return [
+        f"{name} {key}"
+        for name, state in held.items()
+        for key in state
+        if not torch.equal(state[key], saved[name][key])
+    ]
+
+
+def test_a_first_scale_that_is_not_found(ranks: Ranks) -> None:
+    assert ranks(2)(begun_halfway) == [[], []]
 
 
 def masters_with(value: float) -> tuple[list[str], bool, dict[str, int]]:

@@ -119,8 +119,7 @@ class Casts:
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
         self.bind()
-        with self._delayed.or_as_before():
-            self._delayed.seed()
+        self._delayed.seed()
         with self._delayed.or_as_before():
             for group in self.groups:
                 group.cast(repeat)

@@ -48,14 +48,15 @@ class DelayedState:
         unseeded = [master for master in self._masters if master.name not in self._seeded]
         seeded = [master.delayed for master in self._masters if master.name in self._seeded]
         kept = [(tensor, tensor.clone()) for state in seeded for tensor in state.values()]
-        for master in unseeded:
-            master.delayed["amax_history"].zero_()
-        for group in self._groups:
-            group.cast(repeat=False)
-        for tensor, value in kept:
-            tensor.copy_(value)
-        for master in unseeded:
-            master.delayed["cast_scale"].copy_(master.delayed["scale"])
+        with self.or_as_before():
+            for master in unseeded:
+                master.delayed["amax_history"].zero_()
+            for group in self._groups:
+                group.cast(repeat=False)
+            for tensor, value in kept:
+                tensor.copy_(value)
+            for master in unseeded:
+                master.delayed["cast_scale"].copy_(master.delayed["scale"])
         self._seeded = frozenset(self.by_name())
 
     @contextlib.contextmanager
