@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("zerocast", "torch", "triton", "transformer_engine", "numpy")
+PACKAGES = ("zerocast", "triton", "transformer_engine", "numpy")
 QUERY = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 
@@ -32,6 +32,7 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
             "compute capability": f"{properties.major}.{properties.minor}",
             **_driver(device),
         }
+    found["torch"] = str(torch.__version__)  # with the name of its build
     return found | {name: _version(name) for name in PACKAGES}
 
 
