@@ -216,7 +216,7 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
     found = []
     for step in STEPS:
         if breaks:
-            with breaking_backward(model.blocks[2][0]):
+            with breaking_backward(model.blocks[1][0]):
                 loss(model, 100 + step).backward()
             found += models.complaints(model, f"broken {step}")
         loss(model, step, learns=True).backward()
