@@ -89,6 +89,7 @@ class Casts:
             roll_call(reduction.group, f"{'casts and gathers' if due else 'gathers'} after cast {self.generation}")
         self.headers.check(leave=0 if due else UNREAD)
         if due:
+            self.gathers.before_cast()
             self.refresh(repeat=not self._stepped)
         elif not self.groups:
             self.bind()

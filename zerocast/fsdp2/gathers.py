@@ -34,7 +34,7 @@ class Gathers:
 
     def discard(self) -> None:
         """The same, and forget gathers that a pass which broke off has left."""
-        torch_fsdp.discard_gathers(group() for group in self._groups)
+        self._discard()
         self.free()
         self._within = None
 
@@ -56,9 +56,17 @@ class Gathers:
         """Whether the backward pass is running within which optimizers step."""
         return self._within is not None and torch_fsdp.backward_pass() is not None
 
+    def before_cast(self) -> None:
+        """A backward pass within which optimizers stepped may have raised, and left gathers of the weights before."""
+        if self._within is not None:
+            self._discard()
+
     def after_cast(self) -> None:
         """What follows is another step."""
         self._within = None
+
+    def _discard(self) -> None:
+        torch_fsdp.discard_gathers(group() for group in self._groups)
 
     def _free_idle(self) -> None:
         """At the end of a backward pass, which may be one of recomputed modules within another."""
