@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-slow hosts hosts-table bench cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test test-slow hosts hosts-table notices bench cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -33,6 +33,10 @@ cuda: $(VENV)/.python
 # The table of hosts in README.md, from the recorded runs of their tests (tests/README.md).
 hosts-table: $(VENV)/.dev
 	$(BIN)/python -m tests.hosts.table
+
+# The table of docs/notices.md, from the marks of the tests (tests/notices.py).
+notices: $(VENV)/.dev
+	$(BIN)/python -m tests.notices
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
 SANITIZED := tests/test_goldens.py tests/test_adam_amax.py tests/test_adam_step.py tests/test_dequantize.py tests/test_gemm_inputs.py tests/test_backends.py

@@ -1,0 +1,62 @@
+"""The table of docs/notices.md: what goes wrong, where, and what zerocast does about it, made from the marks of the tests.
+
+`python -m tests.notices` (`make notices`) writes it. A row is `@pytest.mark.notices(mistake, where=..., answer=...)` over one
+test or several; nothing in the table is written by hand. Marks are read from the source, so that tests of hosts that are not
+installed count too.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "notices.md"
+BEGIN, END = "<!-- begin: made by `make notices` from the marks of the tests -->\n", "<!-- end -->"
+WHERE = ("Weights", "CastPlan", "ZeroAdamW", "FSDP2", "Checkpoints", "Megatron", "TransformerEngine", "Apex", "torchtitan")
+Row = tuple[str, str, str]  # where, mistake, answer
+
+
+def marked() -> dict[Row, list[str]]:
+    """The tests behind each row, as `file::test`."""
+    rows: dict[Row, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                for row in map(_row, node.decorator_list):
+                    if row is not None:
+                        rows[row].append(f"{path.relative_to(TESTS.parent)}::{node.name}")
+    return rows
+
+
+def _row(decorator: ast.expr) -> Row | None:
+    """What a mark says; literals only."""
+    if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.notices"):
+        return None
+    (mistake,) = map(ast.literal_eval, decorator.args)
+    says = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+    if says["where"] not in WHERE:
+        raise ValueError(f"where is one of {WHERE}, got {says['where']!r}")
+    return says["where"], mistake, says["answer"]
+
+
+def table() -> str:
+    """Markdown, a row each, in the order of WHERE."""
+    found = sorted(marked().items(), key=lambda item: (WHERE.index(item[0][0]), item[0][1]))
+    lines = [["where", "what happens", "what zerocast does", "shown by"], ["---"] * 4]
+    lines += [[where, mistake, answer, ", ".join(map(_link, tests))] for (where, mistake, answer), tests in found]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _link(test: str) -> str:
+    path, _, name = test.partition("::")
+    return f"[`{name}`](../{path})"
+
+
+def written(page: str) -> str:
+    """The page with the table of today."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
