@@ -89,10 +89,13 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
 
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The product, for autograd or for a compiler."""
+    """The product, for autograd, for a compiler or for torch.func."""
     if torch.compiler.is_compiling():  # one op in the graph: zerocast/products.py
         traced: Tensor = torch.ops.zerocast.product(x, weight, bias, transposed)
         return traced
+    if torch._C._are_functorch_transforms_active():  # torch.func takes operators alone
+        product = torch.matmul(x, weight if transposed else torch.t(weight))
+        return product if bias is None else product + bias
     path = gemm.path_of(weight, x.dtype, transposed)
     y: Tensor = _Product.apply(x, weight, bias, transposed, path)  # type: ignore[no-untyped-call]
     return y

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import backends, compute, gemm, layout, ops
+from zerocast import backends, compute, gemm, layout, ops, unsupported
 from zerocast.formats import Columnwise, FormatSpec, get_format
 from zerocast.freshness import debugging
 from zerocast.layout import BUFFERS
@@ -20,6 +20,7 @@ from zerocast.weight_state import WeightState
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
+_FUNCTIONS = {**compute.PRODUCTS, **unsupported.METHODS}
 
 
 class QuantizedWeight(Tensor):
@@ -39,6 +40,7 @@ class QuantizedWeight(Tensor):
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
         )
+        torch._C._set_throw_on_mutable_data_ptr(weight)  # it has no memory: what asks below the dispatcher raises
         weight.format = state.format
         weight.state = state
         weight.high_precision_init_val = None
@@ -280,23 +282,19 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Products go to `zerocast.compute`; everything else to the dispatcher below, results not re-wrapped.
+        """Products go to `zerocast.compute`, what reads memory is refused; the rest to the dispatcher, results not re-wrapped.
 
         Whatever either asks of its tensors does not come back here: a product asks a dozen times.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return compute.PRODUCTS.get(func, func)(*args, **(kwargs or {}))
+            return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What `define` was told of; everything else raises."""
+        """What `define` was told of; everything else raises, and says what to do instead."""
         handler = _HANDLERS.get(func)
         if handler is None:
-            raise RuntimeError(
-                f"{func} is not defined on a QuantizedWeight: it takes part in linear, t, transpose, mm, addmm, matmul and "
-                "grouped_mm; "
-                "call dequantize() where a plain tensor is meant"
-            )
+            raise unsupported.refusal(func, args, kwargs or {}, cls)
         return handler(*args, **(kwargs or {}))
 
 

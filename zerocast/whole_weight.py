@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import compute
+from zerocast import compute, unsupported
 from zerocast.weight import QuantizedWeight, define
 
 
@@ -27,13 +27,16 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
 
 def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
     if dtype not in (None, weight.dtype):
-        raise RuntimeError(f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}")
+        raise RuntimeError(
+            f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}; {unsupported.CONVERT}"
+        )
     return weight.copied(lambda t: t.to(device or t.device, copy=True))
 
 
 def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
     if tuple(shape) != tuple(weight.shape):
-        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
+        instead = unsupported.FLAT if len(shape) == 1 else unsupported.VIEW
+        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}, its codes have one layout: {instead}")
     return weight.share()
 
 
@@ -41,7 +44,9 @@ def _same_strides(
     weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
 ) -> QuantizedWeight:
     if tuple(stride) != weight.stride() or storage_offset:
-        raise RuntimeError(f"cannot view {weight!r} with strides {tuple(stride)}: its codes have one layout")
+        raise RuntimeError(
+            f"cannot view {weight!r} with strides {tuple(stride)}, its codes have one layout: {unsupported.VIEW}"
+        )
     return _same_shape(weight, size)
 
 
