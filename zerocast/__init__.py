@@ -3,6 +3,7 @@
 The names below are the public surface; each is documented where it is defined.
 """
 
+from zerocast import interrupts as _interrupts  # noqa: F401, I001 - before all that takes time to import
 from zerocast import backends, fsdp2, gemm, metrics, products
 from zerocast import optimizer_guard as _optimizer_guard  # noqa: F401 - torch's optimizers learn not to step weights
 from zerocast import whole_weight as _  # noqa: F401 - torch's operators learn what to do with a weight

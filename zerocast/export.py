@@ -71,8 +71,8 @@ def write_safetensors(
         _check(name, item.format, naming)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         files = _write(items, partial, naming, shard_bytes)
         partial.rename(folder)
     except BaseException:

@@ -33,7 +33,7 @@ VIEW = (
     "call dequantize() for a plain tensor to index; experts in one weight take part in torch.nn.functional.grouped_mm, or have a "
     "weight each"
 )
-SPLIT = "to shard the model call zerocast.fsdp2.prepare, in place of quantize_, before fully_shard; to split values call dequantize()"
+SPLIT = "to shard the model call zerocast.fsdp2.prepare, not quantize_, before fully_shard; to split values call dequantize()"
 FLAT = (
     "zerocast.ZeroAdamW takes the place of DDP, zerocast.fsdp2.prepare that of quantize_ before fully_shard; Megatron's model is "
     "built inside building(); for the values call dequantize()"

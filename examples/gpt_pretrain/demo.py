@@ -19,7 +19,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from examples.gpt_pretrain import report
+from examples.gpt_pretrain import interrupt, report
 from examples.gpt_pretrain.config import Format
 from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.progress import Progress
@@ -127,4 +127,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run as well
-    sys.exit(main())
+    interrupt.run(main)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.gpt_pretrain import interrupt
 from examples.gpt_pretrain.run_log import Record, read_records
 
 ROOT = Path(__file__).resolve().parents[2]  # where `-m examples.gpt_pretrain.train` can be found
@@ -33,10 +34,7 @@ class Run:
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"]
         command += ["-m", "examples.gpt_pretrain.train", "--out", str(folder.resolve()), *arguments]
-        with self._console.open("wb") as console:
-            self._process = subprocess.Popen(  # noqa: S603
-                command, cwd=ROOT, env=_environment(), stdout=console, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self._command = command
 
     @property
     def _console(self) -> Path:
@@ -74,9 +72,25 @@ class Run:
         return self.records()
 
     def __enter__(self) -> "Run":
+        with interrupt.held() as came, self._console.open("wb") as console:
+            self._process = subprocess.Popen(  # noqa: S603
+                self._command,
+                cwd=ROOT,
+                env=_environment(),
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if came:
+            self._end()
+            raise KeyboardInterrupt
         return self
 
     def __exit__(self, *_: object) -> None:
+        with interrupt.held():  # a second Ctrl-C must not leave processes behind
+            self._end()
+
+    def _end(self) -> None:
         if not self.has_ended:
             os.killpg(self._process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in the group as well
             try:

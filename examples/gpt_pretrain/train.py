@@ -22,7 +22,7 @@ import tyro
 from torch import Tensor
 
 import zerocast
-from examples.gpt_pretrain import checkpoint
+from examples.gpt_pretrain import checkpoint, interrupt
 from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
@@ -252,4 +252,4 @@ def main(config: TrainConfig) -> Record:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(TrainConfig, prog="python -m examples.gpt_pretrain.train"))
+    interrupt.run(lambda: main(tyro.cli(TrainConfig, prog="python -m examples.gpt_pretrain.train")))

@@ -6,11 +6,23 @@ One module a command. It needs the extra `cli`, whose packages the library itsel
 import sys
 from collections.abc import Sequence
 
+from zerocast import interrupts
+
 EXTRA = ("matplotlib", "tyro")  # safetensors is imported when such a file is met
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; returns the exit status, which is 130 after a Ctrl-C."""
+    try:
+        return _run(arguments)
+    except BaseException as error:
+        if not (interrupts.came() or isinstance(error, KeyboardInterrupt)):
+            raise
+    interrupts.say()
+    return interrupts.STATUS
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         from zerocast.cli.app import app  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -19,4 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"the command line needs {package}: pip install 'zerocast[cli]'", file=sys.stderr)
         return 2
-    return app(arguments)
+    with interrupts.raised():
+        status = app(arguments)
+        sys.stdout.flush()
+    if interrupts.came():
+        raise KeyboardInterrupt  # something on the way took it for itself
+    return status

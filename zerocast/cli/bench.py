@@ -12,6 +12,7 @@ from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.plot import plot
 from zerocast.bench.regression import regressions, stored_ratios
 from zerocast.bench.trace import write_trace
+from zerocast.cli.files import written
 from zerocast.cli.world import joined
 
 
@@ -57,9 +58,12 @@ def _write(report: Report, folder: Path) -> list[Path]:
     device = "-".join(str(report.machine["device"]).lower().split())
     stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{report.backend}"
     data, text, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
-    report.write_json(data)
-    text.write_text(markdown(report))
-    plot(report, picture)
+    with written(data) as path:
+        report.write_json(path)
+    with written(text) as path:
+        path.write_text(markdown(report))
+    with written(picture) as path:
+        plot(report, path)
     return [data, text, picture]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import tyro
 
+from zerocast.cli.files import written
 from zerocast.cli.wishes import DTYPES, Dtype
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
 from zerocast.inspection.cast_statistics import LOWEST
@@ -57,7 +58,8 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
     try:
         found = [_measured(contents, chosen, name) for name in contents.entries]
         if config.png and found:
-            plot(found, f"{config.checkpoint}", config.png)
+            with written(config.png) as path:
+                plot(found, f"{config.checkpoint}", path)
     except (OSError, ValueError) as error:
         return _complain(error, 1)
     report = _as_dict(config, contents, chosen, found)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from zerocast.cli.files import written
 from zerocast.footprint import Footprint, Setup, footprint, read_model
 from zerocast.footprint.plot import GB, GIB, plot
 from zerocast.optim import ZeroConfig
@@ -60,7 +61,8 @@ def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
         formats = dict.fromkeys([config.format, *COMPARED])
         found = [footprint(parameters, fmt, setup) for fmt in formats]
         if config.png:
-            plot(found, _title(config, found[0]), config.png)
+            with written(config.png) as path:
+                plot(found, _title(config, found[0]), path)
     except (OSError, TypeError, ValueError) as error:
         print(f"zerocast plan: {error}", file=sys.stderr)
         return 2

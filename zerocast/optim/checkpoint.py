@@ -133,10 +133,15 @@ def write(
         on_rank_0(group, lambda: _commit(path, partial, Manifest(files, dict(formats or {}))))
     except CheckpointException as error:  # no Exception, and the same on every rank
         remove(partial, group)
+        if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
+            raise KeyboardInterrupt from error
         raise RuntimeError(f"{path} was not written: {reasons(error)}") from error
     except Exception as error:
         remove(partial, group)
         raise RuntimeError(f"{path} was not written: {error}") from error
+    except KeyboardInterrupt:
+        remove(partial, group)
+        raise
 
 
 def remove(folder: Path, group: Group) -> None:

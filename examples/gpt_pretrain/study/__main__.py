@@ -17,6 +17,7 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from examples.gpt_pretrain import interrupt
 from examples.gpt_pretrain.launch import RunFailedError
 from examples.gpt_pretrain.progress import Progress
 from examples.gpt_pretrain.run_log import Record
@@ -90,4 +91,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run as well
-    sys.exit(main())
+    interrupt.run(main)

@@ -1,0 +1,53 @@
+"""Ctrl-C in the examples: one line, exit code 130, and no process left behind."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+STATUS = 128 + signal.SIGINT
+
+
+def end_at_once(*_: object) -> None:
+    """What Ctrl-C does while packages are still being imported: nothing has begun."""
+    os.write(2, b"interrupted\n")
+    os._exit(STATUS)
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call `main` and end the process: with its exit status if it gives one, 0 otherwise, 130 on Ctrl-C."""
+    try:
+        if signal.getsignal(signal.SIGINT) is end_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = main()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes of a run are ended by now
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr, flush=True)
+        status = STATUS
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[list[bool]]:
+    """Within, Ctrl-C waits: the list has an element for each, and the caller raises when it is ready to."""
+    came: list[bool] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _started_here() -> bool:
+    """Whether this process is `python -m examples.gpt_pretrain...`, of which the package is imported first."""
+    return sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].startswith("examples.gpt_pretrain")
+
+
+if _started_here() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, end_at_once)

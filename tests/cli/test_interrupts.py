@@ -1,0 +1,226 @@
+"""Ctrl-C: one line, exit code 130, no traceback, no process left, nothing half-written. Real processes, signals to their group."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerocast import export
+from zerocast.cli import main
+from zerocast.cli import plan as plan_module
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(sys.executable).parent / "zerocast"
+NOISE = ("import time:", "[W", "Warning:", "warnings.warn")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its status, what it said, and the processes that it left."""
+
+    status: int
+    said: list[str]
+    left: list[int]
+
+
+def interrupt_when(
+    arguments: Sequence[str],
+    ready: Callable[[str], bool],
+    delay: float,
+    folder: Path,
+    twice: bool = False,
+    mode: str = "-m",
+) -> Ended:
+    """Start Python in a process group of its own; send SIGINT to the group `delay` seconds after `ready` of what it said."""
+    mark, log = uuid.uuid4().hex, folder / "said.txt"
+    environment = {**os.environ, "ZEROCAST_TEST_MARK": mark, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-X", "importtime", *([mode] if mode else []), *arguments]
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=_take_signals,  # noqa: PLW1509 - it takes no lock
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not ready(log.read_text(errors="replace")):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
+            time.sleep(0.01)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)
+        if twice:
+            time.sleep(0.1)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+        status = process.wait(60)
+        lines = [line for line in log.read_text(errors="replace").splitlines() if not any(n in line for n in NOISE)]
+        return Ended(status, [line for line in lines if line.strip()], marked(mark))
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _take_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that were started with this mark in their environment, zombies aside."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"ZEROCAST_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def imports(module: str) -> Callable[[str], bool]:
+    return lambda said: any(line.split("|")[-1].strip() == module for line in said.splitlines())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("delay", [0.0, 0.2])
+@pytest.mark.parametrize("how", ["python -m", "script"])
+def test_in_the_first_second(tmp_path: Path, how: str, delay: float) -> None:
+    """Packages are being imported, in which a KeyboardInterrupt may come out as anything."""
+    if how == "script" and not SCRIPT.exists():
+        pytest.skip("zerocast is not installed as a command")
+    arguments = ["zerocast", "doctor"] if how == "python -m" else [str(SCRIPT), "doctor"]
+    ended = interrupt_when(
+        arguments, imports("zerocast.interrupts"), delay, tmp_path, mode="-m" if how == "python -m" else ""
+    )
+    assert ended == Ended(130, ["zerocast: interrupted"], [])
+
+
+MASTERS = 24 * 2**20
+COMMANDS: dict[str, list[str]] = {
+    "doctor": ["doctor", "--seconds", "60"],
+    "bench": ["bench", "--scale", "8", "--out", "reports"],
+    "bench, trace": ["bench", "--scale", "8", "--trace", "trace.json"],
+    "plan": ["plan", "--model", "llama3-405b", "--format", "nvfp4", "--png", "plan.png"],
+    "inspect": ["inspect", "masters.pt", "--format", "nvfp4", "--weights", "*", "--png", "inspect.png"],
+    "convert": ["convert", "masters.pt", "out", "--format", "nvfp4", "--weights", "*"],
+    "convert to a checkpoint": ["convert", "masters.pt", "out", "--to", "checkpoint"],
+}
+OUTPUTS = ("out", "reports", "trace.json", "plan.png", "inspect.png")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_at_any_time(tmp_path: Path, command: str, delay: float) -> None:
+    """From the moment that the command line itself is imported; a command that was done before has ended well."""
+    torch.save({f"w{i}": torch.ones(1024, MASTERS // 1024 // 4) for i in range(6)}, tmp_path / "masters.pt")
+    ended = interrupt_when(["zerocast", *COMMANDS[command]], imports("zerocast.cli.app"), delay, tmp_path, twice=True)
+    assert ended.left == []
+    assert [path.name for path in tmp_path.rglob("*.partial*")] == []
+    if ended.status == 0:
+        return
+    assert ended.status == 130
+    assert [line for line in ended.said if "Traceback" in line or "Error" in line] == []
+    assert ended.said.count("zerocast: interrupted") == 1
+    if command not in ("bench", "doctor"):
+        assert [name for name in OUTPUTS if (tmp_path / name).exists()] in ([], [OUTPUTS[0]])
+
+
+def press(*_: Any, **__: Any) -> None:
+    """What a terminal sends, to this process."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)
+
+
+@pytest.mark.notices("Ctrl-C", where="Command line", answer="one line, exit code 130, nothing half-written")
+def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    def plot(found: Any, title: str, path: Path) -> None:
+        path.write_bytes(b"half")
+        press()
+        path.write_bytes(b"whole")
+
+    monkeypatch.setattr(plan_module, "plot", plot)
+    (tmp_path / "plan.png").write_bytes(b"an older one")
+    assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
+    assert capfd.readouterr().err == "zerocast: interrupted\n"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"plan.png": b"an older one"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("to", ["safetensors", "checkpoint"])
+def test_nothing_half_written_is_left_of_a_conversion(tmp_path: Path, monkeypatch: Any, capfd: Any, to: str) -> None:
+    torch.save({"w": torch.ones(64, 64), "v": torch.ones(64, 64)}, tmp_path / "masters.pt")
+    if to == "safetensors":
+        monkeypatch.setattr(export, "_parts", press)
+    else:
+        monkeypatch.setattr(
+            "zerocast.inspection.converted._master", press
+        )  # within a save of torch, which takes it for a failure
+    assert main(["convert", str(tmp_path / "masters.pt"), str(tmp_path / "out"), "--to", to]) == 130
+    assert capfd.readouterr().err == "zerocast: interrupted\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["masters.pt"]
+
+
+def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    unlink = Path.unlink
+
+    def slow_unlink(path: Path, **options: Any) -> None:
+        press()
+        unlink(path, **options)
+
+    def plot(found: Any, title: str, path: Path) -> None:
+        path.write_bytes(b"half")
+        press()
+
+    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(Path, "unlink", slow_unlink)
+    assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err == "zerocast: interrupted\n"
+
+
+def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    """As an exception in a finaliser, or in a library that makes another error of it."""
+
+    def plot(found: Any, title: str, path: Path) -> None:
+        try:
+            press()
+        except KeyboardInterrupt:
+            path.write_bytes(b"whole")
+
+    monkeypatch.setattr(plan_module, "plot", plot)
+    assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
+    assert capfd.readouterr().err == "zerocast: interrupted\n"
+
+
+EXAMPLES = {
+    "train": ["examples.gpt_pretrain.train", "--steps", "2000", "--device", "cpu", "--format", "nvfp4"],
+    "demo": ["examples.gpt_pretrain.demo", "--out", "demo_out"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("delay", [0.0, 0.5, 3.0, 15.0])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples(tmp_path: Path, example: str, delay: float) -> None:
+    """The demo's runs are processes of torchrun, in a session of their own: they end with it."""
+    pytest.importorskip("rich")
+    ended = interrupt_when(EXAMPLES[example], imports("examples.gpt_pretrain.interrupt"), delay, tmp_path, twice=True)
+    assert (ended.status, ended.left) == (130, [])
+    assert [line for line in ended.said if "Traceback" in line] == []
+    assert ended.said.count("interrupted") == 1
