@@ -31,7 +31,7 @@ def came() -> bool:
 
 def end_at_once() -> None:
     """From here on Ctrl-C ends this process, if it is the command line and nobody else handles the signal."""
-    if _is_command_line() and _ours_to_handle(signal.default_int_handler, _raise):
+    if _COMMAND_LINE and _ours_to_handle(signal.default_int_handler, _raise):
         signal.signal(signal.SIGINT, _end)
 
 
@@ -48,6 +48,12 @@ def raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def over() -> None:
+    """The command has ended: Ctrl-C while Python cleans up would kill the process, and its status would be another one."""
+    if _COMMAND_LINE and _ours_to_handle(_end, signal.default_int_handler):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _raise(*_: object) -> None:
@@ -86,4 +92,5 @@ def _is_command_line() -> bool:
     return Path(sys.argv[0]).stem == "zerocast"
 
 
+_COMMAND_LINE = _is_command_line()  # Python changes the arguments before it runs the module
 end_at_once()

@@ -18,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not (interrupts.came() or isinstance(error, KeyboardInterrupt)):
             raise
+    finally:
+        interrupts.over()
     interrupts.say()
     return interrupts.STATUS
 
