@@ -2,8 +2,8 @@
 
 This module is imported before everything else, since `import torch` alone takes a second. Until a command runs there is nothing to
 take back, and a KeyboardInterrupt in the middle of an import may come out as any error: the process ends at once. Within a command
-the first Ctrl-C raises KeyboardInterrupt, and what was begun is removed. More of them would interrupt that, and end the process
-only after GRACE_SECONDS. A process that is not the command line keeps its own handler.
+the first Ctrl-C raises KeyboardInterrupt, and what was begun is removed. More of them would interrupt that. After GRACE_SECONDS
+the process ends in any case. A process that is not the command line keeps its own handler.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 STATUS = 128 + signal.SIGINT
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 10.0
 LINE = "zerocast: interrupted"
 
 _first: float | None = None  # when the first Ctrl-C came
@@ -54,6 +54,8 @@ def over() -> None:
     """The command has ended: Ctrl-C while Python cleans up would kill the process, and its status would be another one."""
     if _COMMAND_LINE and _ours_to_handle(_end, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if came() and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _raise(*_: object) -> None:
@@ -61,6 +63,9 @@ def _raise(*_: object) -> None:
     now = time.monotonic()
     if _first is None:
         _first = now
+        if _COMMAND_LINE and hasattr(signal, "setitimer"):  # a finaliser or a library may take the error for itself
+            signal.signal(signal.SIGALRM, _end)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
         raise KeyboardInterrupt
     if now - _first > GRACE_SECONDS:
         _end()
