@@ -33,7 +33,10 @@ def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, 
 
 def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
     if tuple(shape) != tuple(weight.shape):
-        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout")
+        raise RuntimeError(
+            f"cannot view {weight!r} as {tuple(shape)}: its codes have one layout; a host that flattens parameters needs "
+            "zerocast's integration of it around this, Megatron-Core zerocast.integrations.megatron.building()"
+        )
     return weight.share()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.model import cast_whole
+from zerocast.weight import define
 
 from . import te_tensors
 from .primary import is_primary, weight_of
@@ -27,6 +28,17 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
             weight = weight_of(param)
             entry.data = _unread(weight) if is_loading else weight.dequantize()
     return sharded_state_dict
+
+
+def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> None:
+    """Where a checkpoint's writer first asks for a tensor's memory."""
+    raise RuntimeError(
+        f"{weight!r} is not written to a checkpoint as it is: call zerocast.integrations.megatron.dequantize_ on the sharded state "
+        "dict before dist_checkpointing.save, with is_loading=True before dist_checkpointing.load"
+    )
+
+
+define(torch.ops.aten.is_pinned.default, _not_written)
 
 
 def _unread(weight: QuantizedWeight) -> Tensor:
