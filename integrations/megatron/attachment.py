@@ -17,7 +17,7 @@ from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
 from . import host, refusal, te_tensors, unattached
-from .checkpoint import load_plain_values, saving_unpadded
+from .checkpoint import load_plain_values, refusing_quantized, saving_unpadded
 from .gathers import Turns, after_gather_of, completing, nothing, primary_of
 from .guard import AGAIN, RELOAD, Guard
 from .inner_state import without_steps
@@ -241,6 +241,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
             attachment._take_over(one, shards, chunks, before)
         attachment._stand_guard(optimizer, optimizers, verify_every)
         for chunk in chunks:
+            attachment._replace(chunk.module, "sharded_state_dict", refusing_quantized(chunk.module.sharded_state_dict))
             attachment._undo += load_plain_values(chunk)
             attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_whole)
     except Exception:

@@ -4,6 +4,7 @@ The wrappers of models, the factories of optimizers and the constructor of every
 host would fail at an operator that a QuantizedWeight does not have, or not at all.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ class Construction:
             yield kind, "__init__", _before(vars(kind)["__init__"], _check_other_wrapper if others else _check_wrapper)
         for owner, name, emerging in host.factories():
             yield owner, name, _before(getattr(owner, name), self._check_emerging if emerging else self._check_factory)
+        for kind in host.layer_wise():
+            yield kind, "__init__", _before(vars(kind)["__init__"], _check_layer_wise)
         for kind in host.optimizer_bases():
             yield kind, "__init__", self._remembering(vars(kind)["__init__"])
 
@@ -47,7 +50,7 @@ class Construction:
 
     def _check_emerging(self, config: Any, model_chunks: Any, **_: Any) -> None:
         if any(map(is_primary, (param for chunk in model_chunks for param in chunk.parameters()))):
-            raise refusal.other_than_adam(config.optimizer)
+            raise refusal.layer_wise(f"optimizer={config.optimizer!r}")
 
     def _check_moved(self, params: Iterable[Any]) -> None:
         moved = set(map(id, self.moved))
@@ -76,6 +79,7 @@ def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callabl
     """`original`, after `check` has seen its arguments by name."""
     signature = inspect.signature(original)
 
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
         check(**given.pop("kwargs", {}), **given)
@@ -93,3 +97,9 @@ def _check_wrapper(ddp_config: Any, module: Any, **_: Any) -> None:
 def _check_other_wrapper(module: Any, **_: Any) -> None:
     if any(map(is_primary, module.parameters())):
         raise refusal.sharded_otherwise()
+
+
+def _check_layer_wise(optimizers: Iterable[Any], **_: Any) -> None:
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+    if any(is_primary(param) for group in groups for param in group["params"]):
+        raise refusal.layer_wise("LayerWiseDistributedOptimizer")

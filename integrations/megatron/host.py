@@ -13,6 +13,7 @@ BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZER_BASES = "megatron.core.optimizer.optimizer"
+LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
 FACTORIES = "megatron.core.optimizer"
 WRAPPERS = "megatron.core.distributed"
 CHECKPOINT_MAPPING = "megatron.core.dist_checkpointing.mapping"
@@ -113,6 +114,14 @@ def factories() -> list[tuple[Any, str, bool]]:
     )
     require(found, (name,), FACTORIES)
     return [(found, name, False), *([(found, emerging, True)] if hasattr(found, emerging) else ())]
+
+
+def layer_wise() -> list[type]:
+    """The class of optimizers whose ranks own whole layers, where there is one."""
+    try:
+        return [importlib.import_module(LAYER_WISE).LayerWiseDistributedOptimizer]
+    except (ImportError, AttributeError):
+        return []
 
 
 def optimizer_bases() -> list[type]:

@@ -37,9 +37,7 @@ def two_directions(what: str) -> ValueError:
 def refuse_layer_wise(optimizer: Any) -> None:
     """ValueError for an optimizer, or one in a chain, whose ranks own whole layers."""
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
-        raise ValueError(
-            f"{type(optimizer).__name__} is not supported: its ranks own whole layers, not slices of buckets"
-        )
+        raise layer_wise(type(optimizer).__name__)
     for one in getattr(optimizer, "chained_optimizers", []):
         refuse_layer_wise(one)
 
@@ -86,10 +84,10 @@ def refuse_kind(optimizer: Any) -> None:
         raise ValueError(f"{type(optimizer).__name__}: {_WHOLE_MASTERS}")
 
 
-def other_than_adam(name: str) -> ValueError:
+def layer_wise(what: str) -> ValueError:
     """The error for an optimizer whose ranks own whole layers."""
     return ValueError(
-        f"optimizer={name!r} is not supported: its ranks own whole layers, not slices of buckets: take 'adam'"
+        f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
     )
 
 

@@ -1,13 +1,15 @@
 """Settings and orders that are refused, each built in the real host as a user would, on the ranks of a pool."""
 
-import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import zerocast
 from tests.megatron import training
+from tests.megatron.checkpoints import attached, save
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import FORMATS, Case, build, build_chunk, build_optimizer
@@ -99,7 +101,7 @@ def _by_hand(kind: str) -> Callable[[], Any]:
         with integration.building():
             ddp = build_chunk(Case("fp8_current"))
             config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
-            inner = zerocast_free_adam(ddp)
+            inner = torch.optim.AdamW([{"params": list(ddp.parameters()), "is_expert_parallel": False}])
             if kind == "layer-wise":
                 groups = ProcessGroupCollection.use_mpu_process_groups()
                 LayerWiseDistributedOptimizer([inner], config, groups, init_state_fn_list=[None], model_chunks=[ddp])
@@ -111,25 +113,26 @@ def _by_hand(kind: str) -> Callable[[], Any]:
     return run
 
 
-def zerocast_free_adam(ddp: Any) -> Any:
-    """torch's own over all parameters."""
-    import torch
-
-    return torch.optim.AdamW([{"params": list(ddp.parameters()), "is_expert_parallel": False}], lr=1e-3)
-
-
 def saved_as_it_is() -> None:
-    folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"refused-{os.getppid()}")
-    os.makedirs(folder, exist_ok=True)
-    dist.barrier()
-    run = _attached()
-    dist_checkpointing.save({"model": run.ddp.module.sharded_state_dict()}, folder)
+    dist_checkpointing.save({"model": _attached().ddp.module.sharded_state_dict()}, _folder())
+
+
+def loaded_as_it_is() -> None:
+    folder, run = _folder(), _attached()
+    save(run, folder, "dp_reshardable")
+    dist_checkpointing.load({"model": run.ddp.sharded_state_dict()}, folder)
+
+
+def _folder() -> str:
+    """An empty one, the same on every rank."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 def _attached() -> Any:
-    with integration.building():
-        run = build(Case("fp8_current"))
-    integration.attach(run.optimizer, run.ddp)
+    run = attached(Case("fp8_current"))
+    run.step(0)
     return run
 
 
@@ -140,7 +143,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "offload": _options(optimizer_cpu_offload=True),
     "precision-aware": _options(optimizer_cpu_offload=True, use_precision_aware_optimizer=True),
     "mxfp8 through gradients": _options(reuse_grad_buf_for_mxfp8_param_ag=True),
-    "mxfp8 through gradients in DDP": _options(ddp={"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}),
+    "mxfp8 through gradients in DDP": _options(
+        ddp={"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
+    ),
     "fsdp in DDP": _options(ddp={"use_megatron_fsdp": True}),
     "fsdp": _wrapped_by("FullyShardedDataParallel"),
     "torch's fsdp": _wrapped_by("TorchFullyShardedDataParallel"),
@@ -158,6 +163,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "quantized after DDP": quantized_after_ddp,
     "quantized after the optimizer": quantized_after_the_optimizer,
     "saved as it is": saved_as_it_is,
+    "loaded as it is": loaded_as_it_is,
 }
 
 
