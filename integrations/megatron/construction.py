@@ -50,7 +50,7 @@ class Construction:
 
     def _check_emerging(self, config: Any, model_chunks: Any, **_: Any) -> None:
         if any(map(is_primary, (param for chunk in model_chunks for param in chunk.parameters()))):
-            raise refusal.layer_wise(f"optimizer={config.optimizer!r}")
+            refusal.refuse_whole_layers(f"optimizer={config.optimizer!r}")
 
     def _check_moved(self, params: Iterable[Any]) -> None:
         moved = set(map(id, self.moved))
@@ -102,4 +102,4 @@ def _check_other_wrapper(module: Any, **_: Any) -> None:
 def _check_layer_wise(optimizers: Iterable[Any], **_: Any) -> None:
     groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
     if any(is_primary(param) for group in groups for param in group["params"]):
-        raise refusal.layer_wise("LayerWiseDistributedOptimizer")
+        refusal.refuse_whole_layers("LayerWiseDistributedOptimizer")

@@ -1,7 +1,7 @@
 """What `attach` does not take, and why: settings under which Megatron casts or gathers in ways that zerocast does not follow."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
 
@@ -37,7 +37,7 @@ def two_directions(what: str) -> ValueError:
 def refuse_layer_wise(optimizer: Any) -> None:
     """ValueError for an optimizer, or one in a chain, whose ranks own whole layers."""
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
-        raise layer_wise(type(optimizer).__name__)
+        refuse_whole_layers(type(optimizer).__name__)
     for one in getattr(optimizer, "chained_optimizers", []):
         refuse_layer_wise(one)
 
@@ -84,9 +84,9 @@ def refuse_kind(optimizer: Any) -> None:
         raise ValueError(f"{type(optimizer).__name__}: {_WHOLE_MASTERS}")
 
 
-def layer_wise(what: str) -> ValueError:
-    """The error for an optimizer whose ranks own whole layers."""
-    return ValueError(
+def refuse_whole_layers(what: str) -> NoReturn:
+    """ValueError for an optimizer whose ranks own whole layers."""
+    raise ValueError(
         f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
     )
 

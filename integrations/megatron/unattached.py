@@ -7,7 +7,7 @@ host's classes stay as they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
 
@@ -51,20 +51,20 @@ class Refused:
         if not saves and any(
             is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(one)
         ):
-            raise RuntimeError(f"{self._name} of {type(one).__name__}, {self._why()}")
+            self._raise(f"{self._name} of {type(one).__name__}")
         method = getattr(one, self._name)
         return getattr(type(one), self._name)(one, *args, **kwargs) if method is self else method(*args, **kwargs)
 
-    def _why(self) -> str:
+    def _raise(self, what: str) -> NoReturn:
         if self.left is None:
-            return (
-                "which was built in building() and is not attached: Megatron's own copy would write over the codes of its "
-                "quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
+            raise RuntimeError(
+                f"{what}, which was built in building() and is not attached: Megatron's own copy would write over the codes of "
+                "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
             )
         torn = "" if self.left.torn is None else f" after {self.left.torn}"
-        return (
-            f"which was detached{torn}: nothing casts its masters, and Megatron's own copy would write over the codes of its "
-            "quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
+        raise RuntimeError(
+            f"{what}, which was detached{torn}: nothing casts its masters, and Megatron's own copy would write over the codes of "
+            "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
         )
 
 
