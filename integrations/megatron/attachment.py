@@ -16,16 +16,17 @@ from zerocast.agreement import agree
 from zerocast.group import Group
 from zerocast.master_source import MasterSource
 
-from . import host, refusal, te_tensors
-from .checkpoint import load_plain_values, saving_unpadded
-from .gathers import after_gather_of, completing, nothing, primary_of
+from . import host, refusal, te_tensors, unattached
+from .checkpoint import load_plain_values, refusing_quantized, saving_unpadded
+from .gathers import Turns, after_gather_of, completing, nothing, primary_of
 from .guard import AGAIN, RELOAD, Guard
 from .inner_state import without_steps
-from .primary import weight_of
+from .primary import is_primary, weight_of
 from .scaling_state import ScalingState
 from .shards import Shards, misplaced, shards_of, uncovered
-from .sources import Source, finish
+from .sources import Source, masters_from_model
 from .te_tensors import TETensors
+from .unattached import Left
 
 ADVICE = (
     "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
@@ -39,7 +40,10 @@ class Attachment:
     def __init__(self) -> None:
         self.plans: list[CastPlan] = []
         self._guard = Guard()
+        self._turns = Turns(self._guard.check_whole)
         self._sources: list[Source] = []
+        self._optimizers: list[Any] = []  # those that refuse when this is detached
+        self._scaling: dict[int, ScalingState] = {}  # by id of the optimizer
         self._replaced: list[tuple[Any, str]] = []
         self._refreshes: dict[int, Callable[[], None]] = {}  # by id of the optimizer
         self._undo: list[Callable[[], None]] = []
@@ -50,6 +54,7 @@ class Attachment:
         The optimizer does this by itself when it loads a checkpoint or reads its masters from the model. RuntimeError after a step
         that raised half-way: its masters are not worth a cast.
         """
+        self._check_attached()
         self._guard.refresh(self._refresh)
 
     def _refresh(self) -> None:
@@ -61,12 +66,33 @@ class Attachment:
 
         Bytes that no gather has brought since the last cast are gathered first, as the next forward pass would.
         """
+        self._check_attached()
         self._guard.check_whole()
         for source in self._sources:
             yield from source.master_sources()
 
     def detach(self) -> None:
-        """Give the host its own methods back. Its quantized weights stay, and nothing of zerocast's casts them any more."""
+        """Give the host its own methods back, but for those that would write over quantized weights: they raise until `attach`.
+
+        The model stays as it is and can be read. Collective where gathers overlap: those of the last step are finished first.
+        """
+        torn, remedy = self._guard.torn
+        for source in self._sources if torn is None else ():
+            source.gather_due()
+        left = [(one, Left(self._scaling.get(id(one)), torn, remedy)) for one in self._optimizers]
+        self._give_back()
+        for one, of_this in left:
+            if unattached.owns_quantized_weights(one):
+                unattached.refuse(one, of_this)
+
+    def _check_attached(self) -> None:
+        if not self._optimizers:
+            raise ValueError(
+                "this attachment was detached: nothing casts its masters; attach(optimizer, ddp_chunks) again"
+            )
+
+    def _give_back(self) -> None:
+        """The host is as it was before `attach`."""
         for owner, name in self._replaced:
             del vars(owner)[name]
         for undo in self._undo:
@@ -74,16 +100,20 @@ class Attachment:
         for plan in self.plans:
             plan.freshness.finish = None
         self._replaced, self._refreshes, self._undo, self.plans, self._sources = [], {}, [], [], []
+        self._optimizers, self._scaling = [], {}
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         if name not in vars(owner):
             self._replaced.append((owner, name))
         setattr(owner, name, value)
 
-    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any]) -> None:
+    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any], left: Left | None) -> None:
         """Replace the methods of one optimizer that cast, and those of the bucket groups of its buffers."""
         group = Group.of(optimizer.data_parallel_group)
-        scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
+        scaling = left.scaling if left is not None else None
+        if scaling is None:
+            scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
+        self._scaling[id(optimizer)] = scaling
         theirs = TETensors(zip(shards.names, shards.params, shards.weights, strict=True))
         self._undo.append(theirs.release)
         plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
@@ -98,7 +128,7 @@ class Attachment:
             for bucket_group in host.bucket_groups(chunk)
             if any(id(bucket) in buckets for bucket in bucket_group.buckets)
         ]
-        source = Source(plan, shards, theirs, mine)
+        source = Source(plan, shards, theirs, mine, self._turns.finish)
         plan.freshness.owner = weakref.ref(source)
         self._sources.append(source)
 
@@ -115,7 +145,7 @@ class Attachment:
             source.gather()
 
         self._refreshes[id(optimizer)] = refresh
-        copy_model = _then(_copy_model(optimizer, shards, theirs), refresh)
+        copy_model = _then(masters_from_model(optimizer, shards, theirs), refresh)
         self._replace(optimizer, "_copy_main_params_to_model_params", self._guard.writer(copy_masters, "a cast", AGAIN))
         self._replace(
             optimizer,
@@ -134,8 +164,9 @@ class Attachment:
                 self._replace(bucket_group, "_post_param_sync", nothing)
             for name in ("start_param_sync", "finish_param_sync"):
                 gather = completing(bucket_group, name, after_gather)
-                self._replace(bucket_group, name, self._guard.writer(gather, "an all-gather", AGAIN))
-        plan.freshness.finish = lambda weight: finish(group_of[id(weight.state)])
+                gather = self._guard.writer(gather, "an all-gather", AGAIN)
+                self._replace(bucket_group, name, self._turns.alone(gather))
+        plan.freshness.finish = lambda weight: self._turns.finish(group_of[id(weight.state)])
 
     def _stand_guard(self, optimizer: Any, distributed: Sequence[Any], verify_every: int | None) -> None:
         """Around whatever steps, saves and loads, of the optimizer that was given and of those inside it."""
@@ -180,7 +211,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
 
     Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not supported, for a byte that a
     rank casts and does not send, for elements that nobody owns; TypeError for quantized weights of another library;
-    RuntimeError for a second attachment, an optimizer that has stepped, and a host without the names that are looked for.
+    RuntimeError for a second attachment, an optimizer that has stepped without one, and a host without the names that are
+    looked for.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -198,28 +230,47 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     _check_first([optimizer, *optimizers], groups)
     found = [shards_of(one, names) for one in optimizers]
     host.check_groups(group for group in groups if any(map(te_tensors.is_te_tensor, primary_of(group))))
+    _check_laid_out(chunks, groups)
     _check_owned(found, groups, names)
-    attachment = Attachment()
-    for one, shards in zip(optimizers, found, strict=True):
-        _check_together(one, shards, groups)
+    left = [unattached.left_by(one) for one in optimizers]
+    for one, shards, before in zip(optimizers, found, left, strict=True):
+        _check_together(one, shards, groups, before)
+    attachment, restore = Attachment(), unattached.lift([optimizer, *optimizers])
     try:
-        for one, shards in zip(optimizers, found, strict=True) if any(shards.weights for shards in found) else ():
-            attachment._take_over(one, shards, chunks)
+        for one, shards, before in zip(optimizers, found, left, strict=True) if any(s.weights for s in found) else ():
+            attachment._take_over(one, shards, chunks, before)
         attachment._stand_guard(optimizer, optimizers, verify_every)
+        for chunk in chunks:
+            attachment._replace(chunk.module, "sharded_state_dict", refusing_quantized(chunk.module.sharded_state_dict))
+            attachment._undo += load_plain_values(chunk)
+            attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_whole)
     except Exception:
-        attachment.detach()
+        attachment._give_back()
+        restore()
         raise
-    for chunk in chunks:
-        attachment._undo += load_plain_values(chunk)
-        attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_whole)
+    attachment._optimizers = list({id(one): one for one in (optimizer, *optimizers)}.values())
+    for before in left:
+        if before is not None and before.torn is not None:
+            attachment._guard.tear(before.torn, before.remedy)
     return attachment
 
 
 def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
-    taken = [one for one in optimizers if "step_with_ready_grads" in vars(one)]
+    taken = [one for one in optimizers if "step_with_ready_grads" in vars(one) and not unattached.is_refused(one)]
     taken += [group for group in groups if "start_param_sync" in vars(group)]
     if taken:
         raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")
+
+
+def _check_laid_out(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
+    """ValueError for a quantized weight that is trained and that no gather brings: it was quantized after DDP was built."""
+    gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
+    for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
+        if is_primary(param) and param.requires_grad and id(param) not in gathered:
+            raise ValueError(
+                f"{name} is quantized and in no bucket of DistributedDataParallel, which would never train it: call quantize_ "
+                "before DistributedDataParallel is built"
+            )
 
 
 def _check_owned(found: Sequence[Shards], groups: Sequence[Any], names: dict[int, str]) -> None:
@@ -229,10 +280,10 @@ def _check_owned(found: Sequence[Shards], groups: Sequence[Any], names: dict[int
         raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
 
 
-def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any]) -> None:
+def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any], left: Left | None) -> None:
     """What may be wrong on one rank alone is exchanged: all ranks of the group raise, or none does."""
     problem: Exception | None = None
-    if refusal.has_stepped(optimizer):
+    if left is None and refusal.has_stepped(optimizer):
         problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
     elif wrong := misplaced(shards, groups):
         problem = ValueError(wrong)
@@ -241,26 +292,6 @@ def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any]) -> No
     by_rank = agree(group, shards.names, problem, [(span.start, span.stop) for span in spans])
     if wrong := uncovered(shards, by_rank):
         raise ValueError(wrong)
-
-
-def _copy_model(optimizer: Any, shards: Shards, theirs: TETensors) -> Callable[..., None]:
-    """Masters from the model, as at the start of a fine-tuning run: from a state dict by the host, from codes by dequantizing."""
-    original = optimizer._copy_model_params_to_main_params
-
-    @torch.no_grad()
-    def copy_model(state_dict: Any = None) -> None:
-        if state_dict is not None:
-            original(state_dict=state_dict)
-            return
-        theirs.follow()
-        for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
-            if master is not None:
-                span = shards.span(i)
-                master.copy_(weight.dequantize().view(-1)[span.start : span.stop])
-        for part, master in shards.plain:
-            master.copy_(part)
-
-    return copy_model
 
 
 def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:

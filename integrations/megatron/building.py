@@ -15,6 +15,7 @@ from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 
 from . import host, layout, te_tensors
+from .construction import Construction, Replacement
 from .refusal import two_directions
 
 
@@ -31,14 +32,16 @@ class FourBit(metaclass=_FourBitMeta):
 def building() -> Iterator[None]:
     """Build DistributedDataParallel and the optimizer in here, over a model whose weights `zerocast.quantize_` replaced.
 
-    Or over one whose weights are tensors of TransformerEngine. Masters start from the values before quantization. RuntimeError for
-    a megatron-core without a name that is needed, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
-    identity).
+    Or over one whose weights are tensors of TransformerEngine. Masters start from the values before quantization. An optimizer over
+    QuantizedWeights refuses to step and to load until `attach`. RuntimeError for a megatron-core without a name that is needed and
+    for weights that another `building()` laid out, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
+    identity) and for settings that are not supported.
     """
-    moved: list[QuantizedWeight] = []
-    replaced: list[tuple[Any, str, Any]] = []
+    construction = Construction()
+    moved = construction.moved
+    replaced: list[Replacement] = []
     try:
-        for owner, name, value in _replacements(moved):
+        for owner, name, value in (*_replacements(moved), *construction.replacements()):
             replaced.append((owner, name, vars(owner)[name]))
             setattr(owner, name, value)
         yield
@@ -49,9 +52,10 @@ def building() -> Iterator[None]:
             weight.high_precision_init_val = None
             for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
                 vars(weight).pop(name, None)
+        construction.end()
 
 
-def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
+def _replacements(moved: list[QuantizedWeight]) -> list[Replacement]:
     """(owner, name, value) of everything that is other inside the context."""
     fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
@@ -77,7 +81,7 @@ def _replacements(moved: list[QuantizedWeight]) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _of_four_bits(move_with: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
+def _of_four_bits(move_with: Callable[[Any], Any]) -> list[Replacement]:
     """What is other where the host's buffers can hold 4-bit weights: also how they are laid out."""
     fp4, buffer = host.module(host.FP4), host.module(host.BUFFER)
     ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)

@@ -1,17 +1,21 @@
 """Quantized weights in checkpoints: values of the nominal dtype go out and come in; what is exact is the optimizer's masters."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.model import cast_whole
+from zerocast.weight import define
 
 from . import te_tensors
 from .primary import is_primary, weight_of
+
+_ASKED_FIRST = "without_data"  # what every rank asks of every entry before anything is written or read
 
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
@@ -26,7 +30,33 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
         if is_primary(param):
             weight = weight_of(param)
             entry.data = _unread(weight) if is_loading else weight.dequantize()
+            vars(entry).pop(_ASKED_FIRST, None)
     return sharded_state_dict
+
+
+def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> NoReturn:
+    """Where a checkpoint's writer first asks for a tensor's memory, on the rank that writes it."""
+    raise RuntimeError(
+        f"{weight!r} is not written to a checkpoint as it is, nor read from one: call "
+        "zerocast.integrations.megatron.dequantize_ on the sharded state dict before dist_checkpointing.save, with "
+        "is_loading=True before dist_checkpointing.load"
+    )
+
+
+define(torch.ops.aten.is_pinned.default, _not_written)
+
+
+def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's method, whose entries raise on every rank when they are saved or loaded before `dequantize_`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entries = sharded_state_dict(*args, **kwargs)
+        for entry in _entries(entries):
+            if isinstance(data := getattr(entry, "data", None), QuantizedWeight):
+                vars(entry)[_ASKED_FIRST] = functools.partial(_not_written, data)
+        return entries
+
+    return call
 
 
 def _unread(weight: QuantizedWeight) -> Tensor:

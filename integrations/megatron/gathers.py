@@ -1,6 +1,12 @@
-"""What follows an all-gather of a bucket group: the columnwise copies of its weights, once the bytes are here."""
+"""What follows an all-gather of a bucket group: the columnwise copies of its weights, once the bytes are here.
 
-from collections.abc import Callable, Sequence
+The host forgets a gather as soon as its bytes have come, before their copies are made. So one thread at a time starts or finishes
+gathers, and whoever reads meanwhile waits for it (`Turns`).
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zerocast import QuantizedWeight
@@ -48,3 +54,38 @@ def completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) -
         return result
 
     return call
+
+
+class Turns:
+    """One thread at a time in the gathers of an attachment. `check_whole` raises if what was waited for died half-way."""
+
+    def __init__(self, check_whole: Callable[[], None]) -> None:
+        self._lock, self._check_whole = threading.RLock(), check_whole
+        self._busy = 0  # by how many calls the lock is held; read without it
+
+    def alone(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method`, for which other threads, and readers, wait."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._turn():
+                return method(*args, **kwargs)
+
+        return call
+
+    def finish(self, bucket_group: Any) -> None:
+        """Wait for a gather in flight, and process what it brought; also for one that another thread is about to finish."""
+        if bucket_group.param_gather_handle is None and not self._busy:
+            return
+        with self._turn():
+            if bucket_group.param_gather_handle is not None:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+            self._check_whole()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            self._busy += 1
+            try:
+                yield
+            finally:
+                self._busy -= 1

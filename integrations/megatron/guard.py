@@ -5,7 +5,7 @@ leaves them to a load; a cast or a gather can be made again.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerocast.freshness import Freshness
@@ -35,6 +35,18 @@ class Guard:
     def is_torn(self) -> bool:
         """Whether something died while it wrote, and nothing has been written whole since."""
         return any(freshness.is_torn for freshness in self._watched)
+
+    def tear(self, torn: str, remedy: str) -> None:
+        """Weights are torn as an attachment before this one has left them."""
+        self._remedy = remedy
+        for freshness in self._watched:
+            freshness.torn = torn
+
+    @property
+    def torn(self) -> tuple[str | None, str]:
+        """What died while it wrote, and which remedy there is; None and nothing where all is whole."""
+        said = next((freshness.torn for freshness in self._watched if freshness.is_torn), None)
+        return said, self._remedy if said else ""
 
     def loads(self) -> bool:
         """Whether what is being loaded is a checkpoint, and not what the host loads of itself to prepare for one."""
@@ -92,7 +104,7 @@ class Guard:
         def call(*args: Any, **kwargs: Any) -> Any:
             for one in optimizers:
                 refuse_checkpoint(one, kwargs.get("metadata"))
-            if not kwargs.get("is_loading", args[1] if len(args) > 1 else False):
+            if not is_loading(args, kwargs):
                 self.check_whole()
                 return method(*args, **kwargs)
             with contextlib.nullcontext() if self.is_torn else self.writing("preparing a load", RELOAD):
@@ -122,6 +134,11 @@ class Guard:
                 return result
 
         return call
+
+
+def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `sharded_state_dict` is called for what a load fills."""
+    return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))
 
 
 def _holds_masters(loaded: Any) -> bool:

@@ -12,6 +12,10 @@ FP4 = "megatron.core.fp4_utils"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+OPTIMIZER_BASES = "megatron.core.optimizer.optimizer"
+LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
+FACTORIES = "megatron.core.optimizer"
+WRAPPERS = "megatron.core.distributed"
 CHECKPOINT_MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 _UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 and 0.19"
@@ -88,6 +92,43 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(f"{what} has no {', '.join(missing)}: {_UNKNOWN}")
+
+
+def wrappers() -> list[tuple[type, bool]]:
+    """The classes that a model is wrapped in, and whether each is another one than the DistributedDataParallel that is taken."""
+    found = module(WRAPPERS)
+    require(found, ("DistributedDataParallel",), WRAPPERS)
+    others = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
+    return [
+        (found.DistributedDataParallel, False),
+        *((getattr(found, name), True) for name in others if hasattr(found, name)),
+    ]
+
+
+def factories() -> list[tuple[Any, str, bool]]:
+    """(owner, name) of the functions that build optimizers, and whether each builds others than Adam and SGD."""
+    found, name, emerging = (
+        module(FACTORIES),
+        "_get_megatron_optimizer_based_on_param_groups",
+        "_get_megatron_emerging_optimizer",
+    )
+    require(found, (name,), FACTORIES)
+    return [(found, name, False), *([(found, emerging, True)] if hasattr(found, emerging) else ())]
+
+
+def layer_wise() -> list[type]:
+    """The class of optimizers whose ranks own whole layers, where there is one."""
+    try:
+        return [importlib.import_module(LAYER_WISE).LayerWiseDistributedOptimizer]
+    except (ImportError, AttributeError):
+        return []
+
+
+def optimizer_bases() -> list[type]:
+    """The classes whose constructors every optimizer of the host runs."""
+    found = module(OPTIMIZER_BASES)
+    require(found, ("ChainedOptimizer", "MegatronOptimizer"), OPTIMIZER_BASES)
+    return [found.MegatronOptimizer, found.ChainedOptimizer]
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:

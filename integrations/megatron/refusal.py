@@ -1,13 +1,24 @@
 """What `attach` does not take, and why: settings under which Megatron casts or gathers in ways that zerocast does not follow."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
 
+from . import host
+
+_FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
+_WHOLE_MASTERS = (
+    "use_distributed_optimizer=False is not supported: quantized weights lie in the byte buffers of the distributed optimizer; set "
+    "it in DistributedDataParallelConfig and in OptimizerConfig"
+)
 _SETTINGS = (
-    ("use_megatron_fsdp", "Megatron-FSDP shards parameters its own way: use zerocast.fsdp2"),
-    ("use_precision_aware_optimizer", "the precision-aware optimizer keeps the masters inside the fused optimizer"),
-    ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan"),
+    ("use_megatron_fsdp", _FSDP),
+    (
+        "use_precision_aware_optimizer",
+        "the precision-aware optimizer keeps the masters inside the fused optimizer: leave it off",
+    ),
+    ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan: leave it off"),
     (
         "reuse_grad_buf_for_mxfp8_param_ag",
         "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take fp8_block or nvfp4",
@@ -26,9 +37,7 @@ def two_directions(what: str) -> ValueError:
 def refuse_layer_wise(optimizer: Any) -> None:
     """ValueError for an optimizer, or one in a chain, whose ranks own whole layers."""
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
-        raise ValueError(
-            f"{type(optimizer).__name__} is not supported: its ranks own whole layers, not slices of buckets"
-        )
+        refuse_whole_layers(type(optimizer).__name__)
     for one in getattr(optimizer, "chained_optimizers", []):
         refuse_layer_wise(one)
 
@@ -48,10 +57,38 @@ def refuse_grouped(chunk: Any) -> None:
 
 def refuse(optimizer: Any) -> None:
     """ValueError with the reason where the settings of a DistributedOptimizer are not taken."""
-    settings = [getattr(optimizer, name, None) for name in ("ddp_config", "config")]
+    refuse_settings([getattr(optimizer, name, None) for name in ("ddp_config", "config")])
+
+
+def refuse_settings(settings: Sequence[Any]) -> None:
+    """ValueError with the reason where a configuration of the host's has a setting that is not taken."""
     for name, reason in _SETTINGS:
         if any(getattr(held, name, False) for held in settings):
             raise ValueError(f"{name} is not supported: {reason}")
+
+
+def sharded_otherwise() -> ValueError:
+    """The error for a model with quantized weights in a wrapper other than DistributedDataParallel."""
+    return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
+
+
+def refuse_whole_masters(config: Any) -> None:
+    """ValueError for a configuration without the distributed optimizer."""
+    if not config.use_distributed_optimizer:
+        raise ValueError(_WHOLE_MASTERS)
+
+
+def refuse_kind(optimizer: Any) -> None:
+    """ValueError for an optimizer over quantized weights that keeps no shards of masters."""
+    if not isinstance(optimizer, host.module(host.OPTIMIZER).DistributedOptimizer):
+        raise ValueError(f"{type(optimizer).__name__}: {_WHOLE_MASTERS}")
+
+
+def refuse_whole_layers(what: str) -> NoReturn:
+    """ValueError for an optimizer whose ranks own whole layers."""
+    raise ValueError(
+        f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
+    )
 
 
 def has_stepped(optimizer: Any) -> bool:

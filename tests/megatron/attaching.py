@@ -17,6 +17,7 @@ from zerocast import verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron.unattached import Refused
 
 
 def _built(case: Case) -> Run:
@@ -135,21 +136,27 @@ def built_outside() -> str:
 
 
 def left_behind() -> list[str]:
-    """What differs in the host after attaching, training and detaching from what was there before."""
+    """What differs after attaching, training and detaching from before: methods of the host, and what stands in their place."""
     with host():
         run = _built(Case(MIXED, overlap=True))
         owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
-        before = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
+        before = [_methods(owner) for owner in owners]
         hooks = [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]
         attached = _attach(run)
         run.step(0)
         attached.detach()
-        after = [{name: id(value) for name, value in vars(owner).items() if callable(value)} for owner in owners]
-        changed = [str(a.items() ^ b.items()) for a, b in zip(before, after, strict=True) if a != b]
+        changed = [
+            str(old ^ _methods(owner)) for old, owner in zip(before, owners, strict=True) if old != _methods(owner)
+        ]
         if hooks != [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]:
             changed.append("hooks")
-        again = _error(lambda: _attach(run))
-        return changed if "has stepped" in again else [*changed, again]
+        return changed + [error for error in (_error(lambda: _attach(run)),) if error]
+
+
+def _methods(owner: Any) -> set[tuple[str, Any]]:
+    """What is replaced on an instance; what refuses there is a new object after each attachment."""
+    held = [(name, value) for name, value in vars(owner).items() if callable(value)]
+    return {(name, Refused if isinstance(value, Refused) else id(value)) for name, value in held}
 
 
 def interrupted() -> tuple[str, bool]:
@@ -161,7 +168,8 @@ def interrupted() -> tuple[str, bool]:
         )
         with plans:
             said = _error(lambda: _attach(run))
-        return said, any("_copy_main_params_to_model_params" in vars(one) for one in run.optimizer.chained_optimizers)
+        own = run.optimizer.chained_optimizers
+        return said, any(not isinstance(vars(one)["_copy_main_params_to_model_params"], Refused) for one in own)
 
 
 def forced_sync() -> SimpleNamespace:

@@ -42,6 +42,11 @@ def test_some_operators_of_gathers_in_a_forward_pass(ranks: Ranks, tmp_path: Pat
     check(ranks, "forward", True, 11, tmp_path)
 
 
+@pytest.mark.notices(
+    "memory runs out at any operator of a step, a forward pass, a forced sync, a load or a refresh",
+    where="Megatron",
+    answer="the call can be taken again, or everything raises until a refresh or a load makes it whole",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("where", "overlap"), [(where, overlap) for where, overlap, _ in AFTER])
@@ -60,6 +65,11 @@ def test_a_rank_that_dies(ranks: Ranks, collective: str, overlap: bool) -> None:
     assert re.search(r"RuntimeError: rank 0 was told after [012] s, torn: True", said), said
 
 
+@pytest.mark.notices(
+    "one rank runs out of memory, or is late, alone",
+    where="Megatron",
+    answer="raises on all ranks within the timeout, and weights are torn until a load",
+)
 @pytest.mark.parametrize("collective", ["all-reduce", "all-gather"])
 @pytest.mark.parametrize("fault", [pytest.param("late", marks=pytest.mark.slow), "out of memory"])
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])

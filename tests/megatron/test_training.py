@@ -48,6 +48,11 @@ def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) ->
 
 
 @needs_four_bits
+@pytest.mark.notices(
+    "a rank casts bytes that Megatron's layout does not send from it",
+    where="Megatron",
+    answer="`attach` raises; `building()` makes a layout that sends them",
+)
 @pytest.mark.parametrize(
     ("world", "case"),
     [(3, Case()), (2, Case(busbw=True)), (2, Case("mixed"))],

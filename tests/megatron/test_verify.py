@@ -30,6 +30,11 @@ def test_bytes_before_their_gather_are_gathered(ranks: Ranks) -> None:
         assert losses[0] == losses[1], "to verify changes nothing"
 
 
+@pytest.mark.notices(
+    "a byte differs from the cast of the masters",
+    where="Megatron",
+    answer="`zerocast.verify(attachment)` names it; `attach(..., verify_every=n)` raises every n steps",
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:

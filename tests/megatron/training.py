@@ -36,6 +36,7 @@ FORMATS = {
     "mxfp8": {"layers.0.*": "mxfp8"},
     "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
     "experts": {"weight1": "fp8_current"},
+    "plain": {},
     "half": {"layers.[01].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {"layers.0.*": "nvfp4", "layers.1.*": "fp8_current", "layers.2.*": "nvfp4", "layers.3.*": "fp8_block"},
@@ -57,6 +58,7 @@ class Case:
     te: str = ""  # layers whose weights are tensors of TransformerEngine
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
+    ddp_options: dict[str, Any] = field(default_factory=dict)
 
 
 class Model(MegatronModule):
@@ -213,15 +215,21 @@ def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> A
         param.allreduce = False
     if ours is not None:
         zerocast.quantize_(model, ours)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=case.overlap,
-        overlap_param_gather=case.overlap,
-        pad_buckets_for_high_nccl_busbw=case.busbw,
-        bucket_size=case.bucket_size,
-        grad_reduce_in_fp32=True,
-    )
-    return DistributedDataParallel(config, ddp_config, model, disable_bucketing)
+    return wrap(case, config, model, disable_bucketing)
+
+
+def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = False) -> Any:
+    """The model in its DistributedDataParallel."""
+    options = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": case.overlap,
+        "overlap_param_gather": case.overlap,
+        "pad_buckets_for_high_nccl_busbw": case.busbw,
+        "bucket_size": case.bucket_size,
+        "grad_reduce_in_fp32": True,
+        **case.ddp_options,
+    }
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), model, disable_bucketing)
 
 
 def build(case: Case) -> Run:

@@ -1,0 +1,75 @@
+"""Threads that read weights while a gather is on its way, on the ranks of a pool."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.megatron.faulty import Attached
+from tests.megatron.here import host
+from tests.megatron.training import MIXED, Case
+from zerocast import QuantizedWeight
+from zerocast.columnwise import ColumnwiseCopies
+
+SECONDS = 0.4
+
+
+class _Slow:
+    """A gather that takes its time, or dies."""
+
+    def __init__(self, handle: Any, dies: bool) -> None:
+        self._handle, self._dies = handle, dies
+
+    def wait(self) -> None:
+        time.sleep(SECONDS)
+        self._handle.wait()
+        if self._dies:
+            raise RuntimeError("injected")
+
+
+def two_readers(dies: bool, columnwise: bool, second_after: float) -> tuple[list[Any], bool]:
+    """What two threads read of a weight, or the error, and how long that took; whether it is what is there afterwards."""
+    with host():
+        attached = Attached(Case(MIXED, overlap=True))
+        attached.run.step(0)
+        weight = next(w for w in attached.run.weights.values() if isinstance(w, QuantizedWeight))
+        for group in attached.run.ddp.bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is None:
+                group.start_param_sync()
+            group.param_gather_handle = _Slow(group.param_gather_handle, dies)
+        found: list[Any] = [None, None]
+
+        def read(index: int) -> None:
+            time.sleep(index * second_after)
+            start = time.monotonic()
+            try:
+                value: Any = weight.read(columnwise, torch.float32)
+            except RuntimeError as error:
+                value = str(error)
+            found[index] = value, time.monotonic() - start
+
+        make = _slowed(ColumnwiseCopies.make)
+        threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+        with mock.patch.object(ColumnwiseCopies, "make", make):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if dies:
+            return found, False
+        attached.run.force_sync()
+        expected = weight.read(columnwise, torch.float32)
+        return [seconds for _, seconds in found], all(
+            isinstance(v, torch.Tensor) and torch.equal(v, expected) for v, _ in found
+        )
+
+
+def _slowed(method: Callable[..., None]) -> Callable[..., None]:
+    def call(copies: Any) -> None:
+        time.sleep(SECONDS)
+        method(copies)
+
+    return call

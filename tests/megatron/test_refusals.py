@@ -1,0 +1,66 @@
+"""What Megatron can and zerocast cannot is refused in the real host, and the error says what to do."""
+
+import re
+
+import pytest
+
+from tests.megatron import refusals
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.workers import Ranks
+from zerocast.integrations.megatron import refusal
+
+pytestmark = needs_megatron
+
+NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast.fsdp2"
+WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
+OTHERS = "ValueError: optimizer=.* is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
+BLOCK = (
+    "RuntimeError: QuantizedWeight.* call quantize_, then build DistributedDataParallel and the optimizer, both inside"
+)
+AS_IT_IS = (
+    "RuntimeError: QuantizedWeight.* call zerocast.integrations.megatron.dequantize_ on the sharded state dict before"
+)
+TABLE = {
+    "whole masters": WHOLE,
+    "whole masters in DDP": WHOLE,
+    "whole masters in both": WHOLE,
+    "offload": "ValueError: optimizer_cpu_offload is not supported: .* leave it off",
+    "precision-aware": "ValueError: use_precision_aware_optimizer is not supported: .* leave it off",
+    "mxfp8 through gradients": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take fp8_block or nvfp4",
+    "mxfp8 through gradients in DDP": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not .* take fp8_block or nvfp4",
+    "fsdp in DDP": NEVER_SHARDED,
+    "fsdp": NEVER_SHARDED,
+    "torch's fsdp": NEVER_SHARDED,
+    "muon": OTHERS,
+    "dist_muon": OTHERS,
+    "lion": OTHERS,
+    "layer-wise by hand": "ValueError: LayerWiseDistributedOptimizer is not supported: .* take optimizer='adam'",
+    "whole masters by hand": WHOLE,
+    "no masters by hand": WHOLE,
+    "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take fp8_block or nvfp4",
+    "two blocks": BLOCK,
+    "nested blocks": BLOCK,
+    "no block": r"RuntimeError: cannot view QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
+    "no block around the optimizer": r"RuntimeError: cannot view QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
+    "quantized after DDP": BLOCK,
+    "quantized after the optimizer": "ValueError: .* is quantized and in no bucket .* call quantize_ before Distributed",
+    "saved as it is": AS_IT_IS,
+    "loaded as it is": AS_IT_IS,
+}
+
+
+@pytest.mark.notices(
+    "a setting of Megatron that zerocast does not follow, in the configuration of DDP or of the optimizer",
+    where="Megatron",
+    answer="raises where the host builds it, and says what to set",
+)
+@pytest.mark.parametrize("name", TABLE)
+def test_refused_in_the_real_host_with_what_to_do(ranks: Ranks, name: str) -> None:
+    for said in ranks(2)(refusals.say, name):
+        assert re.match(TABLE[name], said), said
+
+
+def test_every_case_and_every_setting_is_in_the_table() -> None:
+    assert TABLE.keys() == refusals.CASES.keys()
+    for setting, _ in refusal._SETTINGS:
+        assert any(f"ValueError: {setting} " in message for message in TABLE.values()), setting

@@ -1,0 +1,145 @@
+"""No step without an attachment: an optimizer over quantized weights has the right bytes, or raises before any byte changes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import unattached
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.training import ALL, MIXED, NARROW, Case
+from tests.megatron.unattached import ATTACHED, DETACHED, INSIDE, NEVER
+from tests.workers import Ranks
+from zerocast.integrations.megatron import host
+from zerocast.integrations.megatron.unattached import refuse
+
+pytestmark = needs_megatron
+NOT_ATTACHED = "is not attached: Megatron's own copy would write over the codes of its quantized weights. Call attach("
+WAS_DETACHED = "was detached: nothing casts its masters, and Megatron's own copy would write over the codes"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.notices(
+    "an optimizer that was built in building() steps without attach",
+    where="Megatron",
+    answer="raises on every rank, before anything is written, and names `attach`",
+)
+@pytest.mark.notices(
+    "an optimizer steps after detach()", where="Megatron", answer="raises on every rank, and says to attach again"
+)
+@pytest.mark.notices(
+    "DistributedDataParallel or the optimizer is built outside of building(), or in another one",
+    where="Megatron",
+    answer="raises where it is built, and names `building()`",
+)
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)], ids=["sync", "overlap"])
+@pytest.mark.parametrize("formats", [*(pytest.param(f, marks=SLOW) for f in ALL[:3]), ALL[3]])
+def test_right_bytes_or_an_error_before_any_changes(ranks: Ranks, formats: str, overlap: bool) -> None:
+    for outcomes in ranks(2)(unattached.combinations, formats, overlap, timeout=300.0):
+        assert set(outcomes) == set(unattached.COMBINATIONS)
+        for key, outcome in outcomes.items():
+            _, ddp, optimizer, state = key
+            assert not outcome.changed and not outcome.stale, (key, outcome)
+            if ddp != INSIDE or optimizer != INSIDE:
+                assert "building()" in outcome.error, (key, outcome)
+            else:
+                expected = {NEVER: NOT_ATTACHED, DETACHED: WAS_DETACHED, ATTACHED: ""}[state]
+                assert expected in outcome.error and bool(expected) == bool(outcome.error), (key, outcome)
+
+
+@pytest.mark.notices(
+    "a checkpoint is loaded into an optimizer that is not attached",
+    where="Megatron",
+    answer="raises on every rank, before anything is written",
+)
+@pytest.mark.parametrize("detached", [False, True], ids=["never attached", "detached"])
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=SLOW)], ids=["one", "two"])
+def test_whatever_writes_raises_first(ranks: Ranks, tmp_path: Path, experts: bool, detached: bool) -> None:
+    for found in ranks(2)(unattached.every_call, Case(MIXED, experts=experts), detached, str(tmp_path)):
+        for name, (error, changed) in found.items():
+            assert (WAS_DETACHED if detached else NOT_ATTACHED) in error, (name, error)
+            assert not changed, (name, changed)
+
+
+def test_every_method_of_the_host_that_writes_is_refused() -> None:
+    """A method that reads the name of a copy of masters to parameters, in whichever release, is refused, or asks one that is."""
+    base = host.module(host.OPTIMIZER_BASES)
+    kind = host.module(host.OPTIMIZER).DistributedOptimizer
+    copies = {
+        "_copy_main_params_to_model_params",
+        "_copy_main_params_to_param_buffer",
+        "_copy_model_params_to_main_params",
+    }
+
+    class Bare(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            pass
+
+    one = Bare()
+    refuse(one)
+    assert copies & set(dir(kind)) <= set(vars(one))
+    for cls in (kind, base.MixedPrecisionOptimizer, base.MegatronOptimizer):
+        for name, method in vars(cls).items():
+            code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
+            if code is not None and copies & set(code.co_names):
+                assert name in vars(one), f"{cls.__name__}.{name} copies masters and goes on"
+
+
+@pytest.mark.parametrize("formats", ["delayed", MIXED])
+def test_attached_again_it_goes_on(ranks: Ranks, formats: str) -> None:
+    for differ, stale, ok, (refresh, verified, of_the_model) in ranks(2)(unattached.attached_again, Case(formats)):
+        assert not differ and not stale and ok
+        assert "ValueError: this attachment was detached" in refresh == verified
+        assert "nobody is known to own masters" in of_the_model
+
+
+def test_attached_again_with_gathers_in_flight(ranks: Ranks) -> None:
+    for differ, stale, ok, _ in ranks(2)(unattached.attached_again, Case(MIXED, overlap=True)):
+        assert not differ and not stale and ok
+
+
+@pytest.mark.notices(
+    "an attachment is detached after a step that raised half-way, and attached again",
+    where="Megatron",
+    answer="weights stay torn: steps and saves raise until a checkpoint is loaded",
+)
+def test_what_is_torn_stays_torn_when_it_is_detached(ranks: Ranks) -> None:
+    for detached, again, stale in ranks(2)(unattached.detached_torn, Case(NARROW)):
+        assert all("an optimizer step raised half-way" in error for error in detached + again), (detached, again)
+        assert all("load a checkpoint" in error for error in again) and not stale
+
+
+def test_one_of_two_optimizers(ranks: Ranks) -> None:
+    for attached, step in ranks(2)(unattached.one_of_two, MIXED):
+        assert "no optimizer that was given owns the quantized weights" in attached and NOT_ATTACHED in step
+    assert ranks(2)(unattached.one_of_two, "half") == [("", "")] * 2
+
+
+def test_an_optimizer_of_plain_parameters_is_the_hosts_alone(ranks: Ranks) -> None:
+    for left, losses in ranks(2)(unattached.nothing_quantized):
+        assert left == 0 and losses[2] < losses[0]
+
+
+def test_two_model_chunks(ranks: Ranks) -> None:
+    for error, changed in ranks(2)(unattached.two_chunks):
+        assert NOT_ATTACHED in error and changed == [(), ()]
+
+
+def test_a_block_that_an_exception_leaves(ranks: Ranks) -> None:
+    for step, outside, changed in ranks(2)(unattached.interrupted):
+        assert NOT_ATTACHED in step and "building()" in outside and not changed
+
+
+def test_a_step_inside_the_block(ranks: Ranks) -> None:
+    for outcome in ranks(2)(unattached.inside_the_block, False):
+        assert NOT_ATTACHED in outcome.error and not outcome.changed and not outcome.stale
+    for outcome in ranks(2)(unattached.inside_the_block, True):
+        assert not outcome.error and not outcome.stale
+
+
+@pytest.mark.notices(
+    "torch's AdamW steps over quantized parameters in Megatron's buffers", where="Megatron", answer="raises"
+)
+@pytest.mark.parametrize("formats", ALL)
+def test_an_optimizer_of_torch_over_the_parameters(ranks: Ranks, formats: str) -> None:
+    for error, changed in ranks(2)(unattached.torch_optimizer, Case(formats)):
+        assert "QuantizedWeight" in error and not changed
