@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.agreement import roll_call
-from zerocast.group import Group
+from zerocast.group import Flight, Group
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
@@ -32,12 +32,12 @@ class _Reduction:
     """One bucket on its way: the filled buffer, and this rank's part of the result."""
 
     def __init__(
-        self, bucket: Bucket, group: Group, full: Tensor, result: Tensor, deterministic: bool, adds: bool
+        self, bucket: Bucket, group: Group, full: Tensor, result: Tensor, deterministic: bool, adds: bool, what: str
     ) -> None:
         self.bucket, self.full, self.result, self.adds = bucket, full, result, adds
         self._ranks, self._deterministic = group.size, deterministic
         collective = group.all_to_all if deterministic else group.reduce_scatter_mean
-        self._work: dist.Work | None = collective(result, full, async_op=True)
+        self._work: Flight | None = collective(result, full, async_op=True, what=what)
 
     def is_complete(self) -> bool:
         """Whether `wait` would return at once."""
@@ -214,7 +214,8 @@ class GradientReducer:
             parts = self._group.size if self._deterministic else 1
             result = self._take(self._results, bucket, parts * bucket.shard_numel)
         adds = self._reduced and self._stage == 2
-        self._flying.append(_Reduction(bucket, self._group, filling.buffer, result, self._deterministic, adds))
+        what = f"gradient bucket {index + 1} of {len(self._buckets)}"
+        self._flying.append(_Reduction(bucket, self._group, filling.buffer, result, self._deterministic, adds, what))
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""
@@ -270,7 +271,8 @@ def group_of_its_own(group: Group) -> Group:
     """
     ranks = dist.get_process_group_ranks(group.handle)
     backend = dist.get_backend_config(group.handle)  # not that of the default group
-    return Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    own = Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    return own.called_by(group.caller) if group.caller else own
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:
