@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -108,6 +107,7 @@ class GradientReducer:
             for slot in bucket.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(lambda parameter: _arrived(me, parameter))
                 self._hooks.append(hook)
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def meet(self, other: "GradientReducer") -> None:
         """Give way to a new reducer of any of the same parameters: a gradient can be freed once only.
@@ -117,8 +117,7 @@ class GradientReducer:
         """
         if self._place.keys() & other._place.keys():
             self._taken_over = True
-            for hook in self._hooks:
-                hook.remove()
+            _remove(self._hooks)
         elif not self._taken_over and self._group.size > 1 and other._group.size > 1:
             self._company.add(other)
             other._company.add(self)
@@ -263,16 +262,9 @@ def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
     return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
 
 
-def group_of_its_own(group: Group) -> Group:
-    """The same ranks in a new process group; all of them call it.
-
-    Each optimizer starts its buckets in one order on every rank, but two of them take turns as gradients arrive, and with unused
-    parameters that differs between ranks: on one group they would exchange each other's gradients.
-    """
-    ranks = dist.get_process_group_ranks(group.handle)
-    backend = dist.get_backend_config(group.handle)  # not that of the default group
-    own = Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
-    return own.called_by(group.caller) if group.caller else own
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:

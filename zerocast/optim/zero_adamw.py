@@ -28,9 +28,10 @@ from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import DeviceStep
-from zerocast.optim.gradients import GradientReducer, group_of_its_own, has_company
+from zerocast.optim.gradients import GradientReducer, has_company
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder
+from zerocast.optim.own_groups import free_groups, group_of_its_own
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
 from zerocast.verification import verify
@@ -81,13 +82,15 @@ class ZeroAdamW(torch.optim.Optimizer):
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
-        by_rank = agree(self._group, lines, problem, (settings, company), "builds a ZeroAdamW")
+        free = free_groups(self._group)
+        by_rank = agree(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
         first = by_rank[0][0]
-        for rank, (found, _) in enumerate(by_rank):
+        for rank, (found, _, _) in enumerate(by_rank):
             if found != first:
                 raise ValueError(f"settings differ between ranks: {first} on rank 0, {found} on rank {rank}")
-        alone = not any(company for _, company in by_rank)
-        self._build(named, stage, self._group if alone else group_of_its_own(self._group))
+        alone = not any(company for _, company, _ in by_rank)
+        free_by_rank = [free for _, _, free in by_rank]
+        self._build(named, stage, self._group if alone else group_of_its_own(self._group, self, free_by_rank))
 
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         config, group, device = self._config, self._group, named[0][1].device
