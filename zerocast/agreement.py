@@ -5,8 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zerocast.freshness import debugging
 from zerocast.group import Group
+
+DIGESTS = 128  # bf16 has every integer up to 256
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ def agree(
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     found = None if problem is None else (kind, str(problem))
-    replies: list[Reply] = group.all_gather_object(Reply(what, found, digest, payload))
+    replies: list[Reply] = group.all_gather_object(Reply(what, found, digest, payload), f"objects as this rank {what}")
     _check_calls([reply.what if isinstance(reply, Reply) else "gathers objects" for reply in replies])
     for rank, reply in enumerate(replies):
         if reply.problem is not None:
@@ -46,6 +51,62 @@ def roll_call(group: Group, what: str) -> None:
     """In debug mode: RuntimeError on every rank unless all of them make this call now."""
     if debugging() and group.size > 1:
         agree(group, [], None, what=what)
+
+
+class SameCall:
+    """Whether all ranks make the same call, told by two numbers beside the amaxes of a cast: a digest of it, and its negative.
+
+    Their maxima are the largest digest of all ranks and the negative of the smallest, on every rank, so that each sees whether
+    they differ and no collective is added. A number that only counts casts would always agree, since the n-th cast of one rank
+    meets the n-th of another; what the caller says of itself (its step, learning rates, clipping) need not. A CPU looks at once.
+    From a GPU the numbers travel behind the step and are looked at before the next one, so that nothing waits in a step.
+    """
+
+    def __init__(self, group: Group, slots: Tensor) -> None:
+        self._group, self._slots, self._says, self._sent = group, slots, "", False
+        self._is_late = slots.is_cuda
+        if self._is_late:
+            self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
+            self._arrived = torch.cuda.Event()
+
+    def announce(self, says: str) -> None:
+        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers."""
+        digest, self._says = _digest(says), says
+        torch.linspace(digest, -digest, 2, out=self._slots)
+
+    def reduced(self) -> None:
+        """After the all-reduce: a CPU looks. Nothing on a GPU, where a graph may be recording."""
+        if not self._is_late:
+            self._check(self._slots)
+
+    def send(self) -> None:
+        """After a cast: from a GPU the numbers begin to travel."""
+        if self._is_late:
+            self._pinned.copy_(self._slots, non_blocking=True)
+            self._arrived.record()
+            self._sent = True
+
+    def check_sent(self) -> None:
+        """Before the next cast: look at what was sent. The device has had a whole step to do since, so it does not run dry."""
+        if self._sent:
+            self._arrived.synchronize()
+            self._sent = False
+            self._check(self._pinned)
+
+    def _check(self, slots: Tensor) -> None:
+        """RuntimeError on every rank that reduced with ranks in another call; all of them exchange what they do."""
+        largest, negated = slots.tolist()
+        if largest != -negated:
+            agree(self._group, [], None, what=self._says)
+            raise RuntimeError(
+                f"the amaxes of a cast were reduced with those of another call: this rank {self._says}; every rank makes the same "
+                "calls in the same order"
+            )
+
+
+def _digest(says: str) -> int:
+    """One of a few numbers, by a hash that mixes: two calls with one digest in this step have two in the next."""
+    return hashlib.blake2b(says.encode(), digest_size=1).digest()[0] % DIGESTS
 
 
 def _check_calls(by_rank: list[str]) -> None:

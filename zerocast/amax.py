@@ -7,7 +7,7 @@ Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share tha
 the other's element. Non-owners send -Inf. A NaN never enters a MAX; it is sent as a flag.
 
 Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is there on any rank goes into the
-same reduction.
+same reduction. Last come two numbers by which ranks that are in different calls find out (`SameCall`).
 """
 
 import itertools
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerocast.agreement import SameCall
 from zerocast.group import Group
 from zerocast.layout import Span, amax_counts
 from zerocast.shard import MasterShard, Ownership
@@ -42,9 +43,9 @@ def shared_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> I
 
 
 class PackedAmax:
-    """The buffer, the place of each weight's amaxes in it (`places`), and the shared bytes behind them."""
+    """The buffer, the place of each weight's amaxes in it (`places`), the shared bytes behind them, and `same_call`."""
 
-    def __init__(self, ownership: Ownership, cast: Sequence[int], device: torch.device) -> None:
+    def __init__(self, ownership: Ownership, cast: Sequence[int], device: torch.device, group: Group) -> None:
         self._shards = ownership.shards
         self.places: dict[int, tuple[int, int]] = {}
         self.shared: list[SharedByte] = []
@@ -60,14 +61,17 @@ class PackedAmax:
             spans = [spans[index] for spans in ownership.spans]
             self.shared += shared_bytes(index, spans, weight.format.elements_per_byte)
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
-        self.buffer = torch.zeros(size + 4 * len(self.shared), dtype=dtype, device=device)
-        values = self.buffer[size:].view(2, -1)
-        self._values, self._is_nan = values[0], values[1]
+        numel = size + 4 * len(self.shared)
+        has_slots = bool(numel) and group.size > 1
+        self.buffer = torch.zeros(numel + 2 * has_slots, dtype=dtype, device=device)
+        self.same_call = SameCall(group, self.buffer[numel:]) if has_slots else None
+        self._cast = self.buffer[:numel]  # what a cast begins with zeros in
+        self._values, self._is_nan = self.buffer[size:numel].view(2, -1)
         self._kept_slots = torch.tensor([self.places[index][0] for index in self._kept], device=device)
 
     def reset(self) -> None:
         """Nothing seen yet."""
-        self.buffer.zero_()
+        self._cast.zero_()
         if self.shared:
             self._values.fill_(-torch.inf)
 
@@ -104,7 +108,9 @@ class PackedAmax:
     def all_reduce(self, group: Group) -> None:
         """The one collective of a cast."""
         if self.buffer.numel():
-            group.all_reduce_max(self.buffer)
+            group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
+        if self.same_call:
+            self.same_call.reduced()
 
 
 def _element(shard: MasterShard, element: int) -> Tensor:

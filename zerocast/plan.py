@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,18 +12,21 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast import weight_state
 from zerocast.adam_update import AdamUpdate
+from zerocast.agreement import SameCall
 from zerocast.amax import PackedAmax
 from zerocast.batch import Batch, Batches
 from zerocast.cast import cast
 from zerocast.columnwise import ColumnwiseCopies
 from zerocast.freshness import Freshness
-from zerocast.group import Group, GroupLike
+from zerocast.group import Caller, Group, GroupLike
 from zerocast.layout import Span
 from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.shard import ShardData, own
 from zerocast.weight import QuantizedWeight
 
 CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
+
+_built: Counter[str] = Counter()  # plans by group
 
 
 class CastPlan:
@@ -55,14 +59,17 @@ class CastPlan:
         backend: str | None = None,
         param_groups: Sequence[int] | None = None,
     ) -> None:
-        self.group = Group.of(group)
+        given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
+        self.group = given.called_by(self._own_caller)
         self._ownership = own(
             self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
         )
+        self._says = _numbered(self.group) + (" {}" if given.caller else "")  # a caller of many casts knows its step
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._ownership.shards]
         self._cast = [i for i in range(len(self.weights)) if self._ownership.owned_anywhere(i)]
         device, self.backend = self._ownership.device, self._ownership.backend
-        self.packed = PackedAmax(self._ownership, self._cast, device)
+        self.packed = PackedAmax(self._ownership, self._cast, device, self.group)
+        self.torn_advice = CAST_AGAIN
         self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
@@ -82,15 +89,21 @@ class CastPlan:
         with self.freshness.writing("a cast", CAST_AGAIN), self._delayed_or_as_before():
             self._keep_scales(skip)
             self.launch(skip)
-        self.freshness.count_cast()
+        self.done()
 
     @property
     def batches(self) -> list[Batch]:
         """The tables that a cast works by."""
         return [*self._batches, *self._neighbours]
 
-    def ready(self) -> None:
-        """The host's part before a cast: no weight in flight, tables of where everything lies now."""
+    def ready(self, detail: str = "") -> None:
+        """The host's part before a cast: no weight in flight, tables of where everything lies now.
+
+        RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of another call; `detail` is what
+        more all ranks must have alike.
+        """
+        if self.packed.same_call:
+            self._check_call(self.packed.same_call, detail)
         for w in self.weights if self.freshness.finish else ():
             w.wait()
         self._follow()
@@ -98,10 +111,17 @@ class CastPlan:
     def launch(self, skip: Tensor | None = None, update: AdamUpdate | None = None) -> None:
         """The device's part of a cast, after `ready`; with `update` the masters, views of one tensor, take that step first.
 
-        Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this counts
-        the cast in `freshness`.
+        Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this calls
+        `done` after it.
         """
         cast(self._batches, self._neighbours, self.packed, self._received, self.group, skip, update)
+
+    def done(self) -> None:
+        """The host's part after a cast: it is counted."""
+        self.freshness.count_cast()
+        self._own_caller.number = self.freshness.cast + 1
+        if self.packed.same_call:
+            self.packed.same_call.send()
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes. RuntimeError before the first cast."""
@@ -134,6 +154,14 @@ class CastPlan:
         shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
         left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
         return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
+
+    def _check_call(self, same_call: SameCall, detail: str) -> None:
+        try:
+            same_call.check_sent()
+        except RuntimeError:
+            self.freshness.torn = f"a cast with ranks in another call raised half-way: {self.torn_advice}"
+            raise
+        same_call.announce(self._says.format(self.group.caller) + detail)
 
     def _watch(self) -> None:
         masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
@@ -193,3 +221,10 @@ class CastPlan:
         states = [self.weights[index].state.buffers for index in self._delayed]
         self._delayed_state = [[t for s in states if (t := s[name]) is not None] for name in ("scale", "amax_history")]
         self._generation = weight_state.generation()
+
+
+def _numbered(group: Group) -> str:
+    """What a cast of the plan that is being built will be. All ranks build their plans together, so they number them alike."""
+    name = "" if group.handle is None else group.handle.group_name
+    _built[name] += 1
+    return f"casts by plan {_built[name]} of its group"

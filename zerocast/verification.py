@@ -129,7 +129,7 @@ def _gather(owned: OwnedMaster, piece: Span, group: Group) -> Tensor:
     if owned.master is not None and common.numel:
         part = owned.master[common.start - owned.span.start : common.stop - owned.span.start]
         whole[common.start - piece.start : common.stop - piece.start] = part
-    group.all_reduce_sum(whole.view(torch.int32))
+    group.all_reduce_sum(whole.view(torch.int32), "a master to verify")
     return whole
 
 
@@ -139,7 +139,7 @@ def _tensor_amax(owned: OwnedMaster, pieces: Sequence[Span], group: Group) -> Te
         x = round_nominal(_gather(owned, piece, group).view(-1, owned.weight.matrix_shape[1]), owned.weight.dtype)
         amax = torch.maximum(amax, block_amax(x, None).view(1))
     if owned.slices is not None:
-        owned.slices.all_reduce_max(amax)
+        owned.slices.all_reduce_max(amax, "an amax to verify")
     return amax
 
 
@@ -169,7 +169,7 @@ class _Comparison:
     def of_rank_0(self, group: Group) -> Tensor:
         """The buffer of rank 0."""
         theirs = self._live.clone()
-        group.broadcast(theirs)
+        group.broadcast(theirs, "a buffer to verify")
         return theirs
 
     def take(self, expected: Tensor, origin: tuple[int, int]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import QuantizedWeight
@@ -131,7 +130,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         )
         for _, parameter in named:
             if not _is_quantized(parameter):
-                dist.broadcast(parameter.detach(), self.process_group_root, group=self.process_group)
+                Group.of(self.process_group).broadcast(parameter.detach(), "initial values")
 
     @torch.no_grad()
     def _init_param_state(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +140,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             return
         initial = param.high_precision_init_val
         value = (param.dequantize() if initial is None else initial).detach().to(self.device, torch.float32, copy=True)
-        dist.broadcast(value, self.process_group_root, group=self.process_group)
+        Group.of(self.process_group).broadcast(value, "an initial value")
         super()._init_param_state(value, *args, **kwargs)
         self.state[param] = self.state.pop(value)
         param.high_precision_init_val = None

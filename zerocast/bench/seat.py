@@ -24,11 +24,11 @@ class Seat(Group):
         """The seat of the workload's rank."""
         return Seat(None, workload.rank, workload.world, workload)
 
-    def all_gather_object(self, value: Reply) -> list[Reply]:
+    def all_gather_object(self, value: Reply, what: str = "") -> list[Reply]:
         """What a plan exchanges once: no other rank has a problem, all have these weights."""
         spans = [[(s.start, s.stop) for s in self.workload.spans(rank)] for rank in range(self.size)]
         others = [replace(value, problem=None, payload=theirs) for theirs in spans]
         return [value if rank == self.rank else reply for rank, reply in enumerate(others)]
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
+    def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
         """Nothing: the amaxes stay this rank's."""

@@ -164,7 +164,7 @@ class AmaxGroup:
             amaxes = self._packed[: self._segments[-1]]
             self.reduced[self._maxima] = torch.segment_reduce(amaxes, "max", offsets=self._segments, initial=0)
         on_wire = self.reduced.to(self.reduction.device)
-        self.reduction.group.all_reduce_max(on_wire)
+        self.reduction.group.all_reduce_max(on_wire, "the amaxes of a cast")
         if on_wire is not self.reduced:
             self.reduced.copy_(on_wire)
         self._packed[self._here] = self.reduced[self._there]

@@ -26,7 +26,7 @@ from zerocast.fsdp2.held import Held, Places
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.sources import sources
-from zerocast.group import Group
+from zerocast.group import Caller, Group
 from zerocast.master_source import MasterSource
 
 
@@ -40,6 +40,7 @@ class Casts:
         self.due = True
         self._stepped = True  # whether a step made it due
         self.generation = 0
+        self._caller = Caller("zerocast.fsdp2", "cast")
         self.steps = 0  # casts after an optimizer step
         self.headers = Headers()
         self.groups: list[AmaxGroup] = []
@@ -120,6 +121,7 @@ class Casts:
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
         """
         self.bind()
+        self._caller.number = self.generation + 1
         self._delayed.seed()
         with self._delayed.or_as_before():
             for group in self.groups:
@@ -178,7 +180,7 @@ class Casts:
             by_group.setdefault(self._mesh_of(one).get_group().group_name, []).append(one)
         for members in by_group.values():
             mesh = self._mesh_of(members[0])
-            group = Group.of(mesh)
+            group = Group.of(mesh).called_by(self._caller)
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
             peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
             lanes = sorted(set(agree(group, [one.line for one in members], next(iter(problems), None), peers)))

@@ -40,7 +40,9 @@ class Said:
         if reduction.device == "cuda":
             here = here.pin_memory().to("cuda", non_blocking=True)
         self.headers = torch.empty((self._world, *here.shape), dtype=here.dtype, device=here.device)
-        reduction.group.all_gather_into(self.headers.view(-1), here.view(-1))
+        reduction.group.all_gather_into(
+            self.headers.view(-1), here.view(-1), what="writes to weights that are gathered"
+        )
 
     def check(self, headers: Tensor) -> None:
         """RuntimeError where ranks disagree about a weight."""

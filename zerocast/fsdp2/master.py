@@ -221,5 +221,5 @@ class Master:
         group = Group.of(self._mesh)
         for output, part in zip(outputs, self._outputs(outputs[0].device), strict=True):
             with torch_fsdp.unversioned([output]):
-                group.all_gather_into(output.view(-1), part)
+                group.all_gather_into(output.view(-1), part, what=f"the bytes of {self.name}, which was written to")
         self._sent = self.casts.generation

@@ -74,7 +74,7 @@ class CastMeter:
     def _measure(self, group: Group, parts: dict[str, OwnedPart]) -> dict[str, CastCounts]:
         here = torch.stack([_count(part, self._before[name]) for name, part in parts.items()])
         everywhere = here.new_empty(group.size, *here.shape)
-        group.all_gather_into(everywhere.view(-1), here.view(-1))
+        group.all_gather_into(everywhere.view(-1), here.view(-1), what="what a meter has counted")
         for name, part in parts.items():
             self._before[name].copy_(part.data())
         by_rank = [[_counts(row) for row in rows] for rows in everywhere.tolist()]

@@ -23,7 +23,7 @@ class DelayedScaling:
         self._scale = into_arena(list(delayed.values()), "scale")
         self._state = self._scale + into_arena(list(delayed.values()), "amax_history")
         for arena in self._state:
-            group.broadcast(arena)
+            group.broadcast(arena, "delayed scales")
         self._cast_scale = [arena.clone() for arena in self._scale]
         self.views: dict[str, dict[str, Tensor]] = {}
         for name, weight in delayed.items():

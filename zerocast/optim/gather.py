@@ -8,14 +8,13 @@ with overlap its gather runs on until the first read, by whatever reads: a forwa
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import weight_state
 from zerocast.batch import Batch
 from zerocast.columnwise import ColumnwiseCopies
 from zerocast.freshness import Freshness
-from zerocast.group import Group
+from zerocast.group import Flight, Group
 from zerocast.optim.bucket import IDENTITY, Bucket, Slot
 from zerocast.weight import QuantizedWeight
 from zerocast.weight_state import WeightState
@@ -34,7 +33,7 @@ class BucketBytes:
         self._quantized: list[tuple[QuantizedWeight, WeightState, list[Tensor]]] = []
         self.weights = [self._place(slot) for slot in bucket.slots]
         self._generation = weight_state.generation()
-        self._works: list[dist.Work | None] = []
+        self._works: list[Flight | None] = []
 
     def _place(self, slot: Slot) -> QuantizedWeight:
         scale = self.bucket.storage.elements_per_byte
@@ -74,11 +73,12 @@ class BucketBytes:
         """Whether these are ordinary parameters."""
         return bool(self._plain)
 
-    def start(self, group: Group) -> None:
-        """Begin to gather every rank's bytes, in place."""
+    def start(self, group: Group, what: str = "weight bytes") -> None:
+        """Begin to gather every rank's bytes, in place; `what` they are, for errors."""
         if group.size > 1:
             parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
-            self._works = [group.all_gather_into(*pair, async_op=True) for pair in zip(self.flats, parts, strict=True)]
+            pairs = zip(self.flats, parts, strict=True)
+            self._works = [group.all_gather_into(*pair, async_op=True, what=what) for pair in pairs]
 
     def wait(self) -> None:
         """Until the bytes are here."""
@@ -126,8 +126,8 @@ class WeightGather:
 
     def start(self) -> None:
         """Gather; with overlap, what may be still on its way when this returns waits at its first read."""
-        for buffer in self._buffers:
-            buffer.start(self._group)
+        for number, buffer in enumerate(self._buffers, 1):
+            buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
             self._flying[id(buffer)] = buffer
         if self._overlap:
             self._freshness.finish = self._finish_for

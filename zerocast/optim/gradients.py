@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.agreement import roll_call
-from zerocast.group import Group
+from zerocast.group import Flight, Group
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
@@ -32,12 +31,12 @@ class _Reduction:
     """One bucket on its way: the filled buffer, and this rank's part of the result."""
 
     def __init__(
-        self, bucket: Bucket, group: Group, full: Tensor, result: Tensor, deterministic: bool, adds: bool
+        self, bucket: Bucket, group: Group, full: Tensor, result: Tensor, deterministic: bool, adds: bool, what: str
     ) -> None:
         self.bucket, self.full, self.result, self.adds = bucket, full, result, adds
         self._ranks, self._deterministic = group.size, deterministic
         collective = group.all_to_all if deterministic else group.reduce_scatter_mean
-        self._work: dist.Work | None = collective(result, full, async_op=True)
+        self._work: Flight | None = collective(result, full, async_op=True, what=what)
 
     def is_complete(self) -> bool:
         """Whether `wait` would return at once."""
@@ -108,6 +107,7 @@ class GradientReducer:
             for slot in bucket.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(lambda parameter: _arrived(me, parameter))
                 self._hooks.append(hook)
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def meet(self, other: "GradientReducer") -> None:
         """Give way to a new reducer of any of the same parameters: a gradient can be freed once only.
@@ -117,8 +117,7 @@ class GradientReducer:
         """
         if self._place.keys() & other._place.keys():
             self._taken_over = True
-            for hook in self._hooks:
-                hook.remove()
+            _remove(self._hooks)
         elif not self._taken_over and self._group.size > 1 and other._group.size > 1:
             self._company.add(other)
             other._company.add(self)
@@ -214,7 +213,8 @@ class GradientReducer:
             parts = self._group.size if self._deterministic else 1
             result = self._take(self._results, bucket, parts * bucket.shard_numel)
         adds = self._reduced and self._stage == 2
-        self._flying.append(_Reduction(bucket, self._group, filling.buffer, result, self._deterministic, adds))
+        what = f"gradient bucket {index + 1} of {len(self._buckets)}"
+        self._flying.append(_Reduction(bucket, self._group, filling.buffer, result, self._deterministic, adds, what))
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""
@@ -262,15 +262,9 @@ def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
     return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
 
 
-def group_of_its_own(group: Group) -> Group:
-    """The same ranks in a new process group; all of them call it.
-
-    Each optimizer starts its buckets in one order on every rank, but two of them take turns as gradients arrive, and with unused
-    parameters that differs between ranks: on one group they would exchange each other's gradients.
-    """
-    ranks = dist.get_process_group_ranks(group.handle)
-    backend = dist.get_backend_config(group.handle)  # not that of the default group
-    return Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:

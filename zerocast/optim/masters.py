@@ -31,7 +31,7 @@ class Masters:
         full = torch.zeros(bucket.numel, dtype=torch.float32, device=self.master.device)
         for slot in bucket.slots:
             full[slot.offset : slot.offset + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
-        self._group.broadcast(full)
+        self._group.broadcast(full, "the initial values of a bucket")
         shard = bucket.shard(self._group.rank)
         self.master[bucket.start : bucket.start + bucket.shard_numel].copy_(full[shard.start : shard.stop])
         for slot in bucket.slots:

@@ -16,7 +16,7 @@ def square_sum(shard: Tensor, group: Group) -> Tensor:
     """Sum of squares of all ranks' gradients, f64[]; in the order of the libraries."""
     parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in _parts(shard)]
     total = torch.stack(parts).square().sum()
-    group.all_reduce_sum(total)
+    group.all_reduce_sum(total, "the gradient norm")
     return total
 
 
@@ -43,7 +43,7 @@ class LogicalOrder:
     def square_sum(self, shard: Tensor) -> Tensor:
         """Sum of squares of all ranks' gradients, f64[]."""
         sums = torch.cat([part.view(-1, ALIGNMENT).double().square().sum(1) for part in _parts(shard)])
-        self._group.all_gather_into(self._gathered, sums)
+        self._group.all_gather_into(self._gathered, sums, what="the gradient norm")
         level = self._gathered[self._order]
         while level.numel() > 1:
             level = torch.nn.functional.pad(level, (0, -level.numel() % FAN_IN)).view(-1, FAN_IN).sum(1)

@@ -48,7 +48,7 @@ class ShardedWeights:
             list(weights.values()), shards, starts, group, backend=config.backend, param_groups=param_groups
         )
         self.plan.freshness.watch([masters.master], sharded=group.size > 1)
-        self.plan.freshness.advice = ADVICE
+        self.plan.freshness.advice, self.plan.torn_advice = ADVICE, RELOAD
         self.overlap = config.overlap_all_gather
         self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
 
@@ -69,10 +69,10 @@ class ShardedWeights:
         scale = self.delayed.views.get(slot.name, {}).get("cast_scale")
         return OwnedMaster(slot.name, slot.live_weight(), views["master"], span, scale)
 
-    def ready(self) -> None:
-        """The host's part before a step: nothing in flight, everything in its place."""
+    def ready(self, detail: str = "") -> None:
+        """The host's part before a step: nothing in flight, everything in its place. `detail` all ranks must have alike."""
         self._gather.ready()
-        self.plan.ready()
+        self.plan.ready(detail)
 
     def tables(self) -> list[Batch]:
         """What a step works by, after `ready`: where everything lies."""
@@ -89,7 +89,7 @@ class ShardedWeights:
 
     def done(self) -> None:
         """The host's part after a step: what the weights hold is of a new cast."""
-        self.plan.freshness.count_cast()
+        self.plan.done()
         self._gather.done()
 
     def recast(self) -> None:

@@ -6,6 +6,7 @@ only, so nothing here waits for it on the host.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import weakref
@@ -20,16 +21,17 @@ from zerocast import backends
 from zerocast.agreement import agree
 from zerocast.formats import FormatSpec
 from zerocast.freshness import debugging
-from zerocast.group import Group, GroupLike
+from zerocast.group import Caller, Group, GroupLike
 from zerocast.hyperparameters import Hyperparameters
 from zerocast.master_source import MasterSource
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import DeviceStep
-from zerocast.optim.gradients import GradientReducer, group_of_its_own, has_company
+from zerocast.optim.gradients import GradientReducer, has_company
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder
+from zerocast.optim.own_groups import free_groups, group_of_its_own
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
 from zerocast.verification import verify
@@ -68,7 +70,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         config: ZeroConfig | None = None,
     ) -> None:
         self._config = config or ZeroConfig()
-        self._group = Group.of(group)
+        self._caller = Caller("ZeroAdamW")
+        self._group = Group.of(group).called_by(self._caller)
         named, settings, company, problem = [], "", False, None
         try:
             super().__init__(_trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -79,13 +82,15 @@ class ZeroAdamW(torch.optim.Optimizer):
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
-        by_rank = agree(self._group, lines, problem, (settings, company), "builds a ZeroAdamW")
+        free = free_groups(self._group)
+        by_rank = agree(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
         first = by_rank[0][0]
-        for rank, (found, _) in enumerate(by_rank):
+        for rank, (found, _, _) in enumerate(by_rank):
             if found != first:
                 raise ValueError(f"settings differ between ranks: {first} on rank 0, {found} on rank {rank}")
-        alone = not any(company for _, company in by_rank)
-        self._build(named, stage, self._group if alone else group_of_its_own(self._group))
+        alone = not any(company for _, company, _ in by_rank)
+        free_by_rank = [free for _, _, free in by_rank]
+        self._build(named, stage, self._group if alone else group_of_its_own(self._group, self, free_by_rank))
 
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         config, group, device = self._config, self._group, named[0][1].device
@@ -103,11 +108,13 @@ class ZeroAdamW(torch.optim.Optimizer):
             self._reducer.shard, self._masters, self._weights, self._hyperparameters, order, group
         )
         self._reported = 0
+        self._clipped = ""  # to what, since the last step
         self._square_sum: Tensor | None = None
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._weights.plan.freshness.owner = weakref.ref(self)
         self._steps = 0
         self._weights.recast()
+        self._caller.number = 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -140,21 +147,23 @@ class ZeroAdamW(torch.optim.Optimizer):
         """
         self._weights.check_whole()
         check_capturable(self._masters.master.device, self._weights.plan.backend)
-        return CapturedStep(self._device, self._weights, self._before, self._after, max_norm)
+        before = functools.partial(self._before, "" if max_norm is None else f", clipped to {max_norm:.6g}")
+        return CapturedStep(self._device, self._weights, before, self._after, max_norm)
 
-    def _before(self) -> None:
+    def _before(self, clipped: str = "") -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
         self._weights.check_whole()
         self._finish_gradients()
         if debugging():
             self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
         self._hyperparameters.refresh(self.param_groups)
-        self._weights.ready()
+        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.says}")
 
     def _after(self) -> None:
         """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
         self._weights.done()
-        self._square_sum = None
+        self._square_sum, self._clipped = None, ""
+        self._caller.number += 1
         self._reducer.reset()
         self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
         self._steps += 1
@@ -172,6 +181,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._reducer.roll_call(f"clips gradients to {max_norm}")
         norm = self._reduced_square_sum().sqrt().float()
         self._device.clip_to(max_norm, norm)
+        self._clipped = f", clipped to {max_norm:.6g}"
         return norm
 
     def _reduced_square_sum(self) -> Tensor:
@@ -189,6 +199,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Forget all gradients, reduced or not."""
         super().zero_grad(set_to_none)
         self._device.clip.fill_(1.0)
+        self._clipped = ""
         self._reducer.reset()
 
     @contextlib.contextmanager
@@ -254,6 +265,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._state.check(state_dict)
         with self.overwriting():
             self._state.load(state_dict)
+            self._caller.number = int(self._device.count) + 1
             self._weights.recast()
 
     def __getstate__(self) -> dict[str, Any]:

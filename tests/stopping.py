@@ -1,0 +1,208 @@
+"""Training in processes of its own, of which one is killed (SIGKILL) or stopped (SIGSTOP) at a chosen place: who raises, and when.
+
+A stopped rank is continued (SIGCONT) once the others have raised. All but the killed one leave an outcome: when and what they
+raised, and whether anything that they tried after that went through.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from tests.workers import START_SECONDS, context, join
+
+TIMEOUT = 3.0  # of the process group
+MARGIN = 10.0  # for whoever is not stopped to raise
+VICTIM = 1
+GOOD_STEPS = 2  # before anything happens
+LAST_STEP = 5
+
+
+class Loop(Protocol):
+    """A training run on one rank."""
+
+    def step(self, number: int) -> None:
+        """A whole step."""
+
+    def step_again(self) -> None:
+        """What somebody tries who caught the error: the optimizer alone."""
+
+    def save(self, number: int) -> None:
+        """A checkpoint."""
+
+    def load(self) -> None:
+        """The newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A call of `owner` (`module:Class`, or a module), before, during or after which a rank is struck; during: it is in flight."""
+
+    owner: str
+    name: str
+    when: str = "before"
+
+    def __str__(self) -> str:
+        return f"{self.when} {self.name}"
+
+    @contextlib.contextmanager
+    def armed(self, strike: Callable[[], None]) -> Iterator[None]:
+        """Within, the first such call strikes."""
+        module, _, name = self.owner.partition(":")
+        owner: Any = importlib.import_module(module)
+        owner = getattr(owner, name) if name else owner
+        original = getattr(owner, self.name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            setattr(owner, self.name, original)
+            if self.when == "before":
+                strike()
+                return original(*args, **kwargs)
+            if self.when == "during":
+                return _in_flight(original, strike, *args, **kwargs)
+            result = original(*args, **kwargs)
+            if hasattr(result, "wait"):
+                result.wait()
+            strike()
+            return result
+
+        setattr(owner, self.name, call)
+        yield
+        setattr(owner, self.name, original)
+
+
+def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    """Strikes while the collective runs; a synchronous one is made asynchronous for that."""
+    if original.__name__ == "all_reduce_max":
+        group, tensor = args[:2]
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.handle, async_op=True)
+        strike()
+        work.wait()
+        return None
+    work = original(*args, **{**kwargs, "async_op": True})
+    strike()
+    if kwargs.get("async_op"):
+        return work
+    work.wait()
+    return None
+
+
+def _live(rank: int, world: int, folder: str, build: Callable[[str], Loop], place: Place, number: int) -> None:
+    """The life of one rank."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    join(rank, world, "gloo", Path(folder, "store").as_uri(), timedelta(seconds=START_SECONDS))
+    loop = build(str(Path(folder, "checkpoints")))
+    for step in range(GOOD_STEPS):
+        loop.step(step)
+    loop.save(GOOD_STEPS)
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
+
+    def strike() -> None:
+        _leave(Path(folder, "struck"), time.monotonic())
+        os.kill(os.getpid(), number)
+
+    steps, error = GOOD_STEPS, None
+    with place.armed(strike) if rank == VICTIM else contextlib.nullcontext():
+        try:
+            for step in range(GOOD_STEPS, LAST_STEP):
+                loop.step(step)
+                steps += 1
+                loop.save(step + 1)
+                loop.load()
+        except RuntimeError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    raised_at = time.monotonic()
+    went_through = [what for what, attempt in _attempts(loop).items() if _goes_through(attempt)]
+    outcome = {"error": error, "raised_at": raised_at, "steps": steps, "went_through": went_through}
+    _leave(Path(folder, f"outcome_{rank}"), outcome)
+    _wait_for([Path(folder, "end")], 600.0)
+    os._exit(0)
+
+
+def _attempts(loop: Loop) -> dict[str, Callable[[], None]]:
+    return {
+        "step": loop.step_again,
+        "a whole step": lambda: loop.step(LAST_STEP),
+        "save": lambda: loop.save(LAST_STEP + 1),
+    }
+
+
+def _goes_through(attempt: Callable[[], None]) -> bool:
+    try:
+        attempt()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _leave(path: Path, value: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
+
+
+def _wait_for(paths: list[Path], seconds: float, processes: Sequence[BaseProcess] = ()) -> bool:
+    """Whether all files are there in time; processes that end do not leave them."""
+    end = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > end or (processes and not any(process.is_alive() for process in processes)):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextlib.contextmanager
+def _processes(world: int, *arguments: Any) -> Iterator[list[BaseProcess]]:
+    started = [context.Process(target=_live, args=(rank, world, *arguments), daemon=True) for rank in range(world)]
+    for process in started:
+        process.start()
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def check(folder: Path, build: Callable[[str], Loop], place: Place, number: signal.Signals, world: int) -> list[str]:
+    """Whoever is not stopped raises in time, and nobody goes on; returns what was raised, by rank, without the killed one."""
+    outcomes = [folder / f"outcome_{rank}" for rank in range(world)]
+    survivors = [path for rank, path in enumerate(outcomes) if rank != VICTIM]
+    with _processes(world, str(folder), build, place, number) as processes:
+        assert _wait_for([folder / "struck"], 2 * START_SECONDS, processes), "the place was not reached"
+        struck = json.loads((folder / "struck").read_text())
+        assert _wait_for(survivors, 4 * (TIMEOUT + MARGIN)), [path.exists() for path in survivors]
+        found = [_check_outcome(path, struck) for path in survivors]
+        if number == signal.SIGSTOP:
+            time.sleep(max(0.0, struck + TIMEOUT + 1.0 - time.monotonic()))
+            continued = time.monotonic()
+            os.kill(processes[VICTIM].pid or 0, signal.SIGCONT)
+            assert _wait_for(outcomes, 4 * (TIMEOUT + MARGIN)), "the stopped rank goes on and on"
+            found.append(_check_outcome(outcomes[VICTIM], continued))
+        else:
+            processes[VICTIM].join(MARGIN)
+            assert processes[VICTIM].exitcode == -signal.SIGKILL
+        (folder / "end").touch()
+    return found
+
+
+def _check_outcome(path: Path, since: float) -> str:
+    outcome = json.loads(path.read_text())
+    assert outcome["error"] is not None, f"{path.name} went on as if nothing had happened: {outcome}"
+    seconds = outcome["raised_at"] - since
+    assert seconds <= TIMEOUT + MARGIN, f"{path.name} raised after {seconds:.1f} s: {outcome}"
+    assert outcome["went_through"] == [], f"{path.name}: {outcome}"
+    assert outcome["steps"] <= GOOD_STEPS + 1, f"{path.name} stepped on: {outcome}"
+    return f"{path.name} after {seconds:.1f} s: {outcome['error']}"

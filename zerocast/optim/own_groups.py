@@ -1,0 +1,55 @@
+"""Process groups that optimizers get for themselves, kept when their optimizer is gone and given to the next one.
+
+Destroying a group is up to whoever made the default one; so without this each optimizer that is built beside another would leave a
+group behind, with its threads and connections. Garbage is collected at another time on every rank, so all ranks exchange which
+groups are free, and take the first that is free on all.
+"""
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from zerocast.group import Group
+
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()  # by parent
+
+
+class _Lease:
+    """A group, and who has it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.owner: weakref.ref[Any] | None = None  # None while nobody is known to have it
+
+    def is_free(self) -> bool:
+        """Whether its owner is gone."""
+        return self.owner is not None and self.owner() is None
+
+
+def free_groups(parent: Group) -> list[int]:
+    """The numbers of those that are free on this rank."""
+    leases = [] if parent.handle is None else _made.get(parent.handle, [])
+    return [number for number, lease in enumerate(leases) if lease.is_free()]
+
+
+def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -> Group:
+    """The same ranks in another process group, while `owner` lives; all ranks call it, with what all said is free.
+
+    Each optimizer starts its buckets in one order on every rank, but two of them take turns as gradients arrive, and with unused
+    parameters that differs between ranks: on one group they would exchange each other's gradients.
+    """
+    assert parent.handle is not None
+    leases = _made.setdefault(parent.handle, [])
+    free = set(free_by_rank[0]).intersection(*free_by_rank)
+    if not free:
+        leases.append(_Lease(_new_group(parent)))
+    lease = leases[min(free, default=-1)]
+    lease.owner = weakref.ref(owner)
+    return lease.group.called_by(parent.caller) if parent.caller else lease.group
+
+
+def _new_group(parent: Group) -> Group:
+    ranks = dist.get_process_group_ranks(parent.handle)
+    backend = dist.get_backend_config(parent.handle)  # not that of the default group
+    return Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
