@@ -19,6 +19,7 @@ from tests.fsdp2 import (
     test_optimizers,
     test_tensor_parallel,
     test_training,
+    test_views,
     test_wire,
 )
 from tests.fsdp2 import (
@@ -39,6 +40,10 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     **{
         f"{name} on all ranks": (test_freshness.changed, name, 64, 96, FORMATS, True) for name in test_freshness.CHANGES
     },
+    "views": (test_views.written_everywhere, True, False, *test_views.FORMS),
+    "views, left gathered": (test_views.written_everywhere, False, False, *test_views.FORMS),
+    "views taken earlier": (test_views.written_later,),
+    "compiled writes": (test_views.compiled_writes, True),
     "compiled optimizer": (test_freshness.compiled_steps, "adamw"),
     "refresh after one rank": (test_freshness.refreshed_after_one_rank,),
     "fused step": (test_fused_adamw.stepped,),

@@ -26,6 +26,7 @@ from zerocast.fsdp2.held import Held, Places
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.sources import sources
+from zerocast.fsdp2.unsharded import check_managed
 from zerocast.group import Caller, Group
 from zerocast.master_source import MasterSource
 
@@ -71,6 +72,16 @@ class Casts:
         else:
             self.gathers.after_step()
 
+    def check_sharded(self) -> None:
+        """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass on; on the meta device later."""
+        if self._reductions or any(parameter.is_meta for parameter in self.model.parameters()):
+            return
+        check_managed(self.masters, [one.master for held in self.gathers.find(self.model, self) for one in held])
+
+    def is_written(self, master: Master) -> bool:
+        """Whether a write to a master was counted since the last cast, as torch counts those of compiled functions too."""
+        return self._places.is_written(master.place)
+
     def by_reduction(self) -> list[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
         if self._moved():
@@ -82,6 +93,15 @@ class Casts:
         """Amaxes that a step has left are no longer those of the masters."""
         for group in self.groups:
             group.measured = frozenset()
+
+    def before_measuring(self) -> None:
+        """Forget amaxes of masters that something wrote to since: a step is about to leave others, or a cast to use them."""
+        if any(group.measured for group in self.groups) and self._places.any_written():
+            self.forget_measured()
+
+    def after_measuring(self) -> None:
+        """A step has left amaxes: writes that are counted from now on make them old."""
+        self._places.note()
 
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
@@ -122,11 +142,13 @@ class Casts:
         """
         self.bind()
         self._caller.number = self.generation + 1
+        self.before_measuring()
         self._delayed.seed()
         with self._delayed.or_as_before():
             for group in self.groups:
                 group.cast(repeat)
                 group.stamp(self.generation + 1)
+        self._places.note()
         self.generation += 1
         self.steps += not repeat
         self.due = self._stepped = False
@@ -169,12 +191,7 @@ class Casts:
 
     def _agree(self, held: Sequence[Held]) -> Iterator[tuple[Reduction, list[Held]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
-        missing = sorted({master.name for master in self.masters} - {one.master.name for one in held})
-        if missing:
-            raise RuntimeError(
-                f"{missing[0]} is prepared, and no FSDP module inside the prepared model manages it: call fully_shard on the "
-                "model that was given to zerocast.fsdp2.prepare, or on modules in it"
-            )
+        check_managed(self.masters, [one.master for one in held])
         by_group: dict[str, list[Held]] = {}
         for one in held:
             by_group.setdefault(self._mesh_of(one).get_group().group_name, []).append(one)

@@ -94,6 +94,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """The device's part of a step."""
+        for casts in self._casts:
+            casts.before_measuring()
         self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
         for measured in self._measured:
@@ -102,6 +104,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 one.run(scalars, self._clip, packed)
         for one in self._plain:
             one.run(scalars, self._clip, self._unread)
+        for casts in self._casts:
+            casts.after_measuring()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
@@ -198,5 +202,4 @@ def _plain(local: Tensor) -> Tensor:
 def _flat(tensor: Any) -> Tensor:
     """The local part of a tensor, which DTensor may still be waiting for."""
     local = getattr(tensor, "_local_tensor", tensor)
-    flat: Tensor = (local if type(local) is Tensor else tensor.to_local()).view(-1)
-    return flat
+    return _plain(local if type(local) in (Tensor, MasterParameter) else tensor.to_local()).view(-1)

@@ -149,17 +149,44 @@ class Places:
     def __init__(self, held: Sequence[Held]) -> None:
         self._params = [one._param for one in held]
         self._locals = list(map(_local_tensor, [param() for param in self._params]))
-        self._plains = [local.plain for local in self._locals]
-        self._addresses = list(map(Tensor.data_ptr, self._plains))
+        plains = [local.plain for local in self._locals]
+        self._addresses = list(map(Tensor.data_ptr, plains))
+        self._counters = [list(map(_counting, tensors)) for tensors in (self._locals, plains)]
+        for place, one in enumerate(held):
+            one.master.place = place
+        self.note()
 
     def moved(self) -> bool:
         """Whether a parameter was replaced since, or its memory."""
         found = map(_local_tensor, [param() for param in self._params])
         same = all(map(operator.is_, found, self._locals))
-        return not same or list(map(Tensor.data_ptr, self._plains)) != self._addresses
+        return not same or list(map(Tensor.data_ptr, map(_plain, self._locals))) != self._addresses
+
+    def note(self) -> None:
+        """Writes that autograd has counted so far were cast. Dispatch sees all but those of compiled functions, which it counts."""
+        self._versions = self._count()
+
+    def any_written(self) -> bool:
+        """Whether autograd has counted a write since."""
+        return self._count() != self._versions
+
+    def is_written(self, place: int) -> bool:
+        """The same of one master, the `place`-th."""
+        return any(c[place]._version != v[place] for c, v in zip(self._counters, self._versions, strict=True))
+
+    def _count(self) -> list[list[int]]:
+        return [list(map(_version, counters)) for counters in self._counters]
 
 
 _local_tensor: Callable[[Any], Any] = operator.attrgetter("sharded_param._local_tensor")
+_plain: Callable[[Any], Any] = operator.attrgetter("plain")
+_version: Callable[[Any], int] = operator.attrgetter("_version")
+_uncounted = torch.empty(0)
+
+
+def _counting(tensor: Tensor) -> Tensor:
+    """The tensor, or one that stays as it is in place of one for which autograd counts nothing."""
+    return _uncounted if tensor.is_inference() else tensor
 
 
 def held_by(group: Any, casts: Any) -> list[Held]:

@@ -26,6 +26,9 @@ class Gathering(Protocol):
     gathers: Gathers
     headers: Headers
 
+    def check_sharded(self) -> None:
+        """RuntimeError unless FSDP2 manages all weights."""
+
     def by_reduction(self) -> Sequence[tuple[Reduction, list[Master]]]:
         """The weights, by those who share their amaxes."""
 
@@ -85,6 +88,7 @@ class LeftGathered:
         self._left = [(held, held.master.received) for held in casts.gathers.gathered()]
 
     def _ask(self, casts: Gathering) -> None:
+        casts.check_sharded()
         left = [held for held, count in self._left if held.is_gathered and held.master.received == count]
         if not left:
             return

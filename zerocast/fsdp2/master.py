@@ -33,6 +33,9 @@ class Casting(Protocol):
     def before_gather(self) -> None:
         """Cast if that is due."""
 
+    def is_written(self, master: "Master") -> bool:
+        """Whether a write was counted since the last cast that no operator has told of."""
+
     def forget_measured(self) -> None:
         """A master is written to, whose amaxes may have been taken."""
 
@@ -54,6 +57,7 @@ class Master:
         self.delayed: dict[str, Tensor] = {}
         self.received = 0  # gathers
         self.written_to = False
+        self.place = 0  # among the masters that were bound
         self._shard: ShardWeight | None = None
         self._addresses = range(0)  # of the shard
         self._gathered: Gathered | None = None
@@ -104,7 +108,7 @@ class Master:
         if torch._guards.TracingContext.try_get() is not None:
             return  # compiled: what runs later is not seen here, the optimizer's hook is
         if data.data_ptr() not in self._addresses:
-            return
+            return  # also of a view of no elements
         self.casts.forget_measured()
         self.mark_written()
 
@@ -127,6 +131,7 @@ class Master:
         shard = self.shard
         offloaded = master.device != shard.master.device  # then it is FSDP2's copy
         if not offloaded and master.data_ptr() != self._addresses.start:
+            self.casts.rewrapped = True  # the cast looks for it
             self.mark_written()
         self._columnwise = self.is_backward()
         outputs = self._outputs(master.device)
@@ -145,6 +150,8 @@ class Master:
         """What this rank says of its shard."""
         if self.casts.wholeness.is_torn:
             return TORN
+        if self.casts.is_written(self):
+            self.mark_written()
         return WRITTEN if self.written_to and self.shard.says == CLEAN else self.shard.says
 
     def _say(self) -> None:

@@ -1,12 +1,14 @@
 """MasterParameter: a thin wrapper around an FP32 shard, which makes it FSDP2's parameter and tells when it is written to.
 
-Everything that computes gets the plain FP32 tensor inside. The wrapper is kept where torch replaces a parameter by a part, a
-view or an empty twin of it, so that FSDP2 still finds the two all-gather hooks; whatever else comes out is plain. It pickles as
-the plain tensor: checkpoints hold no class of ours.
+Everything that computes gets the plain FP32 tensor inside. The wrapper is kept where torch replaces a parameter by an empty twin
+of it, so that FSDP2 still finds the two all-gather hooks, and around every view: a write through a view of a view is a write to
+the master. What has memory of its own is plain. It pickles as the plain tensor: checkpoints hold no class of ours.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.unsharded import check_product
+
 
 class Owner(Protocol):
     """The weight behind a shard."""
 
+    name: str
     casts: Any
 
     @property
@@ -121,16 +127,19 @@ class MasterParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run on the plain tensors; note what is written, keep the wrapper where `_KEEP` says so."""
+        """Run on the plain tensors; note what is written, wrap what shares memory with a master and what `_KEEP` names."""
         kwargs = kwargs or {}
         if func is _aten.split.Tensor:
             _check_split(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            _check_metadata(func, args[0])
+        check_product(func, MasterParameter, args, kwargs)
         if func in _ALLOCATE and (shard := _allocated(*args, **kwargs)) is not None:
             return shard
         wrappers: dict[int, MasterParameter] = {}
 
         def unwrap(master: MasterParameter) -> Tensor:
-            wrappers[id(master.plain)] = master
+            wrappers.setdefault(id(master.plain), master)
             return master.plain
 
         result = func(*tree_map_only(MasterParameter, unwrap, args), **tree_map_only(MasterParameter, unwrap, kwargs))
@@ -138,10 +147,12 @@ class MasterParameter(Tensor):
             for master in _written(func, args, kwargs):
                 master.owner.written(master.plain)
             return tree_map_only(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
-        if func not in _KEEP or (func is _aten.view.default and list(args[1]) == [-1]):
+        first = args[0] if args else None
+        if not isinstance(first, MasterParameter):
+            return result  # no operator gives a view of another argument than its first
+        if func is _aten.view.default and list(args[1]) == [-1] and torch_fsdp.is_reading_shard():
             return result  # FSDP2's flat view is plain: it is memory, not a parameter
-        owner = args[0].owner
-        return tree_map_only(Tensor, lambda tensor: MasterParameter(tensor, owner), result)
+        return tree_map_only(Tensor, functools.partial(_wrapped, func, first), result)
 
 
 # FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out costs more than the hook.
@@ -166,17 +177,61 @@ def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
         )
 
 
+def _check_metadata(func: Any, master: Any) -> None:
+    """Refuse what gives a tensor another shape or other memory in place: the wrapper and what it stands for would part."""
+    if isinstance(master, MasterParameter) and func is not _aten.detach_.default:
+        raise RuntimeError(
+            f"{master.owner.name}: {func} changes shape or memory of a prepared master in place: write values into it, or use the "
+            "operator that returns another tensor"
+        )
+
+
+def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
+    """What an operator on `source` returned, as a wrapper where writes to it are writes to the master."""
+    if tensor is source.plain:
+        return source
+    if func is _aten.detach.default and _counts_writes(source):
+        with _counted_views():  # DTensor detaches beneath autograd, which would count writes to the result apart
+            alias: Tensor = _aten.alias.default(source)
+            return alias
+    if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
+        return MasterParameter(source.plain, source.owner)
+    if func in _KEEP or _is_alias_of(tensor, source.plain):
+        return MasterParameter(tensor, source.owner)
+    return tensor
+
+
+def _counts_writes(master: MasterParameter) -> bool:
+    """Whether autograd does."""
+    inferring = torch.is_inference_mode_enabled() or master.is_inference()
+    return not inferring and torch._guards.TracingContext.try_get() is None
+
+
+def _counted_views() -> AbstractContextManager[None]:
+    """Within, autograd lets a view and its base have one version counter, which writes of compiled functions move too."""
+    guard: AbstractContextManager[None] = _ExcludeGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    return guard
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
-    """The wrappers among the arguments that an operator writes to; collectives on tensors do not declare theirs."""
+    """The wrappers among the arguments that an operator writes to."""
     found: list[MasterParameter] = []
-    for index, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if func.namespace != "c10d" and (info is None or not info.is_write):
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tree_map_only(MasterParameter, found.append, value)
+    for index, name in _written_arguments(func):
+        tree_map_only(MasterParameter, found.append, args[index] if index < len(args) else kwargs.get(name))
     return found
 
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Place and name of the arguments that an operator writes to; collectives on tensors do not declare theirs."""
+    arguments = enumerate(func._schema.arguments)
+    if func.namespace == "c10d":
+        return [(index, argument.name) for index, argument in arguments]
+    return [(i, argument.name) for i, argument in arguments if argument.alias_info and argument.alias_info.is_write]
+
+
+_is_alias_of = getattr(torch._C, "_is_alias_of")  # noqa: B009
+_ExcludeGuard = getattr(torch._C, "_SetExcludeDispatchKeyGuard")  # noqa: B009
 
 _aten = torch.ops.aten
 _ALLOCATE = {_aten.new_zeros.default, _aten.empty_like.default}

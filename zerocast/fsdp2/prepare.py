@@ -40,7 +40,8 @@ def prepare(
     Every matched FP32 parameter of two or more dimensions stays what an optimizer and a checkpoint see, as the FP32 master.
     After a step of any torch optimizer the next forward pass casts all masters first. It notices other changes too, such as a
     load, when they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in the
-    `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it.
+    `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it; a forward
+    pass while a prepared weight lies in none raises RuntimeError, as one within DistributedDataParallel does.
 
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that hold slices of a weight,
     over which its amax is reduced. Without it that is FSDP2's shard mesh. `verify_every` lets the first forward pass after every
@@ -60,6 +61,7 @@ def prepare(
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     torch_fsdp.key_graphs_by_local_tensors()
+    torch_fsdp.replicate_as_plain(MasterParameter)
     casts = Casts(model, weight_mesh)
     chosen: dict[Tensor, Master] = {}
     for name, parameter in weights.items():
@@ -81,6 +83,7 @@ def prepare(
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
             module.register_load_state_dict_post_hook(_Loaded(mine))
+            module.register_state_dict_post_hook(_unwrap_whole)
     model.register_state_dict_pre_hook(_before_state_dict)
     _prepared[model] = weakref.ref(casts)
     _within.clear()
@@ -213,6 +216,13 @@ class _Loaded:
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """RuntimeError for masters that something has left half written: they would be saved."""
     torn.check_whole(casts_of(module))
+
+
+def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """What is not sharded yet is saved as plain tensors: nothing was cast from it that a load through them could leave behind."""
+    for name, value in state.items():
+        if isinstance(value, MasterParameter) and not isinstance(value, nn.Parameter):
+            state[name] = value.plain
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -23,6 +23,7 @@ def sources(casts: "Casts") -> Iterator[MasterSource]:
 
     A gather casts first if that is due, as that of the next forward pass would.
     """
+    casts.check_sharded()
     for group in torch_fsdp.groups(casts.model):
         held = held_by(group, casts)
         if held:

@@ -1,9 +1,11 @@
 """What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,19 @@ def gather_again(group: Any) -> None:
     group._to_sharded()
     group.unshard()
     group.wait_for_unshard()
+
+
+def is_reading_shard() -> bool:
+    """Whether FSDP2 is asking for the memory of a shard, from inside of its own parameter.
+
+    It compares that memory with the parameter's, and does so for plain tensors alone; whatever else it finds it copies.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__", "").endswith("._fsdp_param"):
+            return True
+    return False
 
 
 def reshards_after_forward(group: Any) -> bool:
@@ -115,6 +130,27 @@ def key_graphs_by_local_tensors() -> None:
 
     of_both.looks_into = True  # type: ignore[attr-defined]
     setattr(DTensor, _KEY, of_both)
+
+
+def replicate_as_plain(kind: type[Tensor]) -> None:
+    """Let what DTensors make of local tensors of class `kind` for every rank hold plain ones, as `full_tensor` does.
+
+    Over one rank nothing is gathered: torch hands out the shard itself, which is a copy from now on, as it is over several.
+    """
+    redistribute = DTensor.redistribute
+    if hasattr(redistribute, "makes_plain"):
+        return
+
+    @functools.wraps(redistribute)
+    def redistributed(tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        result: Any = redistribute(tensor, *args, **kwargs)
+        is_whole = all(placement.is_replicate() for placement in result.placements)
+        if is_whole and isinstance(result._local_tensor, kind):
+            result = result.clone()
+        return cast("DTensor", result)
+
+    redistributed.makes_plain = True  # type: ignore[attr-defined]
+    setattr(DTensor, "redistribute", redistributed)  # noqa: B010
 
 
 _KEY = "_stable_hash_for_caching"

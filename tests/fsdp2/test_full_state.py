@@ -1,0 +1,180 @@
+"""Full state dicts hold plain tensors on every rank, over one rank as over several; sharded ones tell of what is read into them."""
+
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import FEW, Net, slow
+from tests.workers import Ranks
+from zerocast.fsdp2.master_parameter import MasterParameter
+
+FULL = [
+    StateDictOptions(full_state_dict=True),
+    StateDictOptions(full_state_dict=True, cpu_offload=True),
+    StateDictOptions(full_state_dict=True, ignore_frozen_params=True),
+]
+
+
+def a_mesh(shape: tuple[int, ...] | None) -> DeviceMesh:
+    """Of all ranks, or of replicas."""
+    return models.mesh(shape, shape and ("replicate", "shard"))
+
+
+def a_model(width: int, hidden: int, shape: tuple[int, ...] | None) -> Any:
+    """In formats for any shape."""
+    return models.sharded(Net(("fp8_current", "fp8_block"), width, hidden), mesh=a_mesh(shape))
+
+
+def full_states(width: int, hidden: int, shape: tuple[int, ...] | None, folder: str) -> list[str]:
+    """Complaints about all ways to whole tensors, each of which numpy and safetensors must take."""
+    model = a_model(width, hidden, shape)
+    optimizer = torch.optim.AdamW(model.parameters())
+    models.train(model, optimizer, range(1), width)
+    states = {str(options): get_model_state_dict(model, options=options) for options in FULL}
+    states["with optimizer"], optim = get_state_dict(model, optimizer, options=FULL[0])
+    states |= {f"moments of {name}": moments for name, moments in optim["state"].items()}
+    held = dict(model.named_parameters())
+    states["full_tensor"] = {name: parameter.full_tensor().detach() for name, parameter in held.items()}
+    states["of state_dict"] = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    whole = [Replicate()] * a_mesh(shape).ndim
+    states["redistribute"] = {n: p.redistribute(placements=whole).to_local().detach() for n, p in held.items()}
+    found = []
+    for what, state in states.items():
+        found += [f"{what}: {name} is a {type(value)}" for name, value in state.items() if type(value) is not Tensor]
+        file = Path(folder) / f"{dist.get_rank()}.safetensors"
+        save_file({name: value.contiguous() for name, value in state.items()}, file)
+        for name, value in load_file(file).items():
+            if not np.array_equal(value.numpy(), state[name].cpu().numpy()):
+                found.append(f"{what}: {name} was saved otherwise")
+    return found
+
+
+@pytest.mark.notices(
+    "a full state dict of a prepared model is saved by safetensors or read by numpy",
+    where="FSDP2",
+    answer="it holds plain tensors on every rank",
+)
+@pytest.mark.parametrize(
+    ("world", "width", "hidden", "shape"),
+    [(1, 64, 96, None), (2, 64, 96, (2, 1)), slow(2, 64, 96, None), slow(4, 7, 2, None)],
+)
+def test_full_states_are_plain(
+    ranks: Ranks, tmp_path: Path, world: int, width: int, hidden: int, shape: tuple[int, ...] | None
+) -> None:
+    """Also in replicas of one rank each, and where ranks have no row."""
+    assert ranks(world)(full_states, width, hidden, shape, str(tmp_path)) == [[]] * world
+
+
+def full_tensors_apart() -> list[bool]:
+    """Whether a full tensor is a copy over one rank too, and passes gradients on."""
+    model = a_model(64, 96, None)
+    parameter = models.masters(model)["blocks.0.1.weight"][0]
+    before = parameter.detach().to_local().clone()
+    full = parameter.full_tensor()
+    full.square().sum().backward()
+    grad = parameter.grad.full_tensor()
+    with torch.no_grad():
+        full.zero_()
+    return [torch.equal(parameter.detach().to_local().clone(), before), torch.equal(grad, 2 * before)]
+
+
+def test_a_full_tensor_is_a_copy(ranks: Ranks) -> None:
+    assert ranks(1)(full_tensors_apart) == [[True, True]]
+
+
+def sharded_state_read_into() -> list[str]:
+    """Complaints after a state that was taken earlier was read into, as DCP does, behind a cast."""
+    model = models.sharded(Net(FEW, 64, 96))
+    models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), 64)
+    states = {
+        "state_dict": model.state_dict(),
+        "get_model_state_dict": get_model_state_dict(model),
+        "offloaded": get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)),
+    }
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    found = []
+    for number, (what, state) in enumerate(states.items()):
+        names = [name for name, value in state.items() if isinstance(value._local_tensor, MasterParameter)]
+        found += [f"{what}: {name} would go stale" for name in set(models.masters(model)) - set(names)]
+        with torch.no_grad():
+            model(models.batch(0, 64))  # everything is cast
+        other = {name: (value.detach() * 3).detach() for name, value in state.items()}
+        dcp.save(other, checkpoint_id=f"{folder[0]}/{number}")
+        expected = {name: value.full_tensor() for name, value in other.items()}
+        dcp.load(state, checkpoint_id=f"{folder[0]}/{number}")
+        for name, value in expected.items():
+            if not torch.equal(dict(model.named_parameters())[name].full_tensor(), value):
+                found.append(f"{what}: {name} was not loaded")
+        with torch.no_grad():
+            model(models.batch(0, 64))
+        found += models.complaints(model, what)
+    return found
+
+
+@pytest.mark.notices(
+    "DCP loads in place into a sharded state dict that was taken earlier",
+    where="FSDP2",
+    answer="the next gather casts again",
+)
+def test_a_sharded_state_tells_of_a_load(ranks: Ranks) -> None:
+    assert ranks(2)(sharded_state_read_into) == [[], []]
+
+
+def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:
+    """The parameters themselves stay what FSDP2 is to find."""
+    model = Net(("fp8_current",), 64, 96)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
+    state = model.state_dict()
+    assert all(type(value) is Tensor for value in state.values())
+    assert all(type(value) is Tensor for value in model.blocks[0].state_dict().values())
+    save_file(state, tmp_path / "model.safetensors")
+    read = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(read[name], value) for name, value in before.items())
+    assert state["blocks.0.1.weight"].data_ptr() == model.blocks[0][1].weight.plain.data_ptr()
+    kept = model.state_dict(keep_vars=True)
+    assert kept["blocks.0.1.weight"] is model.blocks[0][1].weight
+    for value in state.values():
+        value.mul_(2)  # what reads into it in place
+    model.load_state_dict(state, assign=True)
+    assert isinstance(model.blocks[0][1].weight, MasterParameter)
+
+
+def from_a_full_state() -> list[str]:
+    """Complaints of another model that took a full state."""
+    model, other = a_model(64, 96, None), a_model(64, 96, None)
+    models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), 64)
+    state = get_model_state_dict(model, options=FULL[0])
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    set_model_state_dict(other, state, options=FULL[0])
+    pairs = zip(models.held(model), models.held(other), strict=True)
+    same = all(torch.equal(one.full_tensor(), two.full_tensor()) for one, two in pairs)
+    return [*models.complaints(other, "full"), *([] if same else ["differs"])]
+
+
+@pytest.mark.parametrize("world", [1, slow(2)])
+def test_a_full_state_is_loaded(ranks: Ranks, world: int) -> None:
+    assert ranks(world)(from_a_full_state) == [[]] * world

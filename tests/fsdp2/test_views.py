@@ -1,0 +1,461 @@
+"""A write to a master through any view of it is a write to the master: every operator of this torch, by its schema."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import FEW, Net, slow
+from tests.workers import Ranks
+from zerocast.fsdp2 import FusedAdamW
+from zerocast.fsdp2.master_parameter import MasterParameter
+
+
+class Recorder:
+    """A weight that keeps what it is told of."""
+
+    name, casts, is_cast = "weight", None, True
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def written(self, data: Tensor) -> None:
+        """Keep it."""
+        self.found.append(data)
+
+    def wrapped(self) -> None:
+        """Nothing."""
+
+    def memory(self, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """None."""
+
+    send = receive = memory
+
+
+def a_master(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MasterParameter, Recorder]:
+    """A wrapper, and who is told of writes to it."""
+    recorder = Recorder()
+    return MasterParameter(torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype), recorder), recorder
+
+
+def operators() -> Iterator[Any]:
+    """All of aten, in this torch."""
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, rest = name.partition("::")
+        operator, _, overload = rest.partition(".")
+        if namespace == "aten" and hasattr(torch.ops.aten, operator):
+            yield getattr(getattr(torch.ops.aten, operator), overload or "default")
+
+
+def writes(argument: Any) -> bool:
+    """Whether an argument of a schema is written to."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+class Unrun:
+    """An operator as dispatch sees it, which computes nothing."""
+
+    def __init__(self, operator: Any) -> None:
+        self._schema, self.namespace, self.tags = operator._schema, operator.namespace, operator.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def dispatched(operator: Any, written: Any) -> tuple[list[Tensor], Tensor]:
+    """What is noticed when a master is what `operator` writes to as its argument `written`, and the tensor inside."""
+    master, recorder = a_master(4, 4)
+    args, kwargs = [], {}
+    for argument in operator._schema.arguments:
+        value = [master] if "List" in str(argument.type) else master
+        value = value if argument.name == written.name else None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    MasterParameter.__torch_dispatch__(Unrun(operator), (MasterParameter,), tuple(args), kwargs)
+    return recorder.found, master.plain
+
+
+@pytest.mark.notices(
+    "a master is written to by any operator of torch, in place, `out=`, foreach or fused",
+    where="FSDP2",
+    answer="the next gather casts again; raises on all ranks if only some wrote",
+)
+def test_every_operator_that_writes_is_noticed() -> None:
+    count = 0
+    for operator in operators():
+        for argument in filter(writes, operator._schema.arguments):
+            if operator is torch.ops.aten.detach_.default:
+                continue  # writes nothing
+            if torch.Tag.inplace_view in operator.tags:
+                with pytest.raises(RuntimeError, match=r"weight: .*shape or memory"):
+                    dispatched(operator, argument)
+                continue
+            found, plain = dispatched(operator, argument)
+            assert len(found) == 1, operator
+            assert found[0] is plain, operator
+            count += 1
+    assert count > 1000
+
+
+VALUES: dict[str, Any] = {
+    **{
+        name: 0 for name in ("dim", "dim0", "axis0", "index", "start", "dimension", "source", "destination", "sections")
+    },
+    **{name: 1 for name in ("dim1", "axis1", "length", "step", "chunks")},
+    **{name: [4, 4] for name in ("size", "shape", "sizes")},
+    **{name: [1] for name in ("indices",)},
+    **{name: [0, 1] for name in ("dims",)},
+    **{name: torch.ones(4, 4) for name in ("other", "src")},
+    "stride": [4, 1],
+    "device": "cpu",
+    "dtype": torch.float32,
+    "split_size": 2,
+    "split_sizes": [1, 3],
+    "cuda_enabled": False,
+    "cpu_enabled": False,
+    "cuda_dtype": torch.float16,
+    "cpu_dtype": torch.bfloat16,
+}
+OF_ITS_OWN: dict[str, dict[str, Any]] = {
+    **{f"aten.{name}": {"sections": 2} for name in ("hsplit.int", "vsplit.int", "dsplit.int", "tensor_split.sections")},
+    **{f"aten.{name}.intlist": {"source": [0], "destination": [1]} for name in ("movedim", "moveaxis")},
+    "aten.dsplit.int": {"self": (4, 4, 4), "sections": 2},
+    "aten.dsplit.array": {"self": (4, 4, 4)},
+    "aten.split.sizes": {"split_size": [1, 3]},
+    "aten.unflatten.int": {"sizes": [2, 2]},
+    "aten.unfold.default": {"size": 2},
+    "aten.squeeze.dims": {"dim": [0]},
+    "aten.view.dtype": {"dtype": torch.int32},
+    "aten.view_as_complex.default": {"self": (4, 2)},
+    "aten.narrow.Tensor": {"start": torch.tensor(0)},
+    "aten.tensor_split.tensor_indices_or_sections": {"tensor_indices_or_sections": torch.tensor(2)},
+    "aten.slice_inverse.default": {"src": torch.ones(4, 4)},
+}
+OF_COMPLEX = ("view_as_real", "imag", "real", "conj", "_conj")
+UNDECLARED = ("unsafe_split.Tensor", "unsafe_split_with_sizes.default", "unsafe_chunk.default", "_unsafe_view.default")
+NOT_OF_MASTERS = {
+    "sparse": "_nested_get_values _values row_indices crow_indices coalesce _indices indices ccol_indices col_indices values "
+    "_sparse_broadcast_to",
+    "nested": "_nested_view_from_jagged _nested_view_from_buffer",
+    "dual": "_make_dual _unpack_dual _fw_primal",
+    "needs a GPU": "pin_memory",
+    "torch's own test": "_test_autograd_multiple_dispatch_view",
+}
+
+
+def viewing() -> Iterator[Any]:
+    """The operators that may return a view of their first argument."""
+    elsewhere = {name for names in NOT_OF_MASTERS.values() for name in names.split()}
+    for operator in operators():
+        declared = any(
+            value.alias_info is not None and not value.alias_info.is_write for value in operator._schema.returns
+        )
+        name = str(operator).removeprefix("aten.")
+        if ((declared and not operator._schema.is_mutable) or name in UNDECLARED) and name.split(".")[
+            0
+        ] not in elsewhere:
+            yield operator
+
+
+def viewed(operator: Any) -> tuple[list[Tensor], MasterParameter, Recorder]:
+    """What an operator makes of a master."""
+    own = OF_ITS_OWN.get(str(operator), {})
+    first, *others = operator._schema.arguments
+    dtype = torch.complex64 if str(operator).split(".")[1] in OF_COMPLEX else torch.float32
+    master, recorder = a_master(*own.get(first.name, (4, 4)), dtype=dtype)
+    args: list[Any] = [master]
+    kwargs = {}
+    for argument in others:
+        if argument.has_default_value() and argument.name not in own:
+            continue
+        assert argument.name in VALUES | own, f"{operator} is new: give a value to its argument {argument.name}"
+        value = own.get(argument.name, VALUES.get(argument.name))
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    result = operator(*args, **kwargs)
+    return list(result) if isinstance(result, list | tuple) else [result], master, recorder
+
+
+@pytest.mark.notices(
+    "a master is written to through a view of it: a row, a slice, a transpose, a flat view, a view of a view",
+    where="FSDP2",
+    answer="the next gather casts again; raises on all ranks if only some wrote",
+)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_every_view_is_noticed(context: Callable[[], Any]) -> None:
+    """Whatever shares memory with a master is a wrapper, as are its own views, and says so when it is written to."""
+    found = 0
+    for operator in viewing():
+        with context():
+            views, master, recorder = viewed(operator)
+            assert views, operator
+            for view in views:
+                if torch._C._is_alias_of(getattr(view, "plain", view), master.plain):
+                    assert isinstance(view, MasterParameter), operator
+                    again = view[..., :1].unsqueeze(0)
+                    assert isinstance(again, MasterParameter), operator
+                    recorder.found.clear()
+                    again.zero_()
+                    assert recorder.found, operator
+                    found += 1
+    assert found > 60
+
+
+def test_what_has_memory_of_its_own_is_plain() -> None:
+    """Else what optimizers keep would be taken for masters."""
+    master, _ = a_master(4, 4)
+    for made in (
+        master + 1,
+        master.clone(),
+        torch.zeros_like(master),
+        master.t().contiguous(),
+        master.sum(),
+        master[[0, 1]],
+    ):
+        assert type(made) is Tensor
+
+
+def row(local: Tensor) -> None:
+    local[0] = local.abs().max().item() + 1.0
+
+
+def rows(local: Tensor) -> None:
+    for one in local:
+        one.add_(0.5)
+
+
+FORMS: dict[str, Callable[[Any], object]] = {
+    "local row": lambda p: row(p.to_local()),
+    "local column": lambda p: p.to_local()[:, 0].fill_(7.0),
+    "local elements": lambda p: p.to_local().masked_fill_(p.to_local() > 0, 0.25),
+    "local transpose": lambda p: p.to_local().t().mul_(2),
+    "local flat": lambda p: p.to_local().view(-1).mul_(2),
+    "row by row": lambda p: rows(p.to_local()),
+    "diagonal": lambda p: p.to_local().diagonal().zero_(),
+    "out": lambda p: torch.add(p.to_local()[0], 1, out=p.to_local()[1]),
+    "foreach": lambda p: torch._foreach_mul_(list(p.to_local().unbind()), 3),
+    "index_put": lambda p: p.to_local().view(-1).index_fill_(0, torch.tensor([0, 1], device=p.device), 5.0),
+    "view of a view": lambda p: p.to_local().t()[1:].unsqueeze(0)[0, 0].copy_(torch.ones(())),
+    "data row": lambda p: row(p.data.to_local()),
+    "data of local": lambda p: row(p.to_local().data),
+    "data, flat": lambda p: p.to_local().data.view(-1).mul_(2),
+    "detached row": lambda p: row(p.detach().to_local()),
+    "detached, flat": lambda p: p.detach().to_local().view(-1).mul_(2),
+    "DTensor column": lambda p: p.data[:, 0].mul_(3),
+    "DTensor transpose": lambda p: p.detach().t().mul_(3),
+    "DTensor flat": lambda p: p.detach().view(-1).mul_(3),
+    "unsafe_split": lambda p: p.to_local().unsafe_chunk(2)[0].mul_(3),
+}
+
+
+def a_weight(model: nn.Module) -> Any:
+    """The parameter that is written to."""
+    return models.masters(model)["blocks.0.1.weight"][0]
+
+
+def forward(model: nn.Module) -> str:
+    """What a forward pass raises."""
+    try:
+        with torch.no_grad():
+            model(models.batch(0, 64))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def found_after(model: nn.Module, what: str) -> list[str]:
+    """What a forward pass raises, and complaints after it."""
+    return [text for text in (forward(model), *models.complaints(model, what)) if text]
+
+
+def written_everywhere(reshard: bool, inference: bool, *forms: str) -> list[str]:
+    """Complaints after all ranks wrote through views, by one form after another."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), reshard_after_forward=reshard)
+    found = [forward(model)] if forward(model) else []
+    for form in forms:
+        before = a_weight(model).full_tensor()
+        with torch.inference_mode() if inference else torch.no_grad():
+            FORMS[form](a_weight(model))
+        assert not torch.equal(before, a_weight(model).full_tensor()), form
+        found += found_after(model, form)
+        forward(model)  # leaves weights gathered where nothing reshards them
+    return found
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_views_written_on_all_ranks_are_cast(ranks: Ranks, reshard: bool) -> None:
+    assert ranks(2)(written_everywhere, reshard, False, *FORMS) == [[], []]
+
+
+def test_views_written_in_inference_mode_are_cast(ranks: Ranks) -> None:
+    assert ranks(2)(written_everywhere, True, True, "local row", "local flat", "row by row") == [[], []]
+
+
+def written_on_one(reshard: bool, debug: bool, *forms: str) -> list[tuple[str, list[str]]]:
+    """What a forward pass raises after rank 1 alone wrote through a view, and complaints after a refresh, by form."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), reshard_after_forward=reshard)
+    found = []
+    for form in forms:
+        forward(model)
+        zerocast.set_debug(debug)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                FORMS[form](a_weight(model))
+        said = forward(model)
+        zerocast.set_debug(False)
+        zerocast.fsdp2.refresh(model)
+        forward(model)  # gathers again what the other pass has left
+        found.append((said, models.complaints(model, form)))
+    return found
+
+
+@pytest.mark.parametrize(("reshard", "debug"), [(True, False), slow(True, True), (False, False)])
+def test_a_view_written_on_one_rank_raises_on_all(ranks: Ranks, reshard: bool, debug: bool) -> None:
+    for by_form in ranks(3)(written_on_one, reshard, debug, *FORMS):
+        for form, (said, found) in zip(FORMS, by_form, strict=True):
+            assert "was changed on ranks [1] of its shard group and not on ranks [0, 2]" in said, form
+            assert found == [], form
+
+
+def written_later() -> list[str]:
+    """Complaints after writes through views that were taken at other times."""
+    model = Net(FEW, 64, 96)
+    of_the_whole = model.blocks[0][1].weight.detach()[0]
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
+    before_sharding = model.blocks[0][1].weight.detach()[0]
+    model = models.sharded(model, prepare=False)
+    parameter = a_weight(model)
+    kept = [parameter.detach().to_local()[0], parameter.to_local().view(-1)[:3], parameter.data.t()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    models.train(model, optimizer, range(1), 64)
+    kept += [parameter.detach().to_local().view(-1), parameter.data.to_local()[:, :2]]
+    models.train(model, optimizer, range(1), 64)
+    found = []
+    for view in kept:
+        before = parameter.full_tensor()
+        with torch.no_grad():
+            view.mul_(-3)
+        found += found_after(model, "kept")
+        assert not torch.equal(before, parameter.full_tensor())
+    generation = models.masters(model)["blocks.0.1.weight"][1].casts.generation
+    if dist.get_rank() == 0:  # other memory by now: nothing is noticed, nor need it be
+        of_the_whole.zero_()
+        before_sharding.zero_()
+    found += found_after(model, "memory of before")
+    assert models.masters(model)["blocks.0.1.weight"][1].casts.generation == generation
+    return found
+
+
+def test_views_taken_earlier(ranks: Ranks) -> None:
+    assert ranks(2)(written_later) == [[], []]
+
+
+def step_then_write(form: str) -> tuple[list[str], int]:
+    """Complaints after a view was written to behind a step that measured amaxes, and how many groups still go by them."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    models.train(model, optimizer, range(1), 64)
+    with torch.no_grad():
+        FORMS[form](a_weight(model))
+    casts = models.masters(model)["blocks.0.1.weight"][1].casts
+    measured = sum(bool(group.measured) for group in casts.groups)
+    return found_after(model, form), measured
+
+
+@pytest.mark.parametrize("form", ["local flat", slow("local row"), slow("DTensor transpose"), slow("detached, flat")])
+def test_amaxes_of_a_step_are_not_those_of_a_view_written_since(ranks: Ranks, form: str) -> None:
+    assert ranks(2)(step_then_write, form) == [([], 0)] * 2
+
+
+def write_between_steps() -> list[str]:
+    """Complaints after a write that autograd alone counts, behind one step and before another, of other weights."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
+    first, second = (FusedAdamW(block.parameters(), lr=1e-2) for block in model.blocks)
+    found = []
+    for step in range(2):
+        model(models.batch(step, 64)).float().square().mean().backward()
+        first.step()
+        a_weight(model)._local_tensor.plain.mul_(-3)
+        second.step()
+        found += found_after(model, f"step {step}")
+    return found
+
+
+def test_amaxes_of_a_step_do_not_outlive_a_write_before_the_next(ranks: Ranks) -> None:
+    assert ranks(2)(write_between_steps) == [[], []]
+
+
+def double(tensor: Tensor) -> None:
+    """To be compiled: what runs then passes no dispatch."""
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda p: p,
+    "data": lambda p: p.data,
+    "local": lambda p: p.detach().to_local(),
+    "row": lambda p: p.detach().to_local()[0],
+}
+
+
+def compiled_writes(fused: bool) -> list[str]:
+    """Complaints after a compiled function wrote to masters, also behind a step that measured amaxes."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    found = []
+    for form, of in COMPILED.items():
+        torch.compiler.reset()
+        write = torch.compile(double, backend="aot_eager")
+        for _ in range(2):
+            if fused:
+                models.train(model, optimizer, range(1), 64)
+            before = a_weight(model).full_tensor()
+            write(of(a_weight(model)))
+            assert not torch.equal(before, a_weight(model).full_tensor())
+            found += found_after(model, form)
+    return found
+
+
+@pytest.mark.notices(
+    "a compiled function writes to a master",
+    where="FSDP2",
+    answer="the next gather casts again; raises on all ranks if only some wrote",
+)
+@pytest.mark.parametrize("fused", [False, slow(True)])
+def test_writes_of_compiled_functions_are_cast(ranks: Ranks, fused: bool) -> None:
+    assert ranks(2)(compiled_writes, fused) == [[], []]
+
+
+def moved_by_hand() -> list[str]:
+    """What is said of operators that give a master other memory."""
+    model = models.sharded(Net(("fp8_current",), 64, 96))
+    assert not forward(model)
+    found = []
+    local = a_weight(model).detach().to_local()
+    for change in (lambda: local.set_(torch.ones(local.shape)), lambda: local.resize_(1), lambda: local.t_()):
+        try:
+            change()
+        except RuntimeError as error:
+            found.append(str(error))
+    return [*found, *found_after(model, "refused")]
+
+
+@pytest.mark.notices(
+    "a master is given other memory or another shape in place (`set_`, `resize_`, `t_`)",
+    where="FSDP2",
+    answer="raises; nothing has changed",
+)
+def test_other_memory_in_place_is_refused(ranks: Ranks) -> None:
+    for found in ranks(2)(moved_by_hand):
+        assert len(found) == 3
+        assert all("blocks.0.1.weight" in text and "changes shape or memory" in text for text in found)
