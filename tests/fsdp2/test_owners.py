@@ -7,7 +7,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.fsdp2.models import Net, batch, sharded, train
 from tests.workers import Ranks
 
-
 PLAIN = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients then stay on the gathered weights
 
 
