@@ -84,7 +84,7 @@ def overlapping(held: Held, parameters: Sequence[Tensor] = (), beside: object = 
 
 def note_read(weight: Any) -> None:
     """Remember a weight that is read and has no owner, if it requires a gradient."""
-    if weight.requires_grad and not _is_owned(weight):
+    if not _is_owned(weight) and weight.requires_grad:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: check_gradients()))
         _read[id(weight)] = weakref.ref(weight)
@@ -98,7 +98,8 @@ def check_gradients() -> None:
     if torch.compiler.is_compiling() or not _read:
         return
     alive = [weight for weight in (reference() for reference in list(_read.values())) if weight is not None]
-    orphans = [weight for weight in alive if _got_gradient(weight) and not _is_owned(weight)]
+    with torch._C.DisableTorchFunctionSubclass():  # its attributes cost microseconds each without this
+        orphans = [weight for weight in alive if _got_gradient(weight) and not _is_owned(weight)]
     if orphans:
         first = orphans[0]
         raise RuntimeError(
