@@ -460,6 +460,13 @@ def test_a_weight_with_a_value_is_read(fill: str) -> None:
     assert FILLS[fill](QuantizedWeight.empty((32, 32), "nvfp4")).dequantize().isfinite().all()
 
 
+def test_masters_may_start_from_a_value_that_was_never_cast() -> None:
+    w = QuantizedWeight.empty((32, 32), "nvfp4")
+    w.high_precision_init_val = torch.randn(32, 32)
+    optimizer = ZeroAdamW([("w", nn.Parameter(w))], group=ONE_PROCESS)
+    assert optimizer.state_dict()["model"]["w"].abs().sum() > 0
+
+
 def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
     weight = casts.cast_whole("nvfp4", torch.randn(32, 32))
     product, x = torch.compile(nn.functional.linear, backend="aot_eager"), torch.randn(2, 32, dtype=weight.dtype)

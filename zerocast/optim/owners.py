@@ -19,7 +19,7 @@ Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
 def check_owners(named: Sequence[Named]) -> None:
     """RuntimeError for a weight that has no value yet, and for one that another owner writes."""
     for name, parameter, _ in named:
-        if isinstance(parameter, QuantizedWeight) and not parameter.state.ever_cast:
+        if isinstance(parameter, QuantizedWeight) and not _has_value(parameter):
             raise RuntimeError(
                 f"{name}, {parameter!r}, has never been cast: masters start from its value, so give it one (quantize_, "
                 "load_state_dict, QuantizedWeight.of_buffers)"
@@ -30,6 +30,10 @@ def check_owners(named: Sequence[Named]) -> None:
                 f"{other.who} writes weights that {WHO} is built over: a weight has one owner, so remove() the handle of that, or "
                 "del it"
             )
+
+
+def _has_value(weight: QuantizedWeight) -> bool:
+    return weight.state.ever_cast or weight.high_precision_init_val is not None
 
 
 def take_over(named: Sequence[Named]) -> Claim:
