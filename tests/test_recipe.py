@@ -117,9 +117,31 @@ def test_frozen_weights_stay_frozen() -> None:
 def test_quantizing_again_changes_nothing() -> None:
     model = quantize_(Block(), Recipe({"mlp.*": "nvfp4"}))
     weight = model.mlp[0].weight
-    quantize_(model, Recipe({"mlp.*": "mxfp8", "attn.*": "mxfp8"}))
+    quantize_(model, Recipe({"mlp.*": "nvfp4", "attn.*": "mxfp8"}))
     assert model.mlp[0].weight is weight
     assert formats_of(model)["attn.out.weight"] == "mxfp8"
+    quantize_(model, Recipe({"embed.*": "identity"}))  # what a recipe does not name stays as it is
+    assert model.mlp[0].weight is weight
+
+
+@pytest.mark.notices(
+    "quantize_ over weights that are quantized already in another format",
+    where="Weights",
+    answer="raises, nothing changed",
+)
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "said"),
+    [
+        ("mxfp8", None, "as nvfp4 of torch.bfloat16"),
+        ("nvfp4", torch.float32, "and the recipe says nvfp4 of torch.float32"),
+    ],
+)
+def test_quantizing_again_in_another_format_is_refused(fmt: str, dtype: torch.dtype | None, said: str) -> None:
+    model = quantize_(Block(), Recipe({"mlp.*": "nvfp4"}))
+    before = formats_of(model)
+    with pytest.raises(ValueError, match=r"mlp.0.weight is quantized already, .*" + said):
+        quantize_(model, Recipe({"attn.*": "mxfp8", "mlp.*": fmt}), dtype=dtype)
+    assert formats_of(model) == before
 
 
 def test_a_quantized_model_trains_in_both_directions() -> None:

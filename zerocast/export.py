@@ -135,6 +135,7 @@ def _shards(items: Mapping[str, Item], limit: int) -> list[list[str]]:
 def _parts(name: str, tensor: Tensor, naming: str) -> Parts:
     if not isinstance(tensor, QuantizedWeight):
         return {name: _own(tensor)}
+    tensor.check_filled()
     if naming == "bf16":
         return {name: _own(tensor.dequantize().to(torch.bfloat16))}
     made = NAMINGS[naming][tensor.format.name](tensor)

@@ -36,6 +36,9 @@ class Freshness(Wholeness):
     finish: Callable[[Any], None] | None = None
     rebuild: Callable[[Any], None] | None = None
     owner: Callable[[], Any] | None = None  # a weak reference to what shows the masters to `zerocast.verify`
+    has_masters: bool = (
+        False  # somebody casts the weights from masters, and so trains whatever parameters stand for them
+    )
     sharded: bool = False
     advice: str = CAST
     _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)

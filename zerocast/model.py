@@ -22,15 +22,18 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
     Shared parameters stay shared, and what a host set on a parameter as an attribute goes over to its weight. A delayed scale
     is seeded from the initial amax. Returns `model`.
 
-    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its format cannot take, and an
-    embedding: looking rows up is not a product.
+    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its format cannot take, a weight
+    that is quantized already in another format, and an embedding: looking rows up is not a product.
     """
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     chosen: dict[Tensor, FormatSpec] = {}
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
-        if fmt.element is None or isinstance(parameter, QuantizedWeight):
+        if isinstance(parameter, QuantizedWeight):
+            _check_quantized(name, parameter, fmt, dtype)
+            continue
+        if fmt.element is None:
             continue
         check_weight(model, name, parameter, fmt, parameter.shape)
         if chosen.setdefault(parameter, fmt) != fmt:
@@ -41,6 +44,15 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
             if parameter in new:
                 setattr(module, name, new[parameter])
     return model
+
+
+def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless the recipe leaves a weight as it was quantized before."""
+    if fmt.element is not None and (fmt != weight.format or dtype not in (None, weight.dtype)):
+        raise ValueError(
+            f"{name} is quantized already, as {weight.format} of {weight.dtype}, and the recipe says {fmt} of "
+            f"{dtype or weight.dtype}: quantize the high-precision model once"
+        )
 
 
 def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]) -> None:
@@ -69,6 +81,8 @@ def _quantized(parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Par
 
 def cast_whole(weight: QuantizedWeight, value: Tensor) -> None:
     """Cast a whole weight from its unsharded value, on this process alone, columnwise copies included."""
+    has_masters = weight.state.freshness.has_masters
     plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS)
+    plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
     plan.cast()
     plan.post_all_gather()

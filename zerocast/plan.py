@@ -1,6 +1,7 @@
 """CastPlan: everything about a cast that does not change from step to step, worked out once."""
 
 import contextlib
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast import weight_state
 from zerocast.adam_update import AdamUpdate
-from zerocast.agreement import SameCall
+from zerocast.agreement import SameCall, agree
 from zerocast.amax import PackedAmax
 from zerocast.batch import Batch, Batches
 from zerocast.cast import cast
@@ -21,9 +22,13 @@ from zerocast.freshness import Freshness
 from zerocast.group import Caller, Group, GroupLike
 from zerocast.layout import Span
 from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.owners import Claim, overlapping
 from zerocast.shard import ShardData, own
+from zerocast.storage import storages_of
 from zerocast.weight import QuantizedWeight
+from zerocast.weight_state import WeightState
 
+logger = logging.getLogger(__name__)
 CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
 
 _built: Counter[str] = Counter()  # plans by group
@@ -73,7 +78,8 @@ class CastPlan:
         self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
-        self.freshness = Freshness(owner=weakref.ref(self))
+        self.freshness = Freshness(owner=weakref.ref(self), has_masters=True)
+        self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()  # of attached optimizers
         self._watch()
         self._delayed = [i for i in self._cast if self.weights[i].scale is not None]
         self._cast_scales = torch.ones(len(self._delayed), dtype=torch.float32, device=device)
@@ -145,9 +151,64 @@ class CastPlan:
         self._bind()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()` ends it."""
-        handle: RemovableHandle = optimizer.register_step_post_hook(lambda *_: self.cast())
+        """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()` ends it.
+
+        All ranks call it. Raises ValueError on every rank, with nothing changed, for an optimizer that steps over none of this
+        plan's masters, for one that this plan is attached to, and while another owner (an attached plan, a ZeroAdamW) that somebody
+        keeps writes any of these elements. Several optimizers may each step over some of the masters.
+        """
+        agree(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
+        claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
+        hook = _CastAfterStep(self, claim, _stepped(optimizer))
+        self._hooks.add(hook)
+        handle: RemovableHandle = optimizer.register_step_post_hook(hook)
         return handle
+
+    def claim(self, who: str) -> Claim:
+        """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
+
+        ValueError, on this rank alone, while another owner that somebody keeps writes any of these elements.
+        """
+        conflict = self._conflict()
+        if conflict is not None:
+            raise conflict
+        return Claim(who, self._held(), by=self)
+
+    def _conflict(self) -> ValueError | None:
+        for other in overlapping(self._held(), beside=self):
+            return ValueError(
+                f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
+            )
+        return None
+
+    def _held(self) -> list[tuple[WeightState, list[Span]]]:
+        spans = [[s[i] for s in self._ownership.spans if s[i].numel] for i in range(len(self.weights))]
+        return [(self.weights[index].state, spans[index]) for index in self._cast]
+
+    def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
+        """Why this plan cannot be attached to an optimizer."""
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            if isinstance(hook, _CastAfterStep) and hook.plan is self:
+                return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
+        stepped = _stepped(optimizer)
+        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        if len(self._without_step(stepped)) < len(masters) or not masters:
+            return self._conflict()
+        return ValueError(
+            f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} other "
+            "storages, none of which holds any of them: attach the optimizer of the tensors that were passed as master_weights"
+        )
+
+    def _without_step(self, stepped: set[int | None]) -> list[int]:
+        """The weights whose masters lie in none of these storages."""
+        held = [(index, shard.master) for index, shard in enumerate(self._ownership.shards) if shard.master is not None]
+        return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
+
+    def report_masters_without_step(self) -> None:
+        """Log, at the first step of an attached optimizer, which masters no attached one steps over."""
+        idle = self._without_step({place for hook in self._hooks for place in hook.stepped})
+        if idle:
+            logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
     def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
@@ -200,9 +261,10 @@ class CastPlan:
 
     def _bind(self) -> None:
         """Descriptor tables and bases for where everything lies now. Local and silent."""
-        for w in self.weights:
+        cast = set(self._cast)
+        for index, w in enumerate(self.weights):
             if w.state.freshness is not self.freshness:
-                w.state.join(self.freshness)
+                w.state.join(self.freshness, is_cast=index in cast)
         device = self.packed.buffer.device
         batches = Batches(device, self.backend)
         for index in self._cast:
@@ -228,3 +290,24 @@ def _numbered(group: Group) -> str:
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1
     return f"casts by plan {_built[name]} of its group"
+
+
+class _CastAfterStep:
+    """The hook of an attached plan. It keeps the claim, which so lasts as long as the optimizer has the hook."""
+
+    def __init__(self, plan: CastPlan, claim: Claim, stepped: set[int | None]) -> None:
+        self.plan, self.claim, self.stepped = plan, claim, stepped
+        self._is_first = True
+
+    def __call__(self, *_: Any) -> None:
+        if self._is_first:
+            self.plan.report_masters_without_step()
+        self._is_first = False
+        self.plan.cast()
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
+    """The storages that an optimizer may write: parameters, and its state, which holds masters where parameters are rounded."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])

@@ -25,7 +25,7 @@ def _weight(described: Sequence[Any]) -> QuantizedWeight:
     fmt, shape, nominal, on_demand, *buffers = described
     held = {name: tensor for name, tensor in zip(_NAMES, buffers, strict=True) if tensor is not None}
     weight = QuantizedWeight.of_buffers(tuple(shape), get_format(fmt), nominal, held)
-    weight.state.was_cast, weight.state.columnwise_on_demand = True, on_demand
+    weight.state.columnwise_on_demand = on_demand
     return weight
 
 

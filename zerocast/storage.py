@@ -1,7 +1,11 @@
-"""Base tensors: many tensors seen as offsets into the few storages that hold them."""
+"""Base tensors: many tensors seen as offsets into the few storages that hold them; which storages tensors lie in."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from zerocast.weight import QuantizedWeight
 
 
 class Bases:
@@ -33,3 +37,25 @@ class Bases:
     def moved(self) -> bool:
         """Whether a storage was replaced since it was added."""
         return [tensor.data_ptr() for tensor in self._first] != self._addresses
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[int | None]:
+    """The addresses of the storages that these tensors have elements in; None stands for one that cannot be known.
+
+    A DTensor lies where its local tensor does, a QuantizedWeight where its codes do. Tensors on the meta device, and other
+    subclasses without storage, are not known.
+    """
+    return {_storage_of(tensor) for tensor in tensors} - {0}
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Zero for a tensor without elements on this rank."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.numel():
+        return 0
+    if isinstance(local, QuantizedWeight):
+        local = local.state.rowwise_data
+    try:
+        return local.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None

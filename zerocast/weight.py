@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import backends, compute, gemm, layout, ops, unsupported
+from zerocast import backends, compute, gemm, layout, ops, owners, unsupported
 from zerocast.formats import Columnwise, FormatSpec, get_format
 from zerocast.freshness import debugging
 from zerocast.layout import BUFFERS
@@ -19,6 +19,9 @@ from zerocast.weight_state import WeightState
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_READ = {
+    "rowwise_data": "readable_rowwise_data"
+}  # by which a compiled graph asks for a buffer: it is checked on the way
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _FUNCTIONS = {**compute.PRODUCTS, **unsupported.METHODS}
 
@@ -150,11 +153,9 @@ class QuantizedWeight(Tensor):
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy.
 
-        Also for bytes that a cast or step left torn; in debug mode for those that are older than their masters.
+        Also for bytes that `check_readable` refuses.
         """
-        self.state.freshness.check_whole()
-        if debugging():
-            self._check_masters()
+        self.check_readable()
         self.state.check_direction(columnwise)
         if columnwise and self._makes_columnwise:
             self.wait()
@@ -164,6 +165,31 @@ class QuantizedWeight(Tensor):
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
+
+    def check_readable(self) -> None:
+        """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are older than their masters.
+
+        Every product and `dequantize` call this before they read the bytes.
+        """
+        self.check_filled()
+        if debugging():
+            self._check_masters()
+        owners.note_read(self)
+
+    def check_filled(self) -> None:
+        """RuntimeError for bytes that were never cast nor filled, and for those that a cast or step left torn."""
+        self.state.freshness.check_whole()
+        if not self.state.ever_cast:
+            raise RuntimeError(
+                f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
+                "or load a state dict into it, or make it over existing bytes by QuantizedWeight.of_buffers"
+            )
+
+    @property
+    def readable_rowwise_data(self) -> Tensor:
+        """The rowwise data for a compiled graph, which reads it at every call."""
+        self.check_readable()
+        return self.rowwise_data
 
     @property
     def _makes_columnwise(self) -> bool:
@@ -191,9 +217,7 @@ class QuantizedWeight(Tensor):
     def _check_masters(self) -> None:
         freshness, missing = self.state.freshness, None
         self.wait()
-        if not self.state.ever_cast:
-            missing = "has never been cast"
-        elif stale := freshness.stale_masters():
+        if stale := freshness.stale_masters():
             missing = f"is stale, {stale}"
         elif freshness.sharded and freshness.cast and not freshness.rebuild and not self.state.is_gathered():
             missing = "holds this rank's part of the last cast only"
@@ -257,7 +281,7 @@ class QuantizedWeight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
-        names = [name for name in BUFFERS if self.state.buffers[name] is not None]
+        names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
         if self.state.only:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
@@ -265,18 +289,16 @@ class QuantizedWeight(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
-        names, context = self.__tensor_flatten__()
-        buffers = [self.state.buffers[name] for name in names]
-        inner = [
-            (name, tuple(b.shape), b.stride(), b.dtype) for name, b in zip(names, buffers, strict=True) if b is not None
-        ]
+        _, context = self.__tensor_flatten__()
+        inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
         return f"QuantizedWeight of {self.device} {context} {inner}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""
         shape, fmt, dtype, requires_grad, on_demand = context
-        weight = QuantizedWeight.of_buffers(shape, fmt, dtype, inner, requires_grad)
+        buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
+        weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
         weight.state.columnwise_on_demand = on_demand
         return weight
 

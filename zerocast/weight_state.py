@@ -30,7 +30,8 @@ class WeightState:
     """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
 
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
-    `was_cast` remembers casts that its present freshness does not count. With `columnwise_on_demand` a copy that derives from the
+    `was_cast` says that the bytes are somebody's, apart from casts that its present freshness counts; `is_cast` that it counts
+    those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
     rowwise bytes is made by each product that reads it, and not kept. `only` names the direction that is there, where just
     one is. `choices` keeps what `zerocast.gemm` decided for the storage as it lies now.
     """
@@ -41,7 +42,8 @@ class WeightState:
     buffers: dict[str, Tensor | None]
     freshness: Freshness = field(default_factory=Freshness)
     columnwise_cast: int = 0
-    was_cast: bool = False
+    was_cast: bool = True
+    is_cast: bool = True
     columnwise_on_demand: bool = False
     only: str = ""
     choices: dict[Hashable, Any] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class WeightState:
             later = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
             if buffer is not None and not later:
                 buffers[name] = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=device)
-        return WeightState(fmt, matrix_shape, dtype, buffers)
+        return WeightState(fmt, matrix_shape, dtype, buffers, was_cast=False)
 
     @property
     def rowwise_data(self) -> Tensor:
@@ -75,8 +77,8 @@ class WeightState:
 
     @property
     def ever_cast(self) -> bool:
-        """Whether the bytes come from a cast, or from loading or copying a weight that was cast."""
-        return self.was_cast or self.freshness.cast > 0
+        """Whether the bytes come from a cast, from loading or copying a weight that was cast, or were there before the weight."""
+        return self.was_cast or (self.is_cast and self.freshness.cast > 0)
 
     def check_direction(self, columnwise: bool) -> None:
         """RuntimeError if just the other direction is there."""
@@ -101,12 +103,15 @@ class WeightState:
         """The columnwise copy was made from the last cast."""
         self.columnwise_cast = self.freshness.cast
 
-    def join(self, freshness: Freshness) -> None:
-        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan notices that it lost the weight."""
+    def join(self, freshness: Freshness, is_cast: bool = True) -> None:
+        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan notices that it lost the weight.
+
+        `is_cast` says whether the casts of that plan write this weight.
+        """
         fresh = self.columnwise_is_fresh()
         self._forget()
         self.was_cast = self.ever_cast
-        self.freshness = freshness
+        self.freshness, self.is_cast = freshness, is_cast
         self.columnwise_cast = freshness.cast if fresh else -1
         _moved()
 

@@ -20,6 +20,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
             "load the high-precision values before quantize_, or into the optimizer's masters"
         )
     target.wait()
+    source.check_filled()
     source.wait()
     target.state.take(source.state)
     return target

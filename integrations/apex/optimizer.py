@@ -55,6 +55,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
         self._weights = Weights(laid, masters, group, replicas, self.device)
         self._weights.plan.freshness.owner = weakref.ref(self)
+        self._claim = self._weights.plan.claim("Apex's DistributedFusedAdam")
         self.refresh()
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ class Source:
         self._plan, self._shards, self._theirs, self._gathers = plan, shards, theirs, list(gathers)
         self._finish = finish
         self._due: set[int] = set()
+        self._claim = plan.claim("an attachment to Megatron-Core")
 
     def cast(self) -> None:
         """The masters were cast: every bucket group has a gather before it."""

@@ -12,6 +12,7 @@ from tests.fuzz.bounded import LENGTHS, fuzz, refuses
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, ZeroConfig, get_format
 from zerocast.footprint.shapes import model_parameters
 from zerocast.formats import format_names
+from zerocast.model import cast_whole
 
 NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(max_size=5))
 OPTIONS = ("element", "margin", "amax_history_len", "amax_compute_algo", "power_of_2_scale", "amax_epsilon", "x")
@@ -50,6 +51,7 @@ def weights(drawn: tuple[str, list[Any], Any, bool]) -> None:
             return
         weight = QuantizedWeight.empty(shape, fmt, dtype)
         assert tuple(weight.shape) == tuple(shape)
+        cast_whole(weight, torch.randn(shape))
         weight.dequantize()
         x = torch.randn(3, shape[-1], dtype=dtype)
         nn.functional.linear(x, weight) if inverse else torch.matmul(x, weight.t())
@@ -66,6 +68,7 @@ def rebinds(drawn: tuple[str, int, int, int, str]) -> None:
     """Storage of the wrong size, dtype, layout or device is refused, and the weight keeps its own."""
     fmt, extra, offset, stride, kind = drawn
     weight = QuantizedWeight.empty((32, 64), fmt)
+    cast_whole(weight, torch.randn(32, 64))
     own = weight.rowwise_data
     numel = max(0, own.numel() + extra)
     base = torch.zeros(offset + numel * stride, dtype=torch.int8 if kind == "dtype" else own.dtype)

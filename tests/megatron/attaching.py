@@ -13,7 +13,8 @@ from torch import nn
 from tests.megatron import training
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
-from zerocast import verify
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
+from zerocast.group import ONE_PROCESS
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams
@@ -46,6 +47,24 @@ def twice() -> str:
         run = _built(Case())
         _attach(run)
         return _error(lambda: _attach(run))
+
+
+def owned_twice() -> tuple[str, str]:
+    """A ZeroAdamW over attached weights; then an attachment over those of a plan that is attached to something else."""
+    with host():
+        run = _built(Case())
+        attached = _attach(run)
+        zero = _error(lambda: ZeroAdamW(run.ddp.named_parameters()))
+        attached.detach()
+        weights = [p for p in run.ddp.parameters() if isinstance(p, QuantizedWeight)]
+        masters = [nn.Parameter(torch.zeros(w.numel())) for w in weights]
+        plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
+        optimizer = torch.optim.SGD(masters)
+        handle = plan.attach(optimizer)  # what detach has freed
+        again = _error(lambda: _attach(run))
+        handle.remove()
+        _attach(run)
+        return zero, again
 
 
 def after_a_step(only_on: int | None = None) -> str:

@@ -107,6 +107,15 @@ def test_refused_with_the_reason(ranks: Ranks, case: Any, arguments: tuple[Any, 
         assert re.match(message, said), said
 
 
+@pytest.mark.notices(
+    "two owners of the same weights: an attachment and a ZeroAdamW or a plan", where="Megatron", answer="raises"
+)
+def test_weights_have_one_owner(ranks: Ranks) -> None:
+    for zero, again in ranks(2)(attaching.owned_twice):
+        assert "an attachment to Megatron-Core writes weights that a ZeroAdamW is built over" in zero
+        assert "a CastPlan that is attached to SGD writes weights of this CastPlan" in again
+
+
 def test_an_optimizer_or_a_chunk_of_another_shape_is_named(ranks: Ranks) -> None:
     for optimizer, chunk in ranks(2)(attaching.of_another_shape):
         assert "DistributedOptimizer, has no model_float16_groups" in optimizer

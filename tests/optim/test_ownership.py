@@ -109,6 +109,7 @@ def averaged_copies() -> None:
         copies.append((twin, weight_bytes(twin)))
         twin.backward(7, trainer.rank)
         assert twin.get_parameter("norm").grad is not None
+        twin.zero_grad()  # or the next step says that nobody trains the copy
     for twin, then in copies:
         for name, held in then.items():
             casts.assert_same_bytes(weight_bytes(twin)[name], held, name)

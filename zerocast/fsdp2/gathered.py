@@ -75,7 +75,6 @@ class Gathered:
             self.inner.append(buffers[scales.name])
             self._fills.append(Fill(scales, shards, self._side, buffers[scales.name], spec.padding))
         self.weight = QuantizedWeight.of_buffers(shard.shape, shard.format, dtype, buffers)
-        self.weight.state.was_cast = True
         self.weight.state.columnwise_on_demand = True
 
     def _scalar(self, offset: int) -> Tensor:

@@ -63,7 +63,7 @@ class Master:
         self._gathered: Gathered | None = None
         self.gather: Gather  # of the weights that FSDP2 gathers with it, once it has sharded the model
         self._header = -1, CLEAN  # of which cast, and what it says
-        self.freshness = Freshness(owner=weakref.ref(casts), advice=ADVICE)
+        self.freshness = Freshness(owner=weakref.ref(casts), has_masters=True, advice=ADVICE)
 
     def __deepcopy__(self, memo: Any) -> "Master":
         """Itself: `async_save` copies shards with what they point to, and the copy is a state of the same weight."""

@@ -20,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.agreement import roll_call
 from zerocast.group import Flight, Group
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
+from zerocast.optim.idle import IdleParameters
+from zerocast.optim.owners import TAKEN_OVER
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
@@ -96,6 +98,7 @@ class GradientReducer:
         self._reduced = False  # a round has run since `reset`
         self._unreduced = False  # no_sync has been entered since the last round; set so, it is the same on every rank
         self._changed = False
+        self._idle = IdleParameters()
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
         self._company: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
@@ -143,7 +146,7 @@ class GradientReducer:
     def finish(self) -> bool:
         """Make `shard` complete: reduce what no round has covered. Whether it may have changed since the last call."""
         if self._taken_over:
-            raise RuntimeError("another optimizer was built over these parameters: this one gets no gradients any more")
+            raise RuntimeError(TAKEN_OVER)
         if self._launched is not None:
             raise RuntimeError(DIED)
         if not self._reduced or self._unreduced:
@@ -182,6 +185,7 @@ class GradientReducer:
                 self._take(self._spare, self._buckets[index], self._buckets[index].numel).zero_()
             )
         gradient = slot.parameter.grad
+        self._idle.note(slot.name, gradient is not None)
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 raise RuntimeError(

@@ -32,14 +32,15 @@ from zerocast.optim.gradients import GradientReducer, has_company
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder
 from zerocast.optim.own_groups import free_groups, group_of_its_own
+from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
+from zerocast.owners import check_gradients
 from zerocast.verification import verify
 from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 STAGES = (1, 2)
-Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
 
 
 class ZeroAdamW(torch.optim.Optimizer):
@@ -55,7 +56,9 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial values are everyone's. Raises
     ValueError for doubly named parameters, for values out of range and for settings that differ between ranks, TypeError
-    for unnamed parameters, on every rank if on any. The last optimizer that is built over a parameter gets its gradients.
+    for unnamed parameters, RuntimeError for a QuantizedWeight that was never cast and for one that another owner writes, such as an
+    attached CastPlan, on every rank if on any. The last ZeroAdamW that is built over a parameter takes it over; the one before
+    raises at whatever would write weights.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         try:
             super().__init__(_trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             named = _check(self.param_groups, stage)
+            check_owners(named)
             backends.choose(named[0][1].device, self._config.backend)
             company = has_company(self._group, [parameter for _, parameter, _ in named])
             settings = f"stage {stage}, {self._config}, {[_hyperparameters(group) for group in self.param_groups]}"
@@ -112,6 +116,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._square_sum: Tensor | None = None
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._weights.plan.freshness.owner = weakref.ref(self)
+        self._weights.plan.freshness.has_masters = False  # of these parameters alone: a claim says which
+        self._claim = take_over(named)
         self._steps = 0
         self._weights.recast()
         self._caller.number = 1
@@ -146,6 +152,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         parameters that are not on a CUDA device, and for the reference backend.
         """
         self._weights.check_whole()
+        self._check_owns()
         check_capturable(self._masters.master.device, self._weights.plan.backend)
         before = functools.partial(self._before, "" if max_norm is None else f", clipped to {max_norm:.6g}")
         return CapturedStep(self._device, self._weights, before, self._after, max_norm)
@@ -153,11 +160,17 @@ class ZeroAdamW(torch.optim.Optimizer):
     def _before(self, clipped: str = "") -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
         self._weights.check_whole()
+        check_gradients()
         self._finish_gradients()
         if debugging():
             self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
         self._hyperparameters.refresh(self.param_groups)
         self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.says}")
+
+    def _check_owns(self) -> None:
+        """RuntimeError once a newer optimizer has taken a parameter over."""
+        if self._claim.ended:
+            raise RuntimeError(TAKEN_OVER)
 
     def _after(self) -> None:
         """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
@@ -192,6 +205,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         return self._square_sum
 
     def _finish_gradients(self) -> None:
+        self._check_owns()
         if self._reducer.finish():
             self._square_sum = None
 
@@ -250,6 +264,7 @@ class ZeroAdamW(torch.optim.Optimizer):
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
+        self._check_owns()
         if self._weights.plan.freshness.is_torn:
             self.zero_grad()
         with self._weights.writing("loading a checkpoint"):
@@ -262,6 +277,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         ValueError, with nothing changed, for missing names and other shapes. After a step that raised half-way this makes the
         optimizer whole again, and forgets the gradients of that step.
         """
+        self._check_owns()
         self._state.check(state_dict)
         with self.overwriting():
             self._state.load(state_dict)
