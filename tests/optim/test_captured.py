@@ -64,7 +64,7 @@ def traffic_of_a_step(case: Case) -> list[str]:
         trainee.ordinary_step()
     trainee.gradients(2)
     trainee.change_rates(1)
-    trainee.optimizer._finish_gradients()
+    trainee.optimizer._reducer.finish()
     with HostTraffic() as traffic:
         trainee.ordinary_step()
     return traffic.found
@@ -86,7 +86,7 @@ def test_torch_sees_no_wait_on_a_gpu(tensor_lr):
         trainee.ordinary_step()
     trainee.gradients(2)
     trainee.change_rates(1)
-    trainee.optimizer._finish_gradients()
+    trainee.optimizer._reducer.finish()
     torch.cuda.set_sync_debug_mode("error")
     try:
         trainee.ordinary_step()

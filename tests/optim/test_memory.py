@@ -16,7 +16,7 @@ from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.selection import worlds
 from zerocast import ZeroAdamW, ZeroConfig, get_format, layout
-from zerocast.optim import gradients
+from zerocast.optim import reduction
 
 LAYERS, WIDTH = 10, 128
 LAYER = WIDTH * WIDTH
@@ -65,7 +65,7 @@ def peak_after_a_discarded_optimizer() -> int:
         cycle: list[Any] = [ZeroAdamW(layers(None).named_parameters())]
         cycle.append(cycle)
         del cycle
-        with mock.patch.object(gradients._Reduction, "is_complete", return_value=False):  # a slow network
+        with mock.patch.object(reduction.Reduction, "is_complete", return_value=False):  # a slow network
             return peak_of_a_backward_pass(None, 2, False, 1)
     finally:
         gc.enable()

@@ -23,7 +23,7 @@ class DeviceStep:
         order: that of a deterministic norm, or None for the library's.
 
     `count` and `skipped`, int64[1], are the steps taken and skipped; `clip`, f32[1], is what the gradients of the coming step are
-    multiplied by, 1 again after it.
+    multiplied by, 1 again after it; `clipped` says that the host asked for it, outside of a graph.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class DeviceStep:
         self.count = torch.zeros(1, dtype=torch.int64, device=gradients.device)
         self.skipped = torch.zeros_like(self.count)
         self.clip = torch.ones(1, dtype=torch.float32, device=gradients.device)
+        self.clipped = False
 
     def square_sum(self) -> Tensor:
         """Sum of squares of the averaged gradient, f64[], the same on every rank."""
@@ -50,6 +51,14 @@ class DeviceStep:
     def clip_to(self, max_norm: float, norm: Tensor) -> None:
         """Let the update scale gradients of f32[] `norm` so that it becomes at most `max_norm`."""
         self.clip.copy_(clip_factor(norm, max_norm))
+
+    def apply_clip(self) -> bool:
+        """Scale the gradients now, since somebody reads or changes them before the update. False if there was nothing to scale."""
+        clipped, self.clipped = self.clipped, False
+        if clipped:
+            self._gradients.mul_(self.clip)
+            self.clip.fill_(1.0)
+        return clipped
 
     def update(self, square_sum: Tensor) -> None:
         """Adam, and the cast of what the masters become. A sum that is not finite changes nothing but `skipped`."""

@@ -2,7 +2,8 @@
 
 Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket order, on every rank, whatever
 parameters got a gradient there; what did not counts as zero. Hooks start a bucket as soon as it and all before it are complete, the
-end of the backward pass starts the rest. Two buffers alternate: one fills while the other is being reduced.
+end of the backward pass starts the rest. Two buffers alternate: one fills while the other is being reduced. Afterwards the gradient
+of every parameter is a `ReducedGradient`, whether it took part or not, so that all ranks find the same.
 
 A backward pass that dies takes its end with it. That is noticed, and refused until `zero_grad` of the optimizer has cleared
 it away.
@@ -18,51 +19,28 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.agreement import roll_call
-from zerocast.group import Flight, Group
-from zerocast.optim.bucket import Bucket, Slot, flat_numel
+from zerocast.group import Group
+from zerocast.optim.bucket import Bucket
+from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.idle import IdleParameters
+from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.owners import TAKEN_OVER
+from zerocast.optim.reduced_gradient import GradientPart
+from zerocast.optim.reduction import Buffers, Filling, Reduction
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
+RUNNING = "gradients are being reduced: read them, or change them, after the backward pass"
+INSIDE = (
+    "inside no_sync() gradients are those of this rank alone: clip and read them after the backward pass that follows it, or let "
+    "clip_grad_norm_ of the optimizer reduce them"
+)
+USED_UP = (
+    "this gradient was used up by step(), or forgotten by zero_grad(): it is there from a backward pass to the step; call "
+    "zero_grad() after each step"
+)
 
 ROUND = "reduces the gradients of a backward pass"
-
-
-class _Reduction:
-    """One bucket on its way: the filled buffer, and this rank's part of the result."""
-
-    def __init__(
-        self, bucket: Bucket, group: Group, full: Tensor, result: Tensor, deterministic: bool, adds: bool, what: str
-    ) -> None:
-        self.bucket, self.full, self.result, self.adds = bucket, full, result, adds
-        self._ranks, self._deterministic = group.size, deterministic
-        collective = group.all_to_all if deterministic else group.reduce_scatter_mean
-        self._work: Flight | None = collective(result, full, async_op=True, what=what)
-
-    def is_complete(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> Tensor:
-        """The mean over the ranks; deterministic: added in rank order in FP32."""
-        if self._work is not None:
-            self._work.wait()
-        if not self._deterministic:
-            return self.result
-        first, *others = self.result.view(self._ranks, -1).unbind()
-        total = first.float()
-        for part in others:
-            total = total + part.float()
-        return total / self._ranks
-
-
-class _Filling:
-    """A bucket that backward hooks are filling."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self.arrived: set[int] = set()
 
 
 class _End:
@@ -76,28 +54,40 @@ class _End:
 
 
 class GradientReducer:
-    """Reduces gradients of `buckets`; `shard` holds this rank's sums of means since `reset`, f32 in the layout of the masters.
+    """Reduces gradients of `buckets`; `gradients` holds this rank's sums of means since `reset`.
 
-    With `stage` 2 a gradient is freed as soon as it is in a bucket and every round adds to the shard. With stage 1
-    gradients stay on their parameters, accumulated by autograd, and a round replaces the shard.
+    With `stage` 2 a gradient is freed as soon as it is in a bucket and every round adds to what was reduced. With stage 1 the
+    gradients of this rank are kept, each backward pass adds to them in their own dtype, and a round reduces the sum anew; once what
+    was reduced has been changed (clipped, for one), it stays as it was changed, and later rounds add to it as with stage 2.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], group: Group, stage: int, deterministic: bool, device: torch.device
+        self,
+        buckets: Sequence[Bucket],
+        group: Group,
+        stage: int,
+        deterministic: bool,
+        device: torch.device,
+        norms: ParameterNorms,
     ) -> None:
         self.synchronise = True
-        self.shard = torch.zeros(flat_numel(list(buckets)), dtype=torch.float32, device=device)
-        self._buckets, self._group, self._stage, self._deterministic = list(buckets), group, stage, deterministic
-        self._place = {id(slot.parameter): (b, slot) for b, bucket in enumerate(buckets) for slot in bucket.slots}
-        self._spare: list[Tensor] = []
-        self._results: list[Tensor] = []
-        self._flying: list[_Reduction] = []
-        self._filling: dict[int, _Filling] = {}
+        self.gradients = GradientShard(buckets, group, norms, device, self)
+        self._buckets, self._group, self._deterministic = list(buckets), group, deterministic
+        self._stage = self._adds_from = stage  # 2 once rounds add to what was reduced
+        parts = iter(self.gradients.parts)
+        self._parts = [[next(parts) for _ in bucket.slots] for bucket in buckets]
+        self._place = {
+            id(slot.parameter): (index, part)
+            for index, bucket in enumerate(buckets)
+            for slot, part in zip(bucket.slots, self._parts[index], strict=True)
+        }
+        self._spare, self._results = Buffers(self._buckets, device), Buffers(self._buckets, device)
+        self._flying: list[Reduction] = []
+        self._filling: dict[int, Filling] = {}
         self._launched: int | None = None  # buckets started in this round; None between rounds
         self._end: weakref.ref[_End] | None = None  # of the backward pass that this round belongs to
         self._reduced = False  # a round has run since `reset`
         self._unreduced = False  # no_sync has been entered since the last round; set so, it is the same on every rank
-        self._changed = False
         self._idle = IdleParameters()
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
@@ -121,6 +111,7 @@ class GradientReducer:
         if self._place.keys() & other._place.keys():
             self._taken_over = True
             _remove(self._hooks)
+            self.gradients.leave()
         elif not self._taken_over and self._group.size > 1 and other._group.size > 1:
             self._company.add(other)
             other._company.add(self)
@@ -133,29 +124,78 @@ class GradientReducer:
     def hold(self, synchronise: bool) -> bool:
         """Whether backward passes are rounds from now on; returns what held before."""
         before, self.synchronise = self.synchronise, synchronise
-        self._unreduced |= not synchronise
+        self._unreduced |= not (synchronise and before)
+        self._look()
+        if (
+            synchronise and not before
+        ):  # from here on gradients are read as reduced ones, of the same parameters on every rank
+            self.gradients.collect_all(self._reduced)
         return before
 
     def reset(self) -> None:
         """Forget what was reduced; the next round starts from zero. A backward pass that died half-way is forgotten too."""
+        if self._stage == 1 or self._unreduced or self._launched is not None:
+            self.gradients.drop_local()
         self._reduced = self._unreduced = False
-        self._spare += [filling.buffer for filling in self._filling.values()]
+        for filling in self._filling.values():
+            self._spare.give(filling.buffer)
         self._filling.clear()
-        self._launched = None
+        self._launched, self._adds_from = None, self._stage
+        self._look()
 
-    def finish(self) -> bool:
-        """Make `shard` complete: reduce what no round has covered. Whether it may have changed since the last call."""
+    @property
+    def _adds(self) -> bool:
+        """Whether rounds add to what was reduced; else they reduce the sum of all backward passes anew."""
+        return self._adds_from == 2
+
+    def _look(self) -> None:
+        self.gradients.keeps_local = not (self.synchronise and self._adds)
+
+    def changed_by_hand(self) -> None:
+        """What was reduced is no longer what another reduction would give: later rounds add to it."""
+        if not self._adds:
+            self._adds_from = 2
+            self.gradients.drop_local()
+            self._look()
+
+    def complete(self) -> None:
+        """Reduce what no round has covered; RuntimeError where there is no reduced gradient."""
+        self._check_open()
+        if not self.synchronise:
+            raise RuntimeError(INSIDE)
+        if not (self._reduced or self._unreduced):
+            raise RuntimeError(USED_UP)
+        self._reduce()
+
+    def finish(self) -> None:
+        """The same before a step or a norm, which take a gradient that is not there for zero."""
+        self._check_open()
+        self._reduce()
+        self.gradients.zero_removed()
+
+    def land(self) -> None:
+        """Wait for the reductions that were started."""
+        self._check_open()
+        self._land(wait=True)
+
+    def _check_open(self) -> None:
         if self._taken_over:
             raise RuntimeError(TAKEN_OVER)
         if self._launched is not None:
-            raise RuntimeError(DIED)
+            running = self._end is not None and self._end() is not None
+            raise RuntimeError(RUNNING if running else DIED)
+
+    def _reduce(self) -> None:
         if not self._reduced or self._unreduced:
-            self.roll_call(ROUND)
-            self._launched = 0
+            self._begin()
             self.end_round()
         self._land(wait=True)
-        changed, self._changed = self._changed, False
-        return changed
+
+    def _begin(self) -> None:
+        """A round: gradients are added to what a clip so far has left."""
+        self.roll_call(ROUND)
+        self.gradients.apply_clip()
+        self._launched = 0
 
     def roll_call(self, what: str) -> None:
         """In debug mode: RuntimeError on every rank unless all of them are here."""
@@ -163,40 +203,44 @@ class GradientReducer:
 
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
+        index, part = self._place[id(parameter)]
+        self.gradients.collect(part, self._reduced)
         if not self.synchronise:
             return
         if self._launched is None:
-            self.roll_call(ROUND)
-            self._launched, end = 0, _End(self)
+            self._begin()
+            end = _End(self)
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
         elif self._end is None or self._end() is None:
             raise RuntimeError(DIED)
-        index, slot = self._place[id(parameter)]
+        assert self._launched is not None
         if index < self._launched:
-            raise RuntimeError(f"a second gradient of {slot.name} in one backward pass: {TWICE}")
-        self._fill(index, slot)
+            raise RuntimeError(f"a second gradient of {part.name} in one backward pass: {TWICE}")
+        self._fill(index, part)
         self._launch_complete()
 
-    def _fill(self, index: int, slot: Slot) -> None:
+    def _fill(self, index: int, part: GradientPart) -> None:
         filling = self._filling.get(index)
         if filling is None:
-            filling = self._filling[index] = _Filling(
-                self._take(self._spare, self._buckets[index], self._buckets[index].numel).zero_()
-            )
-        gradient = slot.parameter.grad
-        self._idle.note(slot.name, gradient is not None)
+            buffer = self._spare.take(self._buckets[index], self._buckets[index].numel).zero_()
+            filling = self._filling[index] = Filling(buffer)
+        if part.forgotten:
+            filling.forgotten.append(part)
+            part.forgotten = False
+        gradient = part.local
+        self._idle.note(part.name, gradient is not None)
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
-                    f"the gradient of {slot.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
+                    f"the gradient of {part.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
                 )
-            target = filling.buffer[slot.offset : slot.offset + slot.numel]
-            more = self._stage == 2 and slot.offset in filling.arrived  # a nested backward pass brought the first part
+            target = filling.buffer[part.offset : part.offset + part.numel]
+            more = self._adds and part.offset in filling.arrived  # a nested backward pass brought the first part
             target.add_(gradient.detach().reshape(-1)) if more else target.copy_(gradient.detach().reshape(-1))
-            filling.arrived.add(slot.offset)
-            if self._stage == 2:
-                slot.parameter.grad = None
+            filling.arrived.add(part.offset)
+            if self._adds:
+                part.local = None
 
     def _launch_complete(self) -> None:
         assert self._launched is not None
@@ -206,7 +250,7 @@ class GradientReducer:
                 return
             self._launch(filling)
 
-    def _launch(self, filling: _Filling) -> None:
+    def _launch(self, filling: Filling) -> None:
         assert self._launched is not None
         index, self._launched = self._launched, self._launched + 1
         del self._filling[index]
@@ -215,45 +259,33 @@ class GradientReducer:
         result = filling.buffer
         if self._group.size > 1:
             parts = self._group.size if self._deterministic else 1
-            result = self._take(self._results, bucket, parts * bucket.shard_numel)
-        adds = self._reduced and self._stage == 2
+            result = self._results.take(bucket, parts * bucket.shard_numel)
+        adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
-        self._flying.append(_Reduction(bucket, self._group, filling.buffer, result, self._deterministic, adds, what))
+        self._flying.append(Reduction(bucket, self._group, filling, result, self._deterministic, adds, what))
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""
         assert self._launched is not None
         for index in range(self._launched, len(self._buckets)):
-            bucket = self._buckets[index]
             present = self._filling[index].arrived if index in self._filling else set()
-            for slot in bucket.slots:
-                if slot.offset not in present:
-                    self._fill(index, slot)
+            for part in self._parts[index]:
+                if part.offset not in present:
+                    self.gradients.collect(part, self._reduced)
+                    self._fill(index, part)
             self._launch(self._filling[index])
         self._land(wait=not self._company)
-        self._launched, self._unreduced = None, False
-        self._reduced = self._changed = True
+        self._launched, self._unreduced = None, not self.synchronise
+        self._reduced = True
+        self.gradients.everything_changed()
 
     def _land(self, wait: bool) -> None:
         while self._flying and (wait or self._flying[0].is_complete()):
             reduction = self._flying.pop(0)
-            bucket, mean = reduction.bucket, reduction.wait()
-            target = self.shard[bucket.start : bucket.start + bucket.shard_numel]
-            target.add_(mean) if reduction.adds else target.copy_(mean)
-            self._spare.append(reduction.full)
+            reduction.land(self.gradients.flat)
+            self._spare.give(reduction.full)
             if reduction.result is not reduction.full:
-                self._results.append(reduction.result)
-
-    def _take(self, spare: list[Tensor], bucket: Bucket, numel: int) -> Tensor:
-        """The first `numel` elements of a spare buffer; a new one has room for any bucket of the dtype, so that all are alike."""
-        dtype = bucket.storage.grad_dtype
-        largest = (
-            max(b.shard_numel for b in self._buckets if b.storage.grad_dtype == dtype) * numel // bucket.shard_numel
-        )
-        for index, buffer in enumerate(spare):
-            if buffer.dtype == dtype:
-                return spare.pop(index)._base[:numel]  # type: ignore[index]
-        return torch.empty(largest, dtype=dtype, device=self.shard.device)[:numel]
+                self._results.give(reduction.result)
 
 
 _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()

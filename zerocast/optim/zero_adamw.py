@@ -30,7 +30,7 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import DeviceStep
 from zerocast.optim.gradients import GradientReducer, has_company
 from zerocast.optim.masters import Masters
-from zerocast.optim.norm import LogicalOrder
+from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.own_groups import free_groups, group_of_its_own
 from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
 from zerocast.optim.state import ZeroState
@@ -104,16 +104,17 @@ class ZeroAdamW(torch.optim.Optimizer):
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
         self._masters = Masters(buckets, group, device, config.moment_dtype)
         self._weights = ShardedWeights(buckets, self._masters, group, config)
-        self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device)
         names = [name for name, _, _ in named]
         order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
+        norms = ParameterNorms(buckets, reduction_group, order, device)
+        self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device, norms)
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
-        self._device = DeviceStep(
-            self._reducer.shard, self._masters, self._weights, self._hyperparameters, order, group
-        )
+        flat = self._reducer.gradients.flat
+        self._device = DeviceStep(flat, self._masters, self._weights, self._hyperparameters, order, group)
+        self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported = 0
         self._clipped = ""  # to what, since the last step
-        self._square_sum: Tensor | None = None
+        self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._weights.plan.freshness.owner = weakref.ref(self)
         self._weights.plan.freshness.has_masters = False  # of these parameters alone: a claim says which
@@ -126,7 +127,8 @@ class ZeroAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of masters, moments and weights. A non-finite gradient anywhere skips it on every rank, nothing changed.
 
-        Uses the gradients up: with stage 2 the next backward pass starts from zero. Returns what `closure` returned, or None.
+        Uses the gradients up: the next backward pass starts from zero. A parameter whose `grad` is None counts as zero. Returns
+        what `closure` returned, or None.
         What raises before masters are written (a gradient that is not reduced, out of memory) changes nothing: `zero_grad()` and
         go on. What raises later leaves an optimizer that says so at every call, until a state is loaded.
         """
@@ -154,7 +156,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._weights.check_whole()
         self._check_owns()
         check_capturable(self._masters.master.device, self._weights.plan.backend)
-        before = functools.partial(self._before, "" if max_norm is None else f", clipped to {max_norm:.6g}")
+        before = self._before if max_norm is None else functools.partial(self._before_clipping, max_norm)
         return CapturedStep(self._device, self._weights, before, self._after, max_norm)
 
     def _before(self, clipped: str = "") -> None:
@@ -172,10 +174,15 @@ class ZeroAdamW(torch.optim.Optimizer):
         if self._claim.ended:
             raise RuntimeError(TAKEN_OVER)
 
+    def _before_clipping(self, max_norm: float) -> None:
+        """The same of a graph that clips: it overwrites the factor of a clip before it."""
+        self._before(f", clipped to {max_norm:.6g}")
+        self._apply_clip()
+
     def _after(self) -> None:
         """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
         self._weights.done()
-        self._square_sum, self._clipped = None, ""
+        self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
         self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
@@ -188,33 +195,41 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Scale the coming step's gradients so that their global norm is at most `max_norm`; returns the norm before, f32[].
 
         The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
+        `torch.nn.utils.clip_grad_norm_` does the same, but takes a kernel for each gradient where this one scales in the update.
         """
         self._weights.check_whole()
         self._finish_gradients()
         self._reducer.roll_call(f"clips gradients to {max_norm}")
+        self._apply_clip()
         norm = self._reduced_square_sum().sqrt().float()
         self._device.clip_to(max_norm, norm)
         self._clipped = f", clipped to {max_norm:.6g}"
+        self._device.clipped = True
+        self._reducer.changed_by_hand()
         return norm
+
+    def _apply_clip(self) -> None:
+        """What was clipped already has the norm that it was clipped to."""
+        if self._device.apply_clip():
+            self._reducer.gradients.everything_changed()
 
     def _reduced_square_sum(self) -> Tensor:
         """Sum of squares of the averaged gradient, f64[], the same on every rank."""
-        self._finish_gradients()
-        if self._square_sum is None:
-            self._square_sum = self._device.square_sum()
-        return self._square_sum
+        version = self._reducer.gradients.version
+        if self._square_sum is None or self._square_sum[0] != version:
+            self._square_sum = version, self._device.square_sum()
+        return self._square_sum[1]
 
     def _finish_gradients(self) -> None:
         self._check_owns()
-        if self._reducer.finish():
-            self._square_sum = None
+        self._reducer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, reduced or not."""
-        super().zero_grad(set_to_none)
         self._device.clip.fill_(1.0)
-        self._clipped = ""
+        self._clipped, self._device.clipped = "", False
         self._reducer.reset()
+        super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

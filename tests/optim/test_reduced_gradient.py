@@ -1,0 +1,301 @@
+"""What can be done with a reduced gradient: every operator and every function of torch is defined, or raises; none reads noise."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import get_ignored_functions, get_overridable_functions, get_testing_overrides, resolve_name
+
+import zerocast
+from tests.optim.probe import BF16, FP32, MIXED
+from tests.optim.runs import Run, Trainer
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+from zerocast.optim import reduced_gradient
+from zerocast.optim.reduced_gradient import ReducedGradient
+
+LOGICAL = ZeroConfig(bucket_size=4096, deterministic=True)
+
+
+def trained(stage: int = 2) -> Trainer:
+    trainer = Trainer(Run(stage=stage, config=LOGICAL))
+    trainer.probe.backward(3, dist.get_rank() if dist.is_initialized() else 0)
+    return trainer
+
+
+def gradient(shape: tuple[int, ...] = (8, 8)) -> tuple[ReducedGradient, ZeroAdamW]:
+    """A reduced gradient with the optimizer that keeps it alive."""
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = ZeroAdamW([("w", parameter)], config=LOGICAL)
+    (parameter * 3.0).sum().backward()
+    assert isinstance(parameter.grad, ReducedGradient)
+    return parameter.grad, optimizer
+
+
+def aten_operators() -> Iterator[Any]:
+    """Every overload of aten's."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace == "aten":
+            packet = getattr(torch.ops.aten, rest.partition(".")[0], None)
+            for overload in packet.overloads() if packet is not None else ():
+                yield getattr(packet, overload)
+
+
+def test_every_operator_is_defined_or_raises():
+    """In the dispatcher nothing passes by the table."""
+    held, _optimizer = gradient()
+    operators = set(aten_operators())
+    assert len(operators) > 1500
+    assert reduced_gradient.defined() <= operators
+    for operator in operators - reduced_gradient.defined():
+        with pytest.raises(RuntimeError, match=r"not defined on the reduced gradient of w.*full_tensor\(\)"):
+            ReducedGradient.__torch_dispatch__(operator, (ReducedGradient,), (held,))
+
+
+# functions with a meaning; the rest of what may return asks for no element, or returned the gradient itself
+NORMS = {"linalg_vector_norm", "linalg_norm", "matrix_norm", "vector_norm", "norm", "nuclear_norm"}
+METADATA = reduced_gradient._ASKED | {
+    "is_nonzero",
+    "is_neg",
+    "is_conj",
+    "is_distributed",
+    "is_pinned",
+    "is_tensor",
+    "is_storage",
+}
+METADATA |= {
+    "__get__",
+    "__repr__",
+    "__format__",
+    "result_type",
+    "can_cast",
+    "is_coalesced",
+    "output_nr",
+    "_is_zerotensor",
+}
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """What can be overridden of torch, its tensors and torch.nn.functional."""
+    ignored = get_ignored_functions()
+    found = {}
+    for functions_of in get_overridable_functions().values():
+        for function in functions_of:
+            if function not in ignored and resolve_name(function):
+                found[str(resolve_name(function))] = function
+    return found
+
+
+def test_no_function_reads_noise():
+    """Each is called with a reduced gradient for every argument that it needs; no tensor and no number may come of it."""
+    overrides, silent = get_testing_overrides(), []
+    held, _optimizer = gradient()
+    for name, function in functions().items():
+        needed = inspect.signature(overrides.get(function, lambda only: None)).parameters.values()
+        args = [held for p in needed if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+        try:
+            result = function(*args)
+        except Exception:
+            continue
+        results = result if isinstance(result, tuple | list) else [result]
+        known = name.rpartition(".")[2] in NORMS | METADATA | reduced_gradient._ASKED
+        if not known and not any(isinstance(each, ReducedGradient) for each in results):
+            silent.append((name, type(result)))
+    assert silent == []
+
+
+ESCAPES: dict[str, Callable[[Any], object]] = {
+    "numpy": lambda g: g.numpy(),
+    "asarray": np.asarray,
+    "item": lambda g: g[0].item(),
+    "float": float,
+    "bool": bool,
+    "tolist": lambda g: g.tolist(),
+    "index": lambda g: g[0],
+    "assign": lambda g: g.__setitem__(0, 1.0),
+    "iterate": list,
+    "dlpack": lambda g: g.__dlpack__(),
+    "from_dlpack": torch.from_dlpack,
+    "data_ptr": lambda g: g.data_ptr(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda g: torch.save(g, io.BytesIO()),
+    "clone": lambda g: g.clone(),
+    "to": lambda g: g.to(torch.float64),
+    "cpu": lambda g: g.half().cpu(),
+    "sum": lambda g: g.sum(),
+    "abs max": lambda g: g.abs().max(),
+    "isfinite": lambda g: torch.isfinite(g).all(),
+    "isnan": lambda g: g.isnan().any(),
+    "data sum": lambda g: g.data.sum(),
+    "detached view": lambda g: g.detach().view(-1),
+    "add": lambda g: g + 1,
+    "radd": lambda g: 1 + g,
+    "plain copy": lambda g: torch.zeros(8, 8).copy_(g),
+    "plain add": lambda g: torch.zeros(8, 8).add_(g),
+    "equal": lambda g: torch.equal(g, g),
+    "norm of rows": lambda g: g.norm(dim=1),
+    "kept dimensions": lambda g: torch.linalg.vector_norm(g, keepdim=True),
+    "norm below 0": lambda g: g.norm(-1),
+    "stack": lambda g: torch.stack([g, g]),
+    "zeros_like": torch.zeros_like,
+    "other shape": lambda g: g.add_(torch.ones(8)),
+    "set data": lambda g: setattr(g, "data", torch.ones(8, 8)),
+    "share": lambda g: g.share_memory_(),
+}
+
+
+@pytest.mark.notices(
+    "a reduced gradient is read, copied or computed with", where="ZeroAdamW", answer="raises, and names full_tensor()"
+)
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
+def test_escapes(escape):
+    held, _optimizer = gradient()
+    with pytest.raises((RuntimeError, ValueError), match="reduced gradient"):
+        escape(held)
+
+
+def test_the_storage_has_no_memory():
+    """It is asked for by compilers, which look whether tensors share one."""
+    held, _optimizer = gradient()
+    with pytest.raises(RuntimeError, match="not allocated"):
+        list(held.untyped_storage())
+
+
+def test_what_can_be_asked():
+    held, _optimizer = gradient((3, 5))
+    assert (held.shape, held.dtype, held.device.type, held.numel(), held.dim()) == ((3, 5), FP32, "cpu", 15, 2)
+    assert not (held.is_sparse or held.requires_grad or held.grad_fn)
+    assert "ReducedGradient(w, shape=(3, 5)" in f"{held} {held!r}"
+    assert isinstance(held, Tensor)
+    assert len({held}) == 1
+
+
+def changes() -> None:
+    """In place: on this rank's slice, what the same would do to the whole."""
+    trainer = trained()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainer.probe.parameters():
+        whole = parameter.grad.full_tensor()
+        noise = torch.randn(parameter.shape, generator=generator)
+        steps: list[Callable[[Any], object]] = [
+            lambda t: t.mul_(2.0),
+            lambda t: t.div_(torch.tensor(3.0)),
+            lambda t, n=noise: t.add_(n, alpha=0.5),
+            lambda t, n=noise: t.sub_(n),
+            lambda t: t.clamp_(min=-1.0).clamp_(max=1.0),
+            lambda t, n=noise: torch._foreach_mul_([t], [n]),
+            lambda t: torch._foreach_add_([t], 0.25),
+            lambda t: torch._foreach_clamp_max_([t], 0.5),
+            lambda t: t.neg_(),
+            lambda t: t.detach().mul_(1.5),
+            lambda t: t.data.mul_(1.5),
+            lambda t, n=noise: t.copy_(n).nan_to_num_(),
+            lambda t: t.add_(t.detach()),
+            lambda t: t.zero_(),
+        ]
+        for change in steps:
+            change(parameter.grad)
+            change(whole)
+            assert torch.equal(parameter.grad.full_tensor(), whole)
+        parameter.grad *= 2.0
+        parameter.grad += noise
+        assert torch.equal(parameter.grad.full_tensor(), noise)
+        wanted = noise.norm()
+        assert float(parameter.grad.norm()) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_changes_in_place(ranks):
+    ranks(3)(changes)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_by_autograd_alone(stage):
+    """`autograd.grad` neither sees nor disturbs what lies on the parameters."""
+    trainer = trained(stage)
+    parameters = [trainer.probe.get_parameter(name) for name in ("norm", "nv")]
+    before = [p.grad.full_tensor() for p in parameters]
+    loss = trainer.probe.loss({s.name: s.gradient(2, 0) for s in MIXED})
+    found = torch.autograd.grad(loss, parameters)
+    assert [type(g) for g in found] == [Tensor, Tensor]
+    assert all(torch.equal(p.grad.full_tensor(), b) for p, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_adds_to_a_reduced_gradient(stage):
+    parameter = nn.Parameter(torch.ones(8, 8))
+    optimizer = ZeroAdamW([("w", parameter)], stage=stage, config=LOGICAL)
+    for _ in range(3):
+        parameter.square().sum().backward(create_graph=True)
+    assert torch.equal(parameter.grad.full_tensor(), torch.full((8, 8), 6.0))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_compiled_with_reduced_gradients_in_place(stage):
+    """A second trace finds reduced gradients on the parameters."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    zerocast.quantize_(model, zerocast.Recipe({"0.weight": "fp8_current"}), dtype=FP32)
+    optimizer = ZeroAdamW(model.named_parameters(), stage=stage, config=LOGICAL)
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 16)
+    compiled(x).sum().backward()
+    once = model[1].weight.grad.full_tensor()
+    torch._dynamo.reset()
+    compiled(x).sum().backward()
+    assert torch.equal(model[1].weight.grad.full_tensor(), 2 * once)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("grad_dtype", [None, FP32, BF16])
+def test_the_dtype_is_that_of_gradients(grad_dtype):
+    """torch's setter takes it, for weights whose gradients are of another dtype than they are too."""
+    trainer = Trainer(Run(config=ZeroConfig(grad_dtype=grad_dtype)))
+    trainer.probe.backward(3, 0)
+    for parameter in trainer.probe.parameters():
+        wide = grad_dtype is FP32 and isinstance(parameter, QuantizedWeight)
+        assert parameter.grad.dtype is (FP32 if wide else parameter.dtype)
+        parameter.grad = parameter.grad
+
+
+def test_gradients_hold_no_model():
+    """A parameter and its gradient are no cycle that the garbage collector cannot see."""
+    trainer = trained()
+    parameters = [weakref.ref(p) for p in trainer.probe.parameters()]
+    gradients = [weakref.ref(p.grad) for p in trainer.probe.parameters()]
+    del trainer
+    gc.collect()
+    assert all(reference() is None for reference in parameters + gradients)
+
+
+def debugged(stage: int) -> str:
+    """Ranks that clip apart."""
+    zerocast.set_debug(True)
+    try:
+        trainer = trained(stage)
+        if dist.get_rank():
+            trainer.optimizer.step()
+        else:
+            nn.utils.clip_grad_norm_(trainer.probe.parameters(), 1.0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        zerocast.set_debug(False)
+    return ""
+
+
+def test_debug_mode_names_a_reading_that_others_do_not_make(ranks):
+    for said in ranks(2)(debugged, 2):
+        assert "ranks make different calls" in said
+        assert "reads norms of gradients" in said

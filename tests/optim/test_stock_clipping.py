@@ -1,0 +1,453 @@
+"""Gradients after a backward pass: clipping and scaling by torch's own functions give the global truth, and the step uses it."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from tests.optim.probe import FP32, MIXED, Probe, Spec
+from tests.optim.runs import ADAM, Run, Trainer, boxes
+from tests.optim.traffic import recorded
+from tests.selection import worlds
+from zerocast import ZeroAdamW, ZeroConfig
+
+LIBRARY = ZeroConfig(bucket_size=4096)
+LOGICAL = ZeroConfig(bucket_size=4096, deterministic=True)
+CASES = [(2, LIBRARY), (1, LOGICAL), pytest.param(1, LIBRARY, marks=pytest.mark.slow)]
+CASES += [pytest.param(2, LOGICAL, marks=pytest.mark.slow)]
+IDS = ["2 library", "1 logical", "1 library", "2 logical"]
+BUSY = 3  # a step whose gradients are neither tiny nor huge
+INF = math.inf
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that are left to the slow tests."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
+    ]
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def ulps(a: Tensor, b: Tensor) -> float:
+    """The distance of two FP32 numbers, in ulp of the second."""
+    b = b.double()
+    return float((a.double() - b).abs() / (torch.finfo(FP32).eps * 2.0 ** b.abs().log2().floor())) if b else float(a)
+
+
+def gradients(trainer: Trainer) -> list[Any]:
+    return [parameter.grad for parameter in trainer.probe.parameters()]
+
+
+def full(trainer: Trainer) -> Tensor:
+    """All gradients end to end, f64."""
+    return torch.cat([gradient.full_tensor().reshape(-1) for gradient in gradients(trainer)]).double()
+
+
+def masters(trainer: Trainer) -> list[Tensor]:
+    return [box.clone() for held in trainer.optimizer.state_dict()["model"].values() for _, box in boxes(held)]
+
+
+def differ(ours: Trainer, theirs: Trainer) -> float:
+    """The largest difference of masters, which a step moves by up to the learning rate of 1e-2."""
+    pairs = zip(masters(ours), masters(theirs), strict=True)
+    return max([float((a - b).abs().max()) for a, b in pairs if a.numel()])
+
+
+def expected(trainer: Trainer, step: int) -> Tensor:
+    """The averaged gradient of one backward pass by arithmetic, end to end in the order of `full`."""
+    sums = []
+    for spec in trainer.run.specs:
+        (mean,) = trainer.run.rounds(spec, step, world())
+        sums.append(torch.tensor(mean).reshape(-1))
+    return torch.cat(sums).double()
+
+
+def norms(stage: int, config: ZeroConfig) -> None:
+    """Every norm that torch can be asked for, against arithmetic on the whole gradient; one collective for each type."""
+    trainer = Trainer(Run(stage=stage, config=config))
+    trainer.probe.backward(BUSY, rank())
+    whole = expected(trainer, BUSY)
+    assert float((full(trainer) - whole).norm() / whole.norm()) <= (
+        0.01 if config is LIBRARY else 0.0
+    )  # reduced in bf16
+    values = full(trainer)
+    fast = trainer.optimizer.clip_grad_norm_(1e30)
+    for norm_type in (2.0, INF, 1.0, 3.0):
+        for foreach in (None, True, False):
+            with recorded() as log:
+                total = get_total_norm(gradients(trainer), norm_type, foreach=foreach)
+            wanted = torch.linalg.vector_norm(values, norm_type)
+            assert ulps(total, wanted.float()) <= 4, (norm_type, foreach, total, wanted)
+            assert len(log) == (1 if foreach is None and world() > 1 else 0), (norm_type, foreach, log)
+    assert ulps(get_total_norm(gradients(trainer)), fast) <= 4
+    assert gradients(trainer)[0].norm().dtype == FP32
+    some = gradients(trainer)[3:7]
+    of_some = torch.cat([gradient.full_tensor().reshape(-1) for gradient in some]).double().norm()
+    assert ulps(get_total_norm(some), of_some.float()) <= 4
+    per_parameter = [ulps(g.norm(), g.full_tensor().double().norm().float()) for g in gradients(trainer)]
+    assert max(per_parameter) <= 1
+
+
+@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
+@pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
+def test_norms(ranks, count, stage, config):
+    ranks(count)(norms, stage, config)
+
+
+def clipped(stage: int, config: ZeroConfig, how: str) -> tuple[float, float, list[float]]:
+    """(ulp from the fast way, difference of masters from it, norms) of a run that is clipped by torch in three steps."""
+    ours, theirs = (Trainer(Run(stage=stage, config=config)) for _ in range(2))
+    worst, seen = 0.0, []
+    for step in (BUSY, 2, 4):
+        for trainer in (ours, theirs):
+            trainer.backward(step)
+        wanted = theirs.optimizer.clip_grad_norm_(1e-2)
+        parameters = list(ours.probe.parameters())
+        if how == "two calls":
+            found = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            clip_grads_with_norm_(parameters, 1e-2, found)
+        else:
+            foreach = {"foreach": True, "loop": False}.get(how)
+            found = clip_grad_norm_(parameters, 1e-2, foreach=foreach, error_if_nonfinite=True)
+        worst = max(worst, ulps(found, wanted))
+        seen.append(float(found))
+        for trainer in (ours, theirs):
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+    return worst, differ(ours, theirs), seen
+
+
+@pytest.mark.notices(
+    "gradients are clipped by torch.nn.utils.clip_grad_norm_, as HF Trainer, Lightning and accelerate do",
+    where="ZeroAdamW",
+    answer="the norm is that of all ranks, and the step uses the clipped gradient",
+)
+@pytest.mark.parametrize("count", worlds(3, slow=(1, 2)))
+@pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
+@pytest.mark.parametrize("how", ["default", "foreach", *slow("loop", "two calls")])
+def test_clipping_by_norm(ranks, count, stage, config, how):
+    by_rank = ranks(count)(clipped, stage, config, how)
+    assert len({tuple(seen) for _, _, seen in by_rank}) == 1
+    for worst, difference, _ in by_rank:
+        assert worst <= 4
+        assert difference <= 1e-5  # a step of 1e-2, of which rounding the clipped gradient is a part in 2 ** 22
+
+
+def nearly_nothing(stage: int) -> list[float]:
+    """A step of SGD-like size: with eps far above the gradient the update is proportional to it."""
+    moved = []
+    for max_norm in (1e-9, 1e30):
+        probe = Probe(MIXED)
+        optimizer = ZeroAdamW(probe.named_parameters(), lr=1e-2, eps=1.0, weight_decay=0.0, stage=stage, config=LIBRARY)
+        before = [box.clone() for held in optimizer.state_dict()["model"].values() for _, box in boxes(held)]
+        probe.backward(4, rank())
+        clip_grad_norm_(probe.parameters(), max_norm)
+        optimizer.step()
+        after = [box for held in optimizer.state_dict()["model"].values() for _, box in boxes(held)]
+        moved.append(max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True) if a.numel()))
+    return moved
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_tiny_max_norm_has_its_effect(ranks, stage):
+    for none, much in ranks(2)(nearly_nothing, stage):
+        assert much > 1e-3
+        assert none <= 1e-8
+
+
+def mixed_use(stage: int) -> dict[str, float]:
+    """Clips of both kinds one after the other and between backward passes: the differences from plain arithmetic on a twin."""
+    found: dict[str, float] = {}
+
+    def run(what: str, limits: tuple[float, ...], first: tuple[bool, ...], again: bool) -> None:
+        trainer = Trainer(Run(stage=stage, config=LOGICAL))
+        trainer.probe.backward(BUSY, rank())
+        value = full(trainer)
+        for limit, stock in zip(limits, first, strict=True):
+            parameters = list(trainer.probe.parameters())
+            norm = clip_grad_norm_(parameters, limit) if stock else trainer.optimizer.clip_grad_norm_(limit)
+            found[f"{what}: norm"] = float((norm - value.norm()).abs() / value.norm())
+            value = value * min(1.0, limit / (float(value.norm()) + 1e-6))
+        if again:
+            trainer.probe.backward(2, rank())
+            fresh = Trainer(Run(stage=stage, config=LOGICAL))
+            fresh.probe.backward(2, rank())
+            value = value + full(fresh)
+        found[what] = float((full(trainer) - value).norm() / value.norm())
+
+    run("stock, ours", (1e-2, 5e-3), (True, False), False)
+    run("ours, stock", (1e-2, 5e-3), (False, True), False)
+    run("ours, then a larger one", (5e-3, 1e-2), (False, False), False)
+    run("stock twice", (5e-3, 1e-2), (True, True), False)
+    run("stock, then another pass", (1e-2,), (True,), True)
+    run("ours, then another pass", (1e-2,), (False,), True)
+    return found
+
+
+@pytest.mark.notices(
+    "another backward pass, or another clip, follows a clip",
+    where="ZeroAdamW",
+    answer="it goes on from the clipped gradient",
+)
+@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clips_in_a_row(ranks, count, stage):
+    for found in ranks(count)(mixed_use, stage):
+        assert max(found.values()) <= 1e-5, found
+
+
+def by_value(stage: int, foreach: bool | None) -> None:
+    trainer = Trainer(Run(stage=stage, config=LOGICAL))
+    trainer.probe.backward(BUSY, rank())
+    value = full(trainer)
+    limit = float(value.abs().median())
+    clip_grad_value_(trainer.probe.parameters(), limit, foreach=foreach)
+    assert torch.equal(full(trainer), value.float().clamp(-limit, limit).double())
+
+
+@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
+@pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, None)])
+def test_clipping_by_value(ranks, count, stage, foreach):
+    ranks(count)(by_value, stage, foreach)
+
+
+FLOATS = (
+    Spec("norm", (300,), dtype=FP32),
+    Spec("current", (13, 7), "fp8_current", FP32),
+    Spec("nv", (48, 112), "nvfp4", FP32),
+)
+
+
+def scaled(stage: int, bad_rank: int | None) -> tuple[float, float, list[bool]]:
+    """Three steps with GradScaler, one of them with an infinite gradient in one element on one rank, beside a run without."""
+    config = ZeroConfig(bucket_size=4096, grad_dtype=FP32)
+    ours, theirs = (Trainer(Run(FLOATS, stage=stage, config=config, options=(ADAM,))) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    took = []
+    for step in (BUSY, 2, 4):
+        values: dict[str, Any] = {spec.name: spec.gradient(step, rank()) for spec in FLOATS}
+        bad = step == 2 and bad_rank is not None
+        if bad and rank() == bad_rank:
+            values["norm"][299] = INF
+        before = masters(ours)
+        scaler.scale(ours.probe.loss(values)).backward()
+        scaler.unscale_(ours.optimizer)
+        norm = clip_grad_norm_(ours.probe.parameters(), 1e-2)
+        scaler.step(ours.optimizer)
+        scaler.update()
+        ours.probe.zero_grad()
+        took.append(any(not torch.equal(a, b) for a, b in zip(masters(ours), before, strict=True)))
+        if not bad:
+            theirs.probe.loss(values).backward()
+            assert ulps(norm, theirs.optimizer.clip_grad_norm_(1e-2)) <= 4
+            theirs.optimizer.step()
+            theirs.optimizer.zero_grad()
+    return differ(ours, theirs), scaler.get_scale(), took
+
+
+@pytest.mark.notices(
+    "torch.amp.GradScaler finds a gradient that is not finite on one rank alone",
+    where="ZeroAdamW",
+    answer="all ranks skip the step",
+)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("count", "bad_rank"), [(2, 1), *slow((1, 0), (3, 0), (2, None))])
+def test_grad_scaler(ranks, count, bad_rank, stage):
+    for difference, scale, took in ranks(count)(scaled, stage, bad_rank):
+        assert difference <= 1e-5
+        assert scale == (2.0**9 if bad_rank is not None else 2.0**10)
+        assert took == [True, bad_rank is None, True]
+
+
+def not_finite() -> list[str]:
+    trainer = Trainer(Run(config=LIBRARY))
+    values = {spec.name: spec.gradient(BUSY, rank()) for spec in MIXED}
+    if rank() == world() - 1:
+        values["nv"][0, 0] = math.nan
+    trainer.probe.loss(values).backward()
+    found = [str(float(get_total_norm(gradients(trainer), norm_type))) for norm_type in (2.0, INF, 1.0)]
+    try:
+        clip_grad_norm_(trainer.probe.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_error_if_nonfinite(ranks):
+    for found in (*ranks(1)(not_finite), *ranks(2)(not_finite)):
+        assert found[:3] == ["nan"] * 3
+        assert "non-finite" in found[3]
+
+
+def two_optimizers() -> None:
+    """The parameters of two optimizers together, one of each stage, and plain tensors among them."""
+    models = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
+    optimizers = [ZeroAdamW(m.named_parameters(), stage=s, config=LIBRARY) for s, m in enumerate(models, 1)]
+    other = nn.Linear(16, 16)
+    x = torch.ones(2, 16) * (1 + rank())
+    for model in (*models, other):
+        model(x if model is not other else torch.ones(2, 16)).square().sum().backward()
+    parameters = [p for model in (*models, other) for p in model.parameters()]
+    found = clip_grad_norm_(parameters, 1e-3)
+    squares = [p.grad.full_tensor().square().sum() for model in models for p in model.parameters()]
+    squares += [p.grad.square().sum() for p in other.parameters()]
+    assert float(torch.stack(squares).sum().sqrt()) == pytest.approx(1e-3, rel=1e-3)
+    assert found > 1
+    for optimizer in optimizers:
+        assert float(optimizer.clip_grad_norm_(1.0)) < 1e-3
+
+
+def test_two_optimizers(ranks):
+    for count in (1, 2):
+        ranks(count)(two_optimizers)
+
+
+def collectives() -> dict[str, int]:
+    """How many there are in a step, by how it is clipped."""
+    counts = {}
+    for what in ("not at all", "ours", "stock", "each parameter"):
+        trainer = Trainer(Run(config=LIBRARY))
+        trainer.probe.backward(BUSY, rank())
+        trainer.optimizer._reducer.finish()
+        with recorded() as log:
+            if what == "ours":
+                trainer.optimizer.clip_grad_norm_(1e-2)
+            elif what == "stock":
+                clip_grad_norm_(trainer.probe.parameters(), 1e-2)
+            elif what == "each parameter":
+                for parameter in trainer.probe.parameters():
+                    clip_grad_norm_(parameter, 1e-2)
+            clip = len(log)
+            trainer.optimizer.step()
+        counts[what] = clip
+        kinds = Counter(kind for kind, _ in log)
+        counts[f"{what}, with the step"] = kinds["all-reduce"]
+    return counts
+
+
+def test_one_collective_for_all_norms(ranks):
+    for counts in ranks(2)(collectives):
+        assert (counts["ours"], counts["stock"], counts["each parameter"]) == (1, 1, 1)
+        least = counts["not at all, with the step"]
+        assert counts["ours, with the step"] == least
+        assert counts["stock, with the step"] == counts["each parameter, with the step"] == least + 1
+
+
+def under_no_sync(stage: int) -> list[str]:
+    """Inside it raises; after it a stock clip reduces first, as a step does."""
+    ours, theirs = (Trainer(Run(stage=stage, config=LOGICAL)) for _ in range(2))
+    said = []
+    for trainer in (ours, theirs):
+        with trainer.optimizer.no_sync():
+            for step in (BUSY, 2):
+                trainer.probe.backward(step, rank())
+                if trainer is ours:
+                    try:
+                        clip_grad_norm_(trainer.probe.parameters(), 1e-2)
+                    except RuntimeError as error:
+                        said.append(str(error))
+    found = clip_grad_norm_(ours.probe.parameters(), 1e-2)
+    assert ulps(found, theirs.optimizer.clip_grad_norm_(1e-2)) <= 4
+    for trainer in (ours, theirs):
+        trainer.optimizer.step()
+    assert differ(ours, theirs) <= 1e-5
+    return said
+
+
+@pytest.mark.notices(
+    "gradients are clipped inside no_sync()", where="ZeroAdamW", answer="raises; after it they are reduced first"
+)
+@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_sync(ranks, count, stage):
+    for said in ranks(count)(under_no_sync, stage):
+        assert len(said) == 2
+        assert all("inside no_sync()" in text for text in said)
+
+
+def removed(stage: int, how: str) -> None:
+    """What is taken off the parameters counts as zero: at the step, and in the next backward pass."""
+    for again in (False, True):
+        ours, theirs = (Trainer(Run(stage=stage, config=LOGICAL)) for _ in range(2))
+        ours.probe.backward(BUSY, rank())
+        if how == "one":
+            ours.probe.get_parameter("nv").grad = None
+            values = {s.name: s.gradient(BUSY, rank()) if s.name != "nv" else None for s in MIXED}
+            theirs.probe.loss(values).backward()
+        else:
+            ours.probe.zero_grad(set_to_none=how == "all")
+        if again:
+            for trainer in (ours, theirs):
+                trainer.probe.backward(2, rank())
+        for trainer in (ours, theirs):
+            trainer.optimizer.step()
+        assert differ(ours, theirs) == 0.0, again
+
+
+@pytest.mark.notices(
+    "model.zero_grad() or p.grad = None between backward pass and step",
+    where="ZeroAdamW",
+    answer="the gradient counts as zero",
+)
+@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", ["one", "zeros", *slow("all")])
+def test_removed_gradients(ranks, count, stage, how):
+    ranks(count)(removed, stage, how)
+
+
+@pytest.mark.notices(
+    "p.grad is replaced by a plain tensor after it was reduced",
+    where="ZeroAdamW",
+    answer="the step raises, and names copy_",
+)
+def test_replaced_gradients():
+    trainer = Trainer(Run(config=LIBRARY))
+    trainer.probe.backward(BUSY, 0)
+    norm = trainer.probe.get_parameter("norm")
+    norm.grad = torch.ones_like(norm)
+    for call in (trainer.optimizer.step, lambda: trainer.optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"norm was replaced .*copy_"):
+            call()
+    norm.grad = None
+    trainer.optimizer.step()
+
+
+@pytest.mark.notices("a gradient is read after the step", where="ZeroAdamW", answer="raises")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stale_gradients(stage):
+    trainer = Trainer(Run(stage=stage, config=LIBRARY))
+    trainer.probe.backward(BUSY, 0)
+    kept = trainer.probe.get_parameter("nv").grad
+    alias = kept.detach()
+    trainer.optimizer.step()
+    for gradient in (kept, alias, trainer.probe.get_parameter("nv").grad):
+        for read in (gradient.norm, gradient.full_tensor, lambda g=gradient: g.mul_(2.0)):
+            with pytest.raises(RuntimeError, match="used up by step"):
+                read()
+    trainer.probe.zero_grad(set_to_none=False)
+    trainer.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="used up by step"):
+        kept.norm()
+    trainer.probe.backward(BUSY, 0)
+    assert trainer.probe.get_parameter("nv").grad.norm() > 0
+    kept = trainer.probe.get_parameter("nv").grad
+    successor = ZeroAdamW(trainer.probe.named_parameters(), config=LIBRARY)
+    with pytest.raises(RuntimeError, match="another optimizer was built"):
+        kept.norm()
+    del trainer.optimizer, trainer.scheduler
+    with pytest.raises(RuntimeError, match="optimizer that this gradient belonged to is gone"):
+        kept.norm()
+    successor.step()

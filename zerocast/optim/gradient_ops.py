@@ -1,0 +1,189 @@
+"""Operators on reduced gradients: norms of the whole, changes in place of this rank's slice, what autograd and GradScaler need."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.optim.reduced_gradient import ReducedGradient, define, undefined
+
+PLAIN = (Tensor, torch.nn.Parameter)
+IN_PLACE = (
+    "mul_",
+    "div_",
+    "add_",
+    "sub_",
+    "neg_",
+    "sign_",
+    "fill_",
+    "copy_",
+    "clamp_",
+    "clamp_min_",
+    "clamp_max_",
+    "nan_to_num_",
+)
+EACH_IN_PLACE = ("mul_", "div_", "add_", "sub_", "neg_", "sign_", "copy_", "clamp_min_", "clamp_max_")
+
+
+def _operand(value: Any, beside: ReducedGradient) -> Any:
+    """The elements of a tensor that go with this rank's slice."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, ReducedGradient):
+        if value.part is not beside.part:
+            raise RuntimeError(
+                f"the reduced gradients of {beside.part.name} and {value.part.name} are cut otherwise: "
+                "take full_tensor() of one of them"
+            )
+        return value.part.owner().view(value.part)
+    if type(value) not in PLAIN:
+        raise RuntimeError(f"a reduced gradient goes with plain tensors and numbers, got {type(value).__name__}")
+    if value.shape == beside.shape:
+        return value.detach().reshape(-1)[beside.part.span.start : beside.part.span.stop]
+    if value.numel() == 1:
+        return value.detach().reshape(())
+    raise RuntimeError(
+        f"a reduced gradient of shape {tuple(beside.shape)} goes with numbers and tensors of that shape, got {tuple(value.shape)}"
+    )
+
+
+def _in_place(op: Any) -> Callable[..., Any]:
+    def run(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(gradient, ReducedGradient):
+            raise undefined(op, (gradient, *args), kwargs)
+        part = gradient.part
+        view = part.owner().view(part)
+        values = [_operand(arg, gradient) for arg in args]
+        op(view, *values, **{name: _operand(value, gradient) for name, value in kwargs.items()})
+        part.owner().changed(part)
+        return gradient
+
+    return run
+
+
+def _accumulating(change: Callable[..., Any]) -> Callable[..., Any]:
+    """`add_`, which is autograd's where a node that accumulates gradients runs."""
+
+    def run(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(gradient, ReducedGradient) and _accumulates(gradient)):
+            return change(gradient, *args, **kwargs)
+        gradient.part.accumulate(args[0])
+        return gradient
+
+    return run
+
+
+def _sum(gradient: Any, new: Any, **kwargs: Any) -> Tensor:
+    """How autograd accumulates when the backward pass is differentiated itself."""
+    if not (isinstance(gradient, ReducedGradient) and _accumulates(gradient)):
+        raise undefined(torch.ops.aten.add.Tensor, (gradient, new), kwargs)
+    part = gradient.part
+    part.owner()
+    part.summed = True
+    return new.clone() if part.local is None else part.local + new  # type: ignore[no-any-return]
+
+
+def _accumulates(gradient: ReducedGradient) -> bool:
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and getattr(node, "variable", None) is gradient.part.parameter()
+
+
+def _each(op: Any) -> Callable[..., Any]:
+    """An operator that changes the tensors of its first list in place."""
+
+    def run(gradients: Any, *args: Any, **kwargs: Any) -> None:
+        targets = [g.part.owner().view(g.part) if isinstance(g, ReducedGradient) else g for g in gradients]
+        op(targets, *[_beside(arg, gradients) for arg in args], **kwargs)
+        _have_changed(gradients)
+
+    return run
+
+
+def _beside(values: Any, gradients: Iterable[Any]) -> Any:
+    if not isinstance(values, list | tuple):
+        return values
+    pairs = zip(values, gradients, strict=True)
+    return [_operand(value, gradient) if isinstance(gradient, ReducedGradient) else value for value, gradient in pairs]
+
+
+def _have_changed(gradients: Iterable[Any]) -> None:
+    for gradient in gradients:
+        if isinstance(gradient, ReducedGradient):
+            gradient.part.owner().changed(gradient.part)
+
+
+def _norm(gradient: ReducedGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    whole = not dim or sorted(d % gradient.dim() for d in dim) == list(range(gradient.dim()))
+    if keepdim or not whole:
+        part_of_it = "a norm along some dimensions"
+        raise undefined(part_of_it, (gradient,), {})
+    norm = gradient.part.owner().norm(gradient.part, float(ord))
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _norms(gradients: Any, ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+    return [
+        _norm(g, ord, dtype=dtype) if isinstance(g, ReducedGradient) else torch.linalg.vector_norm(g, ord, dtype=dtype)
+        for g in gradients
+    ]
+
+
+def _unscale(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Of torch.amp.GradScaler. What is not finite on one rank is found by all."""
+    ours = [g for g in gradients if isinstance(g, ReducedGradient)]
+    views = [g.part.owner().view(g.part) for g in ours]
+    for tensors in ([view for view in views if view.numel()], [g for g in gradients if type(g) in PLAIN]):
+        if tensors:
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+    _have_changed(ours)
+    for owner in {id(owner): owner for owner in (g.part.owner() for g in ours)}.values():
+        owner.finite_everywhere(found_inf)
+
+
+def _zero(gradient: ReducedGradient) -> ReducedGradient:
+    gradient.part.owner().forget(gradient.part)
+    return gradient
+
+
+def _zero_each(gradients: Any) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
+def _same_part(gradient: ReducedGradient) -> ReducedGradient:
+    return ReducedGradient(gradient.part, gradient, gradient.dtype)
+
+
+IN_PLACE = (
+    "mul_",
+    "div_",
+    "add_",
+    "sub_",
+    "neg_",
+    "sign_",
+    "fill_",
+    "copy_",
+    "clamp_",
+    "clamp_min_",
+    "clamp_max_",
+    "nan_to_num_",
+)
+EACH_IN_PLACE = ("mul_", "div_", "add_", "sub_", "neg_", "sign_", "copy_", "clamp_min_", "clamp_max_")
+
+_aten = torch.ops.aten
+for _packets, _handler in (
+    ([getattr(_aten, name) for name in IN_PLACE], _in_place),
+    ([getattr(_aten, f"_foreach_{name}") for name in EACH_IN_PLACE if hasattr(_aten, f"_foreach_{name}")], _each),
+):
+    for _op in [getattr(packet, name) for packet in _packets for name in packet.overloads()]:
+        define(_op, _handler(_op))
+define(_aten.add_.Tensor, _accumulating(_in_place(_aten.add_.Tensor)))
+define(_aten.add.Tensor, _sum)
+define(_aten.linalg_vector_norm.default, _norm)
+define(_aten._foreach_norm.Scalar, _norms)
+define(_aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
+define(_aten.zero_.default, _zero)
+define(_aten._foreach_zero_.default, _zero_each)
+define(_aten.detach.default, _same_part)
+define(_aten.alias.default, _same_part)

@@ -1,0 +1,171 @@
+"""GradientShard: this rank's flat FP32 shard of the reduced gradients, and each parameter's `ReducedGradient` over its part.
+
+What lies on the parameters is looked at when gradients arrive, at the end of a round and before a step, never at a reading. Whether
+a reading or a step communicates follows from the calls that were made, which are the same on every rank, and not from what
+a rank finds on its parameters.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zerocast.agreement import roll_call
+from zerocast.group import Group
+from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
+from zerocast.optim.bucket import Bucket, Slot, flat_numel
+from zerocast.optim.norm import ParameterNorms
+from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient
+
+_grad = operator.attrgetter("grad")
+
+
+class Rounds(Protocol):
+    """Who reduces. All of it raises RuntimeError when it cannot be done now."""
+
+    def complete(self) -> None:
+        """Reduce what is not reduced yet, if gradients may be read now."""
+
+    def land(self) -> None:
+        """Wait for reductions that were started."""
+
+    def changed_by_hand(self) -> None:
+        """The shard no longer holds what a reduction of the local gradients would give."""
+
+
+class GradientShard:
+    """`flat` holds the elements, f32 in the layout of the masters; `version` counts what changed them.
+
+    `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the elements by a factor that is still to
+    be applied and says whether there was one. `rounds` is not kept alive.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], group: Group, norms: ParameterNorms, device: torch.device, rounds: Rounds
+    ) -> None:
+        self.flat = torch.zeros(flat_numel(list(buckets)), dtype=torch.float32, device=device)
+        self.version = 0
+        self.keeps_local = False
+        self.apply_clip: Callable[[], bool] = bool
+        self._rounds: weakref.ref[Any] = weakref.ref(rounds)
+        self._buckets, self._group, self._norms = list(buckets), group, norms
+        me = weakref.ref(self)  # gradients live as long as the parameters do
+        self.parts: list[GradientPart] = []
+        self._places: dict[GradientPart, tuple[Bucket, Slot]] = {}
+        for bucket in buckets:
+            for slot in bucket.slots:
+                place = weakref.ref(slot.parameter), slot.offset, slot.numel, *bucket.owned(slot, group.rank)
+                part = GradientPart(slot.name, *place, me)
+                self._places[part] = bucket, slot
+                self.parts.append(part)
+        self._parameters = [slot.parameter for _, slot in self._places.values()]
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, ReducedGradient):  # of another optimizer
+                parameter.grad.part.give_back()
+        self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
+
+    def collect(self, part: GradientPart, reduced: bool) -> None:
+        """Take the gradient that lies on a parameter; `reduced` says that a reduced one was there before."""
+        with torch._C.DisableTorchFunctionSubclass():
+            part.collect(self._placed[part], reduced)
+
+    def collect_all(self, reduced: bool) -> None:
+        """The same for all of them; every parameter then has a reduced gradient, whatever took part."""
+        for part in self._disturbed():
+            self.collect(part, reduced)
+
+    def zero_removed(self) -> None:
+        """Gradients that were taken off their parameters since they were reduced are zero. RuntimeError where another lies there.
+
+        They count as no change of the norms: another rank may not have taken them off.
+        """
+        for part in self._disturbed():
+            if self._places[part][1].parameter.grad is not None:
+                raise RuntimeError(
+                    f"p.grad of {part.name} was replaced after it was reduced, and this would not be averaged over the ranks: "
+                    "p.grad.copy_(...) sets the reduced gradient, zero_grad() of the optimizer lets another one be given"
+                )
+            self._elements(part).zero_()
+
+    def _disturbed(self) -> list[GradientPart]:
+        """The parts whose gradient no longer lies on the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(compress(self.parts, map(operator.is_not, map(_grad, self._parameters), self._placed.values())))
+
+    def drop_local(self) -> None:
+        """Forget the gradients of this rank alone."""
+        for part in self.parts:
+            part.local, part.forgotten, part.summed = None, False, False
+
+    def leave(self) -> None:
+        """Take the reduced gradients off their parameters."""
+        for part in self.parts:
+            part.give_back()
+
+    def everything_changed(self) -> None:
+        """All elements are others than before."""
+        self.version += 1
+        self._norms.changed()
+
+    def _elements(self, part: GradientPart) -> Tensor:
+        return self.flat[part.start : part.start + part.span.numel]
+
+    def _reducer(self) -> Rounds:
+        rounds: Rounds | None = self._rounds()
+        if rounds is None:
+            raise RuntimeError(GONE)
+        return rounds
+
+    def _make_ready(self) -> None:
+        self._reducer().complete()
+        if self.apply_clip():
+            self.everything_changed()
+
+    def view(self, part: GradientPart) -> Tensor:
+        """The elements of a gradient that are on this rank, after all that was done to it."""
+        self._make_ready()
+        return self._elements(part)
+
+    def changed(self, part: GradientPart) -> None:
+        """Somebody has written to `view`, on all ranks; whether any elements are here does not matter."""
+        self._count(part)
+        self._reducer().changed_by_hand()
+
+    def forget(self, part: GradientPart) -> None:
+        """The gradient is zero, reduced or not. No collective: a rank without gradients of a backward pass has nothing to zero."""
+        self._reducer().land()
+        part.local, part.forgotten = None, False
+        self._elements(part).zero_()
+        self._count(part)
+
+    def _count(self, part: GradientPart) -> None:
+        self.version += 1
+        self._norms.changed(part.name)
+
+    def norm(self, part: GradientPart, norm_type: float) -> Tensor:
+        """The norm of the whole gradient, f32[]. The first reading is a collective call, which finds those of all parameters."""
+        self._make_ready()
+        roll_call(self._group, f"reads norms of gradients, of type {norm_type}")
+        return self._norms.read(self.flat, part.name, norm_type)
+
+    def gathered(self, part: GradientPart) -> Tensor:
+        """The whole gradient, f32, flat. A collective call."""
+        self._make_ready()
+        roll_call(self._group, f"gathers the gradient of {part.name}")
+        (bucket, slot), ranks = self._places[part], range(self._group.size)
+        lengths = [bucket.owned(slot, rank)[0].numel for rank in ranks]
+        mine = torch.zeros(max(lengths), dtype=torch.float32, device=self.flat.device)
+        mine[: part.span.numel].copy_(self._elements(part))
+        full = mine.new_empty(len(ranks) * max(lengths))
+        self._group.all_gather_into(full, mine)
+        pieces = full.view(len(ranks), -1).unbind()
+        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+
+    def finite_everywhere(self, found_inf: Tensor) -> None:
+        """Make a flag that is set on any rank set on all of them. A collective call."""
+        roll_call(self._group, "looks for gradients that are not finite")
+        self._group.all_reduce_max(found_inf)

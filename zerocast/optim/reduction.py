@@ -1,0 +1,86 @@
+"""Reductions of buckets: the buffer that fills, the collective that is on its way, and what becomes of its result."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.group import Flight, Group
+from zerocast.optim.bucket import Bucket
+from zerocast.optim.reduced_gradient import GradientPart
+
+
+class Reduction:
+    """One bucket on its way: the filled buffer, and this rank's part of the result."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Group,
+        filling: "Filling",
+        result: Tensor,
+        deterministic: bool,
+        adds: bool,
+        what: str,
+    ) -> None:
+        full = filling.buffer
+        self.bucket, self.full, self.result, self.adds, self._forgotten = bucket, full, result, adds, filling.forgotten
+        self._ranks, self._deterministic = group.size, deterministic
+        collective = group.all_to_all if deterministic else group.reduce_scatter_mean
+        self._work: Flight | None = collective(result, full, async_op=True, what=what)
+
+    def is_complete(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> Tensor:
+        """The mean over the ranks; deterministic: added in rank order in FP32."""
+        if self._work is not None:
+            self._work.wait()
+        if not self._deterministic:
+            return self.result
+        first, *others = self.result.view(self._ranks, -1).unbind()
+        total = first.float()
+        for part in others:
+            total = total + part.float()
+        return total / self._ranks
+
+    def land(self, flat: Tensor) -> None:
+        """Put the result into this rank's flat shard, or add it to what is there."""
+        mean = self.wait()
+        target = flat[self.bucket.start : self.bucket.start + self.bucket.shard_numel]
+        for part in self._forgotten:
+            flat[part.start : part.start + part.span.numel].zero_()
+        target.add_(mean) if self.adds else target.copy_(mean)
+
+
+class Filling:
+    """A bucket that backward hooks are filling. What was reduced before of `forgotten` parts is not added to."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.arrived: set[int] = set()
+        self.forgotten: list[GradientPart] = []
+
+
+class Buffers:
+    """Spare buffers of buckets, by dtype."""
+
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+        self._buckets, self._device = buckets, device
+        self._spare: list[Tensor] = []
+
+    def give(self, buffer: Tensor) -> None:
+        """It is free again."""
+        self._spare.append(buffer)
+
+    def take(self, bucket: Bucket, numel: int) -> Tensor:
+        """The first `numel` elements of a spare buffer; a new one has room for any bucket of the dtype, so that all are alike."""
+        dtype = bucket.storage.grad_dtype
+        largest = (
+            max(b.shard_numel for b in self._buckets if b.storage.grad_dtype == dtype) * numel // bucket.shard_numel
+        )
+        for index, buffer in enumerate(self._spare):
+            if buffer.dtype == dtype:
+                return self._spare.pop(index).as_strided((numel,), (1,), 0)
+        return torch.empty(largest, dtype=dtype, device=self._device)[:numel]
