@@ -12,7 +12,17 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "notices.md"
 BEGIN, END = "<!-- begin: made by `make notices` from the marks of the tests -->\n", "<!-- end -->"
-WHERE = ("Weights", "CastPlan", "ZeroAdamW", "FSDP2", "Checkpoints", "Megatron", "TransformerEngine", "Apex", "torchtitan")
+WHERE = (
+    "Weights",
+    "CastPlan",
+    "ZeroAdamW",
+    "FSDP2",
+    "Checkpoints",
+    "Megatron",
+    "TransformerEngine",
+    "Apex",
+    "torchtitan",
+)
 Row = tuple[str, str, str]  # where, mistake, answer
 
 

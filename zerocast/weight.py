@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import backends, compute, gemm, layout, ops
+from zerocast import backends, compute, gemm, layout, ops, weight_state
 from zerocast.formats import Columnwise, FormatSpec, get_format
 from zerocast.freshness import debugging
 from zerocast.layout import BUFFERS
@@ -20,6 +20,7 @@ from zerocast.weight_state import WeightState
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS}
 
 
 class QuantizedWeight(Tensor):
@@ -30,7 +31,6 @@ class QuantizedWeight(Tensor):
 
     format: FormatSpec
     state: WeightState
-    high_precision_init_val: Tensor | None  # the value before it was quantized, until an optimizer made its masters
     transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
 
     @staticmethod
@@ -41,7 +41,6 @@ class QuantizedWeight(Tensor):
         )
         weight.format = state.format
         weight.state = state
-        weight.high_precision_init_val = None
         weight.transposed_of = None
         return weight
 
@@ -116,6 +115,15 @@ class QuantizedWeight(Tensor):
     def amax_history(self) -> Tensor | None:
         """f32[amax_history_len]; delayed scaling only."""
         return self.state.buffers["amax_history"]
+
+    @property
+    def high_precision_init_val(self) -> Tensor | None:
+        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
+        return self.state.initial
+
+    @high_precision_init_val.setter
+    def high_precision_init_val(self, value: Tensor | None) -> None:
+        self.state.initial = value
 
     @property
     def master_owner(self) -> Any:
@@ -207,10 +215,14 @@ class QuantizedWeight(Tensor):
         self.wait()
         self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
 
+    def restate(self, state: WeightState) -> None:
+        """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
+        self.state = state
+        weight_state.moved()
+
     def share(self) -> "QuantizedWeight":
         """A new object for the same storage, as `detach` gives it."""
         twin = QuantizedWeight(self.shape, self.state)
-        twin.high_precision_init_val = self.high_precision_init_val
         twin.transposed_of = self.transposed_of
         return twin
 
@@ -285,7 +297,7 @@ class QuantizedWeight(Tensor):
         Whatever either asks of its tensors does not come back here: a product asks a dozen times.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return compute.PRODUCTS.get(func, func)(*args, **(kwargs or {}))
+            return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -324,3 +336,8 @@ torch.serialization.add_safe_globals([_restore])
 def define(op: Any, handler: Callable[..., Any]) -> None:
     """What an operator does when a QuantizedWeight is among its arguments."""
     _HANDLERS[op] = handler
+
+
+def define_function(function: Any, handler: Callable[..., Any]) -> None:
+    """What a function of torch that is no operator does, above the dispatcher."""
+    _FUNCTIONS[function] = handler

@@ -7,22 +7,44 @@ import torch
 from torch import Tensor
 
 from zerocast import compute
-from zerocast.weight import QuantizedWeight, define
+from zerocast.weight import QuantizedWeight, define, define_function
+
+INSTEAD = (
+    "give a QuantizedWeight of the same shape and format, or load the high-precision values before quantize_, or into the "
+    "optimizer's masters"
+)
+
+
+def _is_like(source: Any, target: QuantizedWeight) -> bool:
+    ours = target.shape, target.format, target.dtype
+    return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == ours
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
-    ours = target.shape, target.format, target.dtype
-    if not isinstance(source, QuantizedWeight) or (source.shape, source.format, source.dtype) != ours:
-        raise RuntimeError(
-            f"cannot copy {source!r:.200} into {target!r}: give a QuantizedWeight of the same shape and format, or "
-            "load the high-precision values before quantize_, or into the optimizer's masters"
-        )
+    if not _is_like(source, target):
+        raise RuntimeError(f"cannot copy {source!r:.200} into {target!r}: {INSTEAD}")
+    assert isinstance(source, QuantizedWeight)
     target.wait()
     source.wait()
     target.state.take(source.state)
     return target
+
+
+def _set_data(target: Tensor, source: Tensor) -> None:
+    """`target.data = source`: the target stands for the storage of the source from now on, so that the usual swap swaps.
+
+    Whoever casts into the target finds that at the next step: what it casts into is the storage that it knows.
+    """
+    if not isinstance(target, QuantizedWeight):
+        raise RuntimeError(
+            f"cannot set the data of a plain tensor to {source!r}: call dequantize() where that is meant"
+        )
+    if not _is_like(source, target) or source.device != target.device or target.transposed_of is not None:
+        raise RuntimeError(f"cannot set the data of {target!r} to {source!r:.200}: {INSTEAD}")
+    assert isinstance(source, QuantizedWeight)
+    target.restate(source.state)
 
 
 def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
@@ -50,6 +72,14 @@ def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
     return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
 
 
+def _average(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "quantized weights are neither averaged nor subtracted: a format does not resolve what a step adds to an average. "
+        "zerocast.optim.EMA(optimizer) averages the FP32 masters and casts them into the weights; call dequantize() for a look"
+    )
+
+
+define_function(torch.Tensor.data.__set__, _set_data)  # type: ignore[attr-defined]
 _aten = torch.ops.aten
 define(_aten.detach.default, QuantizedWeight.share)
 define(_aten.alias.default, QuantizedWeight.share)
@@ -62,3 +92,6 @@ define(_aten.expand.default, _same_shape)  # expand_as(itself), by which hosts r
 define(_aten.clone.default, lambda weight, **kwargs: _to_copy(weight))
 define(_aten.copy_.default, _copy)
 define(_aten._to_copy.default, _to_copy)
+for _name in ("lerp", "lerp_", "sub", "sub_", "_foreach_lerp", "_foreach_lerp_", "_foreach_sub", "_foreach_sub_"):
+    for _overload in getattr(_aten, _name).overloads():
+        define(getattr(getattr(_aten, _name), _overload), _average)

@@ -85,6 +85,7 @@ class GradientReducer:
         self, buckets: Sequence[Bucket], group: Group, stage: int, deterministic: bool, device: torch.device
     ) -> None:
         self.synchronise = True
+        self.refusal = ""  # why gradients are not wanted now
         self.shard = torch.zeros(flat_numel(list(buckets)), dtype=torch.float32, device=device)
         self._buckets, self._group, self._stage, self._deterministic = list(buckets), group, stage, deterministic
         self._place = {id(slot.parameter): (b, slot) for b, bucket in enumerate(buckets) for slot in bucket.slots}
@@ -141,10 +142,14 @@ class GradientReducer:
         self._filling.clear()
         self._launched = None
 
-    def finish(self) -> bool:
-        """Make `shard` complete: reduce what no round has covered. Whether it may have changed since the last call."""
+    def check_in_charge(self) -> None:
+        """RuntimeError once another optimizer was built over any of the parameters."""
         if self._taken_over:
             raise RuntimeError("another optimizer was built over these parameters: this one gets no gradients any more")
+
+    def finish(self) -> bool:
+        """Make `shard` complete: reduce what no round has covered. Whether it may have changed since the last call."""
+        self.check_in_charge()
         if self._launched is not None:
             raise RuntimeError(DIED)
         if not self._reduced or self._unreduced:
@@ -161,6 +166,9 @@ class GradientReducer:
 
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
+        if self.refusal:
+            self._launched, self._end = 0, None  # what this pass leaves is refused until `zero_grad`
+            raise RuntimeError(self.refusal)
         if not self.synchronise:
             return
         if self._launched is None:

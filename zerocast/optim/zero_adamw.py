@@ -23,6 +23,7 @@ from zerocast.freshness import debugging
 from zerocast.group import Group, GroupLike
 from zerocast.hyperparameters import Hyperparameters
 from zerocast.master_source import MasterSource
+from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
@@ -105,6 +106,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._reported = 0
         self._square_sum: Tensor | None = None
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
+        self.averages = Averages(self._masters.master, self._device.count, self._state, self._weights, self._reducer)
         self._weights.plan.freshness.owner = weakref.ref(self)
         self._steps = 0
         self._weights.recast()
@@ -139,21 +141,25 @@ class ZeroAdamW(torch.optim.Optimizer):
         parameters that are not on a CUDA device, and for the reference backend.
         """
         self._weights.check_whole()
+        self.averages.check_not_swapped("a step was captured")
         check_capturable(self._masters.master.device, self._weights.plan.backend)
         return CapturedStep(self._device, self._weights, self._before, self._after, max_norm)
 
     def _before(self) -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
         self._weights.check_whole()
+        self.averages.before_step()
+        self._weights.check_unwritten()
         self._finish_gradients()
+        self._weights.ready()
         if debugging():
             self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
         self._hyperparameters.refresh(self.param_groups)
-        self._weights.ready()
 
     def _after(self) -> None:
         """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
         self._weights.done()
+        self.averages.after_step()
         self._square_sum = None
         self._reducer.reset()
         self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
@@ -227,9 +233,12 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name (`zerocast.optim.state`).
 
         For torch.distributed.checkpoint with several ranks, which then loads in place; also for torch.save with one. RuntimeError
-        after a step that raised half-way, since that would save masters and moments of different steps.
+        after a step that raised half-way, since that would save masters and moments of different steps, and when parameters were
+        written by somebody else: masters do not know of it.
         """
         self._weights.check_whole()
+        self.averages.check_not_swapped("the state of an optimizer was asked for")
+        self._weights.check_unwritten()
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:
@@ -239,10 +248,12 @@ class ZeroAdamW(torch.optim.Optimizer):
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
+        self.averages.check_not_swapped("a state was loaded")
         if self._weights.plan.freshness.is_torn:
             self.zero_grad()
         with self._weights.writing("loading a checkpoint"):
             yield
+        self.averages.masters_loaded()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
