@@ -39,7 +39,7 @@ class Averaged:
 
     def step(self, step: int) -> None:
         """One step; a skipped one changes nothing."""
-        run, optimizer = self.trainer.run, self.trainer.optimizer
+        optimizer = self.trainer.optimizer
         if step == SKIPPED:
             gradients = {spec.name: spec.gradient(step, self.trainer.rank) for spec in MIXED}
             (self.trainer.probe.loss(gradients) * float("nan")).backward()
@@ -48,7 +48,12 @@ class Averaged:
             self.reference.skipped += 1
             return
         self.trainer.step(step)
-        self.reference.step({s.name: run.rounds(s, step, ranks_here()) for s in MIXED}, run.options)
+        self.follow(step, ranks_here())
+
+    def follow(self, step: int, ranks: int) -> None:
+        """What that many ranks make of a step."""
+        run = self.trainer.run
+        self.reference.step({s.name: run.rounds(s, step, ranks) for s in MIXED}, run.options)
         names = list(self.wanted)
         masters = [torch.from_numpy(self.reference.master[name].copy()) for name in names]
         get_ema_multi_avg_fn(0.9)([self.wanted[name] for name in names], masters, step)
@@ -94,12 +99,13 @@ def averages(config: ZeroConfig) -> None:
                 averaged.check(f"swapped after step {step}")
 
 
-@pytest.mark.parametrize("config", [EAGER, OVERLAP], ids=["eager", "overlap"])
+@pytest.mark.parametrize("config", [EAGER, pytest.param(OVERLAP, marks=pytest.mark.slow)], ids=["eager", "overlap"])
 def test_bits_on_any_number_of_ranks(ranks, config):
     averages(config)
     ranks(2)(averages, config)
 
 
+@pytest.mark.slow
 def test_bits_on_three_ranks(ranks):
     ranks(3)(averages, OVERLAP)
 
@@ -211,10 +217,9 @@ def resumed(folder: str) -> None:
 
 def go_on(folder: str) -> None:
     averaged = Averaged()
-    for step in range(2):  # as the references are told
-        averaged.step(step)
-    again = Trainer(Run(config=EAGER))
-    averaged.ema, averaged.trainer = EMA(again.optimizer, decay=0.9), again
+    for step in range(2):
+        averaged.follow(step, ranks=2)
+    again = averaged.trainer
     state = averaged.ema.state_dict()
     zerocast.optim.load(again.optimizer, folder, extra=state["model"])
     with pytest.raises(RuntimeError, match="this average has not"):
@@ -252,6 +257,7 @@ def alone(folder: str) -> None:
             assert torch.equal(values, averaged.wanted[name][where])
 
 
+@pytest.mark.slow
 def test_masters_can_start_from_an_average(ranks, tmp_path):
     ranks(2)(alone, str(tmp_path / "average"))
 
