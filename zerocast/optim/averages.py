@@ -141,15 +141,15 @@ class EMA:
         self._average.lerp_(self._averages.masters, taken.float().mul_(1 - self._decay).view(()))
 
     def masters_loaded(self) -> None:
-        """The optimizer calls this. An average that was loaded since the last step belongs to the masters that are loaded now."""
-        self._outdated = self._outdated or not self._loaded
+        """The optimizer calls this. An average that was loaded just before belongs to the masters that are loaded now."""
+        self._outdated, self._loaded = self._outdated or not self._loaded, False
 
     @torch.no_grad()
     def reset(self) -> None:
         """Start anew from the masters as they are."""
         self._averages.check_not_swapped("an average was reset")
         self._average.copy_(self._averages.masters)
-        self._outdated, self._loaded = False, True
+        self._outdated = self._loaded = False
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -182,7 +182,7 @@ class EMA:
         """
         self._averages.check_not_swapped("the state of an average was loaded")
         self._averages.state.load_masters(state_dict.get("model", {}), self._average)
-        self._outdated, self._loaded = False, True
+        self._outdated, self._loaded = False, not self._outdated  # in advance of the optimizer, or after it
 
     def _check_current(self) -> None:
         if self._outdated:
