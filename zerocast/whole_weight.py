@@ -20,6 +20,14 @@ def _is_like(source: Any, target: QuantizedWeight) -> bool:
     return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == ours
 
 
+def _described(source: Tensor) -> str:
+    return (
+        repr(source)
+        if isinstance(source, QuantizedWeight)
+        else f"a {source.dtype} tensor of shape {tuple(source.shape)}"
+    )
+
+
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
@@ -42,7 +50,7 @@ def _set_data(target: Tensor, source: Tensor) -> None:
             f"cannot set the data of a plain tensor to {source!r}: call dequantize() where that is meant"
         )
     if not _is_like(source, target) or source.device != target.device or target.transposed_of is not None:
-        raise RuntimeError(f"cannot set the data of {target!r} to {source!r:.200}: {INSTEAD}")
+        raise RuntimeError(f"cannot set the data of {target!r} to {_described(source)}: {INSTEAD}")
     assert isinstance(source, QuantizedWeight)
     target.restate(source.state)
 
