@@ -3,7 +3,7 @@
 One `Freshness` is shared by all weights of a plan: a step marks every weight with one write, whatever their number, and a read
 compares and refuses what is stale. Columnwise copies are compared always. In debug mode (`set_debug`) every read also looks whether
 the masters have changed since their last cast: at their version counters, and at steps of torch optimizers over them, since fused
-ones move no counter. Writes through `.data` or by foreign kernels are seen by neither; `zerocast.verify` sees everything.
+ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels; `zerocast.verify` sees everything.
 
 Weights that something has left half written are not read either (`wholeness.py`).
 """

@@ -25,6 +25,10 @@ INITIALISE = "initialise before zerocast.quantize_, or load values with zerocast
 OPTIMIZER = (
     "step its FP32 masters with zerocast.ZeroAdamW, or masters of your own with any optimizer and a zerocast.CastPlan"
 )
+AVERAGE = (
+    "zerocast.optim.EMA(optimizer) averages the FP32 masters and casts them into the weights, since a format does not resolve "
+    "what a step adds to an average; for a look call dequantize()"
+)
 LIKE = (
     "an optimizer's state is made for masters, by zerocast.ZeroAdamW; for a mask or a buffer call dequantize(), or torch.zeros "
     "with its shape"
@@ -53,6 +57,10 @@ _PRODUCTS = re.compile(
     r"_?(\w*conv|bmm|addb?mm|baddbmm|(add)?mv|v?dot|ger|addr|embedding|b?i?linear|trilinear|einsum|\w*mm$|matmul)"
 )
 _NAMED = (
+    (
+        AVERAGE,
+        {"lerp", "lerp_", "sub", "sub_", "_foreach_lerp", "_foreach_lerp_", "_foreach_sub", "_foreach_sub_"},
+    ),
     (INITIALISE, {"fill_", "zero_", "eye_"}),
     (SPLIT, {"split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}),
     (LIKE, {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import backends, compute, gemm, layout, ops, owners, unsupported
+from zerocast import backends, compute, gemm, layout, ops, owners, unsupported, weight_state
 from zerocast.formats import Columnwise, FormatSpec, get_format
 from zerocast.freshness import debugging
 from zerocast.layout import BUFFERS
@@ -23,7 +23,7 @@ _READ = {
     "rowwise_data": "readable_rowwise_data"
 }  # by which a compiled graph asks for a buffer: it is checked on the way
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-_FUNCTIONS = {**compute.PRODUCTS, **unsupported.METHODS}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
 
 
 class QuantizedWeight(Tensor):
@@ -34,7 +34,6 @@ class QuantizedWeight(Tensor):
 
     format: FormatSpec
     state: WeightState
-    high_precision_init_val: Tensor | None  # the value before it was quantized, until an optimizer made its masters
     transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
 
     @staticmethod
@@ -46,7 +45,6 @@ class QuantizedWeight(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(weight)  # it has no memory: what asks below the dispatcher raises
         weight.format = state.format
         weight.state = state
-        weight.high_precision_init_val = None
         weight.transposed_of = None
         return weight
 
@@ -121,6 +119,15 @@ class QuantizedWeight(Tensor):
     def amax_history(self) -> Tensor | None:
         """f32[amax_history_len]; delayed scaling only."""
         return self.state.buffers["amax_history"]
+
+    @property
+    def high_precision_init_val(self) -> Tensor | None:
+        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
+        return self.state.initial
+
+    @high_precision_init_val.setter
+    def high_precision_init_val(self, value: Tensor | None) -> None:
+        self.state.initial = value
 
     @property
     def master_owner(self) -> Any:
@@ -233,10 +240,14 @@ class QuantizedWeight(Tensor):
         self.wait()
         self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
 
+    def restate(self, state: WeightState) -> None:
+        """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
+        self.state = state
+        weight_state.moved()
+
     def share(self) -> "QuantizedWeight":
         """A new object for the same storage, as `detach` gives it."""
         twin = QuantizedWeight(self.shape, self.state)
-        twin.high_precision_init_val = self.high_precision_init_val
         twin.transposed_of = self.transposed_of
         return twin
 
@@ -344,3 +355,8 @@ torch.serialization.add_safe_globals([_restore])
 def define(op: Any, handler: Callable[..., Any]) -> None:
     """What an operator does when a QuantizedWeight is among its arguments."""
     _HANDLERS[op] = handler
+
+
+def define_function(function: Any, handler: Callable[..., Any]) -> None:
+    """What a function of torch that is no operator does, above the dispatcher."""
+    _FUNCTIONS[function] = handler

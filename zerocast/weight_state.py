@@ -20,9 +20,15 @@ def generation() -> int:
     return _generation
 
 
-def _moved() -> None:
+def moved() -> None:
+    """A weight lies elsewhere from now on."""
     global _generation  # noqa: PLW0603
     _generation += 1
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU the host waits for it."""
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 @dataclass
@@ -33,7 +39,8 @@ class WeightState:
     `was_cast` says that the bytes are somebody's, apart from casts that its present freshness counts; `is_cast` that it counts
     those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
     rowwise bytes is made by each product that reads it, and not kept. `only` names the direction that is there, where just
-    one is. `choices` keeps what `zerocast.gemm` decided for the storage as it lies now.
+    one is. `initial` is the high-precision value of these bytes, until somebody has made masters of it. `choices` keeps what
+    `zerocast.gemm` decided for the storage as it lies now.
     """
 
     format: FormatSpec
@@ -46,6 +53,7 @@ class WeightState:
     is_cast: bool = True
     columnwise_on_demand: bool = False
     only: str = ""
+    initial: Tensor | None = None
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
@@ -113,14 +121,14 @@ class WeightState:
         self.was_cast = self.ever_cast
         self.freshness, self.is_cast = freshness, is_cast
         self.columnwise_cast = freshness.cast if fresh else -1
-        _moved()
+        moved()
 
     def drop_columnwise(self) -> None:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
         if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:
             self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
             self._share_scalar()
-            _moved()
+            moved()
 
     def rehome(self, targets: Mapping[str, Tensor]) -> None:
         """Move buffers, by name, into new storage: same bytes, new place.
@@ -146,14 +154,14 @@ class WeightState:
             self.buffers[name] = target
         self._forget()
         self._share_scalar()
-        _moved()
+        moved()
 
     def repoint(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Their owner moved these buffers, by name, and the bytes with them: read and write them there from now on."""
         self.buffers.update(buffers)
         self._forget()
         self._share_scalar()
-        _moved()
+        moved()
 
     def take(self, other: "WeightState") -> None:
         """Copy the bytes of a weight of the same format and shape, as loading a state dict does."""
@@ -161,8 +169,11 @@ class WeightState:
             ours, theirs = self.buffers[name], other.buffers[name]
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
+                if not ours.is_inference():
+                    torch.autograd.graph.increment_version(ours)  # which an operator below autograd does not
         self._forget()
         self.was_cast = True
+        self.initial = None if other.initial is None else other.initial.clone()  # ours was that of the old bytes
         if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
             self.mark_columnwise()
         else:
@@ -180,6 +191,19 @@ class WeightState:
         """Of what was worked out for the storage and the bytes as they were."""
         self.choices.clear()
         self._derived.clear()
+
+    def differs(self, other: "WeightState") -> bool:
+        """Whether two weights of one format and shape hold other bytes; columnwise copies, which derive from these, aside.
+
+        Reads them, so the host waits for the device.
+        """
+        names = [
+            name
+            for name in BUFFERS
+            if not name.startswith("columnwise") or self.format.columnwise is Columnwise.OWN_GRID
+        ]
+        pairs = [(self.buffers[name], other.buffers[name]) for name in names]
+        return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is left out."""

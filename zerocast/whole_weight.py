@@ -7,23 +7,53 @@ import torch
 from torch import Tensor
 
 from zerocast import compute, unsupported
-from zerocast.weight import QuantizedWeight, define
+from zerocast.weight import QuantizedWeight, define, define_function
+
+INSTEAD = (
+    "give a QuantizedWeight of the same shape and format, or load the high-precision values before quantize_, or into the "
+    "optimizer's masters"
+)
+
+
+def _is_like(source: Any, target: QuantizedWeight) -> bool:
+    ours = target.shape, target.format, target.dtype
+    return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == ours
+
+
+def _described(source: Tensor) -> str:
+    return (
+        repr(source)
+        if isinstance(source, QuantizedWeight)
+        else f"a {source.dtype} tensor of shape {tuple(source.shape)}"
+    )
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
-    ours = target.shape, target.format, target.dtype
-    if not isinstance(source, QuantizedWeight) or (source.shape, source.format, source.dtype) != ours:
-        raise RuntimeError(
-            f"cannot copy {source!r:.200} into {target!r}: give a QuantizedWeight of the same shape and format, or "
-            "load the high-precision values before quantize_, or into the optimizer's masters"
-        )
+    if not _is_like(source, target):
+        raise RuntimeError(f"cannot copy {source!r:.200} into {target!r}: {INSTEAD}")
+    assert isinstance(source, QuantizedWeight)
     target.wait()
     source.check_filled()
     source.wait()
     target.state.take(source.state)
     return target
+
+
+def _set_data(target: Tensor, source: Tensor) -> None:
+    """`target.data = source`: the target stands for the storage of the source from now on, so that the usual swap swaps.
+
+    Whoever casts into the target finds that at the next step: what it casts into is the storage that it knows.
+    """
+    if not isinstance(target, QuantizedWeight):
+        raise RuntimeError(
+            f"cannot set the data of a plain tensor to {source!r}: call dequantize() where that is meant"
+        )
+    if not _is_like(source, target) or source.device != target.device or target.transposed_of is not None:
+        raise RuntimeError(f"cannot set the data of {target!r} to {_described(source)}: {INSTEAD}")
+    assert isinstance(source, QuantizedWeight)
+    target.restate(source.state)
 
 
 def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
@@ -56,6 +86,7 @@ def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
     return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
 
 
+define_function(torch.Tensor.data.__set__, _set_data)  # type: ignore[attr-defined]
 _aten = torch.ops.aten
 define(_aten.detach.default, QuantizedWeight.share)
 define(_aten.alias.default, QuantizedWeight.share)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from zerocast.group import Group
 from zerocast.optim.bucket import Bucket
-from zerocast.optim.gather import BucketBytes
+from zerocast.optim.bucket_bytes import BucketBytes
 
 
 class Wire:

@@ -98,7 +98,7 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
             "ValueError: module.weight1 holds 4 experts side by side, .* set moe_grouped_gemm=False",
         ),
         (attaching.in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),
-        (attaching.built_outside, (), "RuntimeError: cannot view QuantizedWeight"),
+        (attaching.built_outside, (), "RuntimeError: cannot set the data of QuantizedWeight"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", ""),
 )

@@ -128,6 +128,10 @@ def read_in_flight(config: ZeroConfig, name: str, steps: int) -> Found:
         found = read(trainer.probe)
         if config.overlap_all_gather and torch.distributed.get_world_size() > 1 and name not in ("scales", "plain"):
             assert len(landed) > before, "nothing was in flight"
+        if read is loaded_over:
+            trainer.optimizer.load_state_dict(
+                trainer.optimizer.state_to_overwrite()
+            )  # else the step says what it would undo
         if read is not second_optimizer:
             trainer.step(steps)
         after = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}

@@ -161,21 +161,6 @@ def test_a_converted_parameter_is_refused():
         trainer.optimizer.step()
 
 
-def overwritten() -> None:
-    """Masters are the truth: what is written into weights lasts until the next step. (Delayed scales are no copies.)"""
-    trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
-    go_on(trainer, reference, range(2))
-    other = {name: value for name, value in Probe(MIXED).state_dict().items() if name not in ("delayed", "recent")}
-    trainer.probe.load_state_dict(other, strict=False)
-    nn.init.zeros_(trainer.probe.get_parameter("embedding"))
-    go_on(trainer, reference, range(2, 4))
-
-
-def test_weights_that_were_written_to(ranks):
-    overwritten()
-    ranks(2)(overwritten)
-
-
 def two_optimizers(config: ZeroConfig) -> None:
     """Each over half of the parameters of one model, stepping at its own pace."""
     probe, rank = Probe(MIXED), dist.get_rank() if dist.is_initialized() else 0

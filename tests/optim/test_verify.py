@@ -193,7 +193,7 @@ def _break_the_cast(trainer: Trainer, step: int) -> None:
 
     def broken() -> None:
         gather()
-        flip(live(trainer.probe.get_parameter("nv"))["rowwise_data"], 5)
+        flip(live(trainer.probe.get_parameter("nv"))["rowwise_data"].data, 5)  # which moves no counter
 
     weights.gather = broken  # type: ignore[method-assign]
 

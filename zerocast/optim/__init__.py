@@ -1,9 +1,10 @@
 """Optimizers that own the masters: who owns which shard, and when to communicate."""
 
+from zerocast.optim.averages import EMA
 from zerocast.optim.checkpoint import load, save
 from zerocast.optim.checkpoints import Checkpoints
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.load_masters import load_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
 
-__all__ = ["Checkpoints", "ZeroAdamW", "ZeroConfig", "load", "load_masters", "save"]
+__all__ = ["EMA", "Checkpoints", "ZeroAdamW", "ZeroConfig", "load", "load_masters", "save"]

@@ -1,99 +1,44 @@
-"""Weight buffers: flat bytes that the weights view, all-gathered bucket by bucket.
+"""WeightGather: weight buffers are all-gathered bucket by bucket, and waited for by whatever reads.
 
 A plain parameter can be read by anyone at any time, so its gather ends inside the step. A QuantizedWeight is asked for its
-bytes, so
-with overlap its gather runs on until the first read, by whatever reads: a forward pass, a tied head, state_dict, evaluation.
+bytes, so with overlap its gather runs on until the first read, by whatever reads: a forward pass, a tied head, state_dict,
+evaluation. Threads may read at the same time: each of them waits, and on a GPU each on its own stream.
 """
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from zerocast import weight_state
 from zerocast.batch import Batch
 from zerocast.columnwise import ColumnwiseCopies
 from zerocast.freshness import Freshness
-from zerocast.group import Flight, Group
-from zerocast.optim.bucket import IDENTITY, Bucket, Slot
+from zerocast.group import Group
+from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import QuantizedWeight
-from zerocast.weight_state import WeightState
 
 
-class BucketBytes:
-    """The flat buffers of one bucket and the weights in them: `weights[i]` stands for `bucket.slots[i]`."""
+class Arrival:
+    """When the bytes of a bucket are there on a GPU: whoever reads on another stream than the one that waited waits for this."""
 
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.bucket = bucket
-        storage = bucket.storage
-        directions = 2 if storage.both_directions else 1
-        numel = bucket.numel // storage.elements_per_byte
-        self.flats = [torch.zeros(numel, dtype=storage.dtype, device=device) for _ in range(directions)]
-        self._plain: list[tuple[Tensor, Tensor]] = []  # ordinary parameters and their places
-        self._quantized: list[tuple[QuantizedWeight, WeightState, list[Tensor]]] = []
-        self.weights = [self._place(slot) for slot in bucket.slots]
-        self._generation = weight_state.generation()
-        self._works: list[Flight | None] = []
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._event = torch.cuda.Event()
+        self._event.record(self._stream)
 
-    def _place(self, slot: Slot) -> QuantizedWeight:
-        scale = self.bucket.storage.elements_per_byte
-        views = [flat[slot.offset // scale : (slot.offset + slot.numel) // scale] for flat in self.flats]
-        weight = slot.parameter
-        if isinstance(weight, QuantizedWeight):
-            rows, columns = weight.matrix_shape
-            places = [view.view(rows, columns // scale) for view in views]
-            weight.rebind(*places)
-            self._quantized.append((weight, weight.state, places))
-            return weight
-        view = views[0].view(weight.shape).copy_(weight.detach())
-        weight.data = view
-        self._plain.append((weight, view))
-        matrix = view.view(-1, slot.shape[-1])
-        return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
+    @staticmethod
+    def now(device: torch.device) -> "Arrival | None":
+        """None on a CPU, where who waited has the bytes, and inside a graph, which begins and ends in step with all streams."""
+        outside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return Arrival(device) if outside else None
 
-    def reclaim(self) -> None:
-        """Bring back weights that were moved to other storage since: this is where the gather writes."""
-        for parameter, place in self._plain:
-            if parameter.data_ptr() != place.data_ptr():
-                _check_unchanged(parameter, place)
-                parameter.data = place
-        for weight, state, _ in self._quantized:
-            if weight.state is not state:  # swapped by Module.to and the like
-                _check_unchanged(weight.rowwise_data, state.rowwise_data)
-                weight.state = state
-        if self._generation != weight_state.generation():
-            for weight, _, places in self._quantized:
-                held = [weight.state.buffers[name] for name in ("rowwise_data", "columnwise_data")]
-                if any(a is None or a.data_ptr() != b.data_ptr() for a, b in zip(held, places, strict=False)):
-                    weight.rebind(*places)
-            self._generation = weight_state.generation()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether these are ordinary parameters."""
-        return bool(self._plain)
-
-    def start(self, group: Group, what: str = "weight bytes") -> None:
-        """Begin to gather every rank's bytes, in place; `what` they are, for errors."""
-        if group.size > 1:
-            parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
-            pairs = zip(self.flats, parts, strict=True)
-            self._works = [group.all_gather_into(*pair, async_op=True, what=what) for pair in pairs]
-
-    def wait(self) -> None:
-        """Until the bytes are here."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works = []
-
-
-def _check_unchanged(found: Tensor, place: Tensor) -> None:
-    if (found.shape, found.dtype, found.device) != (place.shape, place.dtype, place.device):
-        raise RuntimeError(
-            f"a parameter was {place.dtype} {tuple(place.shape)} on {place.device} when its optimizer was built and is "
-            f"{found.dtype} {tuple(found.shape)} on {found.device} now: move and convert the model first"
-        )
+    def follow(self) -> bool:
+        """Let the current stream wait; whether the bytes are there already, for all streams."""
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            current.wait_event(self._event)
+        return bool(self._event.query())
 
 
 class WeightGather:
@@ -107,11 +52,30 @@ class WeightGather:
         self._columnwise = {id(b): ColumnwiseCopies([] if b.is_plain else b.weights, backend) for b in buffers}
         self._home = {id(weight.state): b for b in buffers for weight in b.weights}
         self._flying: dict[int, BucketBytes] = {}
+        self._arrivals: dict[int, Arrival] = {}
 
-    def ready(self) -> None:
-        """Before a cast writes: nothing in flight, and every weight where the gather will write."""
+    def land(self) -> None:
+        """Complete what is in flight."""
         for buffer in list(self._flying.values()):
             self._finish(buffer)
+
+    def check_unwritten(self) -> None:
+        """RuntimeError if anybody else has written parameters since the last cast; what is in flight nobody has."""
+        for buffer in self._buffers:
+            if id(buffer) not in self._flying:
+                buffer.check_unwritten()
+
+    def ready(self) -> None:
+        """Before a cast writes: nothing in flight, every weight where the gather will write, and written by nobody else."""
+        self.land()
+        self.check_unwritten()
+        moved = [buffer.check_moved() for buffer in self._buffers]  # all of them, before anything changes
+        if any(moved):
+            self.reclaim()
+
+    def reclaim(self) -> None:
+        """The same, whatever the weights hold: masters were loaded."""
+        self.land()
         for buffer in self._buffers:
             buffer.reclaim()
 
@@ -136,19 +100,34 @@ class WeightGather:
                 self._finish(buffer)
 
     def _finish_for(self, weight: QuantizedWeight) -> None:
-        self._finish(self._home[id(weight.state)])
+        buffer = self._home[id(weight.state)]
+        self._finish(buffer)
+        arrival = self._arrivals.get(id(buffer))
+        if arrival is not None and arrival.follow():
+            self._arrivals.pop(id(buffer), None)
+            self._forget()
 
     def _finish(self, buffer: BucketBytes) -> None:
-        if self._flying.pop(id(buffer), None) is None:
-            return
-        if not self._flying:
+        """Complete one gather. A second thread waits here for the first; what raises leaves it in flight for the next read."""
+        with buffer.lock:
+            if id(buffer) not in self._flying or buffer.landing:
+                return
+            buffer.landing = True  # making the copies asks the weights for their bytes, in this thread
+            try:
+                buffer.wait()
+                self._columnwise[id(buffer)].make()
+            finally:
+                buffer.landing = False
+            for weight in buffer.weights:
+                weight.state.mark_columnwise()
+            buffer.note()
+            arrival = None if buffer.is_plain or not self._overlap else Arrival.now(buffer.flats[0].device)
+            if arrival is not None:
+                self._arrivals[id(buffer)] = arrival
+            del self._flying[id(buffer)]
+            self._forget()
+
+    def _forget(self) -> None:
+        """Once everything is there, for all threads and streams, reads need not ask any more."""
+        if not self._flying and not self._arrivals:
             self._freshness.finish = None
-        try:
-            buffer.wait()
-            self._columnwise[id(buffer)].make()
-        except BaseException:  # the next read tries again, or says again that a rank has died
-            self._flying[id(buffer)] = buffer
-            self._freshness.finish = self._finish_for
-            raise
-        for weight in buffer.weights:
-            weight.state.mark_columnwise()

@@ -71,6 +71,7 @@ class GradientReducer:
         norms: ParameterNorms,
     ) -> None:
         self.synchronise = True
+        self.refusal = ""  # why gradients are not wanted now
         self.gradients = GradientShard(buckets, group, norms, device, self)
         self._buckets, self._group, self._deterministic = list(buckets), group, deterministic
         self._stage = self._adds_from = stage  # 2 once rounds add to what was reduced
@@ -178,9 +179,13 @@ class GradientReducer:
         self._check_open()
         self._land(wait=True)
 
-    def _check_open(self) -> None:
+    def check_in_charge(self) -> None:
+        """RuntimeError once another optimizer was built over any of the parameters."""
         if self._taken_over:
             raise RuntimeError(TAKEN_OVER)
+
+    def _check_open(self) -> None:
+        self.check_in_charge()
         if self._launched is not None:
             running = self._end is not None and self._end() is not None
             raise RuntimeError(RUNNING if running else DIED)
@@ -203,6 +208,9 @@ class GradientReducer:
 
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
+        if self.refusal:
+            self._launched, self._end = 0, None  # what this pass leaves is refused until `zero_grad`
+            raise RuntimeError(self.refusal)
         index, part = self._place[id(parameter)]
         self.gradients.collect(part, self._reduced)
         if not self.synchronise:

@@ -58,6 +58,28 @@ class ZeroState:
         delayed = {name: dict(views) for name, views in self._weights.delayed.views.items()}
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
+    def masters_of(self, flat: Tensor) -> dict[str, Any]:
+        """A flat f32 tensor that is laid out as the masters are, by parameter name; views."""
+        views = {}
+        for name, (bucket, slot) in self._slots.items():
+            span, start = bucket.owned(slot, self._group.rank)
+            views[name] = self._leaf(flat[start : start + span.numel], span, tuple(slot.parameter.shape))
+        return views
+
+    def load_masters(self, saved: Mapping[str, Any], flat: Tensor) -> None:
+        """Fill such a tensor with what `masters_of` gave; ValueError on every rank, with nothing changed, if it does not fit."""
+        problem = None
+        try:
+            self._check_names(saved)
+            for name, tensor in saved.items():
+                self._check_tensor(name, tensor)
+        except ValueError as error:
+            problem = error
+        agree(self._group, [], problem, what="loads an average")
+        for name, (bucket, slot) in self._slots.items():
+            span, start = bucket.owned(slot, self._group.rank)
+            _copy(flat[start : start + span.numel], saved[name], span)
+
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError on every rank for missing names or other shapes on any."""
         problem = None
@@ -93,24 +115,31 @@ class ZeroState:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved = state["model"]
+        self._check_names(saved)
+        for name in self._slots:
+            for tensor in (saved[name], *(state["optim"]["state"][name][field] for field in ("exp_avg", "exp_avg_sq"))):
+                self._check_tensor(name, tensor)
+        steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
+        if len(steps) != 1:
+            raise ValueError(f"one step count is needed for all parameters, the state has {sorted(steps)[:4]}")
+        self._loaded_groups(state)
+
+    def _check_names(self, saved: Mapping[str, Any]) -> None:
         if set(saved) != set(self._slots):
             missing, extra = sorted(set(self._slots) - set(saved)), sorted(set(saved) - set(self._slots))
             raise ValueError(
                 f"the state does not fit this optimizer: it lacks {missing[:4]} and has beyond it {extra[:4]}"
             )
-        for name, (bucket, slot) in self._slots.items():
-            span, _ = self._masters.owned(bucket, slot)
-            for tensor in (saved[name], *(state["optim"]["state"][name][field] for field in ("exp_avg", "exp_avg_sq"))):
-                if isinstance(tensor, TensorShard) and tensor.span != span:
-                    raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
-                if tuple(tensor.shape) != tuple(slot.parameter.shape):
-                    raise ValueError(
-                        f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(slot.parameter.shape)} here"
-                    )
-        steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
-        if len(steps) != 1:
-            raise ValueError(f"one step count is needed for all parameters, the state has {sorted(steps)[:4]}")
-        self._loaded_groups(state)
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        bucket, slot = self._slots[name]
+        span, _ = bucket.owned(slot, self._group.rank)
+        if isinstance(tensor, TensorShard) and tensor.span != span:
+            raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
+        if tuple(tensor.shape) != tuple(slot.parameter.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(slot.parameter.shape)} here"
+            )
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         loaded: dict[int, dict[str, Any]] = {}

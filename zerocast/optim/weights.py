@@ -13,9 +13,10 @@ from zerocast.formats import FormatSpec
 from zerocast.group import Group
 from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.optim.bucket import Bucket, Slot
+from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.delayed import DelayedScaling
-from zerocast.optim.gather import BucketBytes, WeightGather
+from zerocast.optim.gather import WeightGather
 from zerocast.optim.masters import Masters
 from zerocast.plan import CastPlan
 
@@ -70,9 +71,16 @@ class ShardedWeights:
         return OwnedMaster(slot.name, slot.live_weight(), views["master"], span, scale)
 
     def ready(self, detail: str = "") -> None:
-        """The host's part before a step: nothing in flight, everything in its place. `detail` all ranks must have alike."""
+        """The host's part before a step: nothing in flight, everything in its place. RuntimeError for what others wrote.
+
+        `detail` is what all ranks must have alike.
+        """
         self._gather.ready()
         self.plan.ready(detail)
+
+    def check_unwritten(self) -> None:
+        """RuntimeError if anybody else has written parameters where they lie; local, and nothing is changed."""
+        self._gather.check_unwritten()
 
     def tables(self) -> list[Batch]:
         """What a step works by, after `ready`: where everything lies."""
@@ -95,7 +103,7 @@ class ShardedWeights:
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
         with self.writing("a cast"):
-            self._gather.ready()
+            self._gather.reclaim()
             with self.delayed.replay():
                 self.plan.cast()
             if self.delayed.found():  # the first cast found the amax that scales the second

@@ -24,6 +24,7 @@ from zerocast.freshness import debugging
 from zerocast.group import Caller, Group, GroupLike
 from zerocast.hyperparameters import Hyperparameters
 from zerocast.master_source import MasterSource
+from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
@@ -116,6 +117,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._clipped = ""  # to what, since the last step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
+        self.averages = Averages(self._masters.master, self._device.count, self._state, self._weights, self._reducer)
         self._weights.plan.freshness.owner = weakref.ref(self)
         self._weights.plan.freshness.has_masters = False  # of these parameters alone: a claim says which
         self._claim = take_over(named)
@@ -155,6 +157,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         """
         self._weights.check_whole()
         self._check_owns()
+        self.averages.check_not_swapped("a step was captured")
         check_capturable(self._masters.master.device, self._weights.plan.backend)
         before = self._before if max_norm is None else functools.partial(self._before_clipping, max_norm)
         return CapturedStep(self._device, self._weights, before, self._after, max_norm)
@@ -163,11 +166,13 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
         self._weights.check_whole()
         check_gradients()
+        self.averages.before_step()
+        self._weights.check_unwritten()
         self._finish_gradients()
-        if debugging():
-            self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
         self._hyperparameters.refresh(self.param_groups)
         self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.says}")
+        if debugging():
+            self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
 
     def _check_owns(self) -> None:
         """RuntimeError once a newer optimizer has taken a parameter over."""
@@ -182,6 +187,7 @@ class ZeroAdamW(torch.optim.Optimizer):
     def _after(self) -> None:
         """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
         self._weights.done()
+        self.averages.after_step()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
@@ -267,9 +273,12 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name (`zerocast.optim.state`).
 
         For torch.distributed.checkpoint with several ranks, which then loads in place; also for torch.save with one. RuntimeError
-        after a step that raised half-way, since that would save masters and moments of different steps.
+        after a step that raised half-way, since that would save masters and moments of different steps, and when parameters were
+        written by somebody else: masters do not know of it.
         """
         self._weights.check_whole()
+        self.averages.check_not_swapped("the state of an optimizer was asked for")
+        self._weights.check_unwritten()
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:
@@ -280,10 +289,12 @@ class ZeroAdamW(torch.optim.Optimizer):
     def overwriting(self) -> Iterator[None]:
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
         self._check_owns()
+        self.averages.check_not_swapped("a state was loaded")
         if self._weights.plan.freshness.is_torn:
             self.zero_grad()
         with self._weights.writing("loading a checkpoint"):
             yield
+        self.averages.masters_loaded()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,0 +1,311 @@
+"""An average of the masters: FP32 arithmetic on unsharded masters, the bytes cast from it, and nothing of it in the training."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerocast
+from tests import casts
+from tests.optim.faults import OutOfMemory
+from tests.optim.flight import slow_gathers
+from tests.optim.probe import MIXED, PLAIN
+from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.undistributed import Undistributed
+from zerocast import ZeroAdamW, ZeroConfig
+from zerocast.optim import EMA
+
+EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
+OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
+SKIPPED = 2  # a step whose gradients are not finite
+
+
+def ranks_here() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Averaged:
+    """A run beside its reference, and beside torch's average of the unsharded masters."""
+
+    def __init__(self, config: ZeroConfig = EAGER) -> None:
+        self.trainer, self.reference = Trainer(Run(config=config)), Undistributed(MIXED)
+        self.ema = EMA(self.trainer.optimizer, decay=0.9)
+        self.wanted = {name: torch.from_numpy(master.copy()) for name, master in self.reference.master.items()}
+
+    def step(self, step: int) -> None:
+        """One step; a skipped one changes nothing."""
+        optimizer = self.trainer.optimizer
+        if step == SKIPPED:
+            gradients = {spec.name: spec.gradient(step, self.trainer.rank) for spec in MIXED}
+            (self.trainer.probe.loss(gradients) * float("nan")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.reference.skipped += 1
+            return
+        self.trainer.step(step)
+        self.follow(step, ranks_here())
+
+    def follow(self, step: int, ranks: int) -> None:
+        """What that many ranks make of a step."""
+        run = self.trainer.run
+        self.reference.step({s.name: run.rounds(s, step, ranks) for s in MIXED}, run.options)
+        names = list(self.wanted)
+        masters = [torch.from_numpy(self.reference.master[name].copy()) for name in names]
+        get_ema_multi_avg_fn(0.9)([self.wanted[name] for name in names], masters, step)
+
+    def check(self, what: str) -> None:
+        """The average is torch's, to the bit, and training is that of a run without one."""
+        assert_equals(self.trainer, self.reference, what)
+        for name, found in self.ema.state_dict()["model"].items():
+            for where, values in boxes(found):
+                casts.assert_same_bytes(
+                    {"f32": casts.raw(values)}, {"f32": casts.raw(self.wanted[name][where])}, f"{what}: {name}"
+                )
+
+    def check_swapped(self) -> None:
+        """Live bytes are the unsharded cast of the average, with the scales that the live bytes had; delayed scaling stays."""
+        before = weight_bytes(self.trainer.probe)
+        scales = {
+            name: float(views["cast_scale"]) for name, views in self.trainer.optimizer.state_dict()["zerocast"].items()
+        }
+        with self.ema.swapped():
+            for spec in MIXED:
+                found, average = weight_bytes(self.trainer.probe)[spec.name], self.wanted[spec.name].view(spec.shape)
+                if spec.fmt == PLAIN:
+                    wanted = {"rowwise_data": casts.raw(average.to(spec.dtype))}
+                else:
+                    wanted = casts.unsharded(spec.fmt, average, spec.dtype, scales.get(spec.name, 1.0))
+                    wanted |= {key: before[spec.name][key] for key in ("scale", "amax_history") if key in found}
+                casts.assert_same_bytes(found, wanted, f"rank {self.trainer.rank}: {spec.name}")
+            assert zerocast.verify(self.trainer.optimizer).ok
+        for name, wanted in before.items():
+            casts.assert_same_bytes(weight_bytes(self.trainer.probe)[name], wanted, f"afterwards: {name}")
+
+
+def averages(config: ZeroConfig) -> None:
+    with slow_gathers():
+        averaged = Averaged(config)
+        averaged.check("at the start")
+        for step in range(5):
+            averaged.step(step)
+            averaged.check(f"step {step}")
+            if step in (1, 3):
+                averaged.check_swapped()
+                averaged.check(f"swapped after step {step}")
+
+
+@pytest.mark.parametrize("config", [EAGER, pytest.param(OVERLAP, marks=pytest.mark.slow)], ids=["eager", "overlap"])
+def test_bits_on_any_number_of_ranks(ranks, config):
+    averages(config)
+    ranks(2)(averages, config)
+
+
+@pytest.mark.slow
+def test_bits_on_three_ranks(ranks):
+    ranks(3)(averages, OVERLAP)
+
+
+def not_meanwhile() -> list[str]:
+    """What raises within a swap, each on every rank; nothing of it is left afterwards."""
+    averaged = Averaged()
+    averaged.step(0)
+    trainer, ema = averaged.trainer, averaged.ema
+    optimizer, said = trainer.optimizer, []
+    state = ema.state_dict()
+    trainer.backward(1)
+    calls: list[Any] = [
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(optimizer.state_to_overwrite()),
+        lambda: zerocast.optim.load_masters(optimizer, averaged.wanted),
+        lambda: ema.swapped().__enter__(),
+        lambda: EMA(optimizer).swapped().__enter__(),
+        ema.state_dict,
+        ema.reset,
+        lambda: ema.load_state_dict(state),
+        lambda: EMA(optimizer),
+    ]
+    with ema.swapped():
+        for call in calls:
+            with pytest.raises(RuntimeError, match="leave it first") as caught:
+                call()
+            said.append(str(caught.value))
+    optimizer.step()
+    optimizer.zero_grad()
+    run = trainer.run
+    averaged.reference.step({s.name: run.rounds(s, 1, ranks_here()) for s in MIXED}, run.options)
+    assert_equals(trainer, averaged.reference, "after the swap")
+    return said
+
+
+@pytest.mark.notices(
+    "a step, load or save while an average is swapped in",
+    where="ZeroAdamW",
+    answer="raises on all ranks, nothing changed",
+)
+def test_no_training_within_a_swap(ranks):
+    alone = not_meanwhile()
+    assert ranks(2)(not_meanwhile) == [alone, alone]
+
+
+def backward_within() -> None:
+    averaged = Averaged()
+    averaged.step(0)
+    trainer = averaged.trainer
+    with averaged.ema.swapped(), pytest.raises(RuntimeError, match=r"a backward pass within"):
+        trainer.backward(1)
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    averaged.step(1)
+    averaged.check("after zero_grad")
+
+
+@pytest.mark.notices(
+    "a backward pass through an average that is swapped in", where="ZeroAdamW", answer="raises on all ranks"
+)
+def test_no_gradients_of_an_average(ranks):
+    backward_within()
+    ranks(2)(backward_within)
+
+
+def test_an_exception_inside_restores():
+    averaged = Averaged()
+    averaged.step(0)
+    with pytest.raises(KeyError), averaged.ema.swapped():
+        raise KeyError("in an evaluation")
+    averaged.check("after it")
+    averaged.step(1)
+    averaged.check("a step later")
+
+
+@pytest.mark.notices(
+    "memory runs out while an average is swapped in or out",
+    where="ZeroAdamW",
+    answer="torn until a state is loaded; average kept",
+)
+@pytest.mark.parametrize("leaving", [False, True])
+def test_a_swap_that_dies_is_torn(leaving):
+    averaged = Averaged()
+    averaged.step(0)
+    optimizer, swap = averaged.trainer.optimizer, averaged.ema.swapped()
+    state = copy.deepcopy(optimizer.state_dict())
+    if leaving:
+        swap.__enter__()
+    with pytest.raises(torch.OutOfMemoryError), OutOfMemory(at=12):
+        swap.__exit__(None, None, None) if leaving else swap.__enter__()
+    for call in (optimizer.step, optimizer.state_dict, averaged.ema.swapped().__enter__):
+        with pytest.raises(RuntimeError, match="raised half-way"):
+            call()
+    optimizer.load_state_dict(state)
+    averaged.ema.load_state_dict({"model": averaged.ema._averages.state.masters_of(averaged.ema._average)})
+    averaged.check("loaded")
+
+
+def resumed(folder: str) -> None:
+    """Saved on some ranks beside the optimizer's own state, loaded on others."""
+    averaged = Averaged()
+    averaged.step(0)
+    averaged.step(1)
+    zerocast.optim.save(averaged.trainer.optimizer, folder, extra=averaged.ema.state_dict()["model"])
+
+
+def go_on(folder: str) -> None:
+    averaged = Averaged()
+    for step in range(2):
+        averaged.follow(step, ranks=2)
+    again = averaged.trainer
+    state = averaged.ema.state_dict()
+    zerocast.optim.load(again.optimizer, folder, extra=state["model"])
+    with pytest.raises(RuntimeError, match="this average has not"):
+        again.optimizer.step()
+    averaged.ema.load_state_dict(state)
+    averaged.check("loaded")
+    averaged.check_swapped()
+    zerocast.optim.load_masters(again.optimizer, averaged.wanted)
+    with pytest.raises(RuntimeError, match="this average has not"), averaged.ema.swapped():
+        pass
+    averaged.ema.reset()
+    with averaged.ema.swapped():
+        pass
+
+
+@pytest.mark.notices(
+    "an optimizer loads a state, its average does not",
+    where="ZeroAdamW",
+    answer="the next step or swap raises on all ranks",
+)
+def test_saved_on_two_ranks_and_loaded_on_three_and_one(ranks, tmp_path):
+    ranks(2)(resumed, str(tmp_path / "saved"))
+    ranks(3)(go_on, str(tmp_path / "saved"))
+    go_on(str(tmp_path / "saved"))
+
+
+def alone(folder: str) -> None:
+    """The state of the average as a checkpoint of its own; masters can start from it."""
+    averaged = Averaged()
+    averaged.step(0)
+    dcp.save({"model": averaged.ema.state_dict()["model"]}, checkpoint_id=folder)
+    zerocast.optim.load_masters(averaged.trainer.optimizer, folder)
+    for name, found in averaged.trainer.optimizer.state_dict()["model"].items():
+        for where, values in boxes(found):
+            assert torch.equal(values, averaged.wanted[name][where])
+
+
+@pytest.mark.slow
+def test_masters_can_start_from_an_average(ranks, tmp_path):
+    ranks(2)(alone, str(tmp_path / "average"))
+
+
+def test_what_does_not_fit_is_refused():
+    averaged = Averaged()
+    state = averaged.ema.state_dict()
+    for broken in ({k: v for k, v in state["model"].items() if k != "nv"}, {**state["model"], "nv": torch.zeros(3)}):
+        with pytest.raises(ValueError, match=r"nv"):
+            averaged.ema.load_state_dict({"model": broken})
+    for decay in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            EMA(averaged.trainer.optimizer, decay)
+    averaged.check("refused")
+
+
+def test_a_decay_by_step_is_the_equal_average():
+    averaged = Averaged()
+    masters = []
+    for step in (0, 1, 3):
+        averaged.ema.decay = 1 - 1 / (len(masters) + 1)
+        averaged.step(step)
+        masters.append(averaged.trainer.optimizer.state_dict()["model"]["nv"].clone())
+    torch.testing.assert_close(averaged.ema.state_dict()["model"]["nv"], torch.stack(masters).mean(0))
+
+
+@pytest.mark.notices(
+    "torch's AveragedModel over quantized weights", where="ZeroAdamW", answer="raises and names zerocast.optim.EMA"
+)
+@pytest.mark.parametrize("how", ["default", "multi", "lerp"])
+def test_torchs_average_of_quantized_weights_raises(how):
+    model = nn.Linear(64, 32)
+    zerocast.quantize_(model, zerocast.Recipe({"weight": "nvfp4"}))
+    optimizer = ZeroAdamW(model.named_parameters())
+    kwargs: dict[str, Any] = {} if how == "default" else {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+    if how == "lerp":
+        kwargs = {"avg_fn": lambda average, current, n: torch.lerp(average, current, 0.1)}
+    average = AveragedModel(model, **kwargs)
+    average.update_parameters(model)  # the first one copies
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"zerocast\.optim\.EMA"):
+        average.update_parameters(model)
+
+
+def test_a_taken_over_optimizer_swaps_nothing_in():
+    averaged = Averaged()
+    second = ZeroAdamW(averaged.trainer.probe.named_parameters(), config=EAGER)
+    with pytest.raises(RuntimeError, match="another optimizer"), averaged.ema.swapped():
+        pass
+    assert zerocast.verify(second).ok

@@ -1,0 +1,147 @@
+"""Several threads read weights whose gather is in flight: every one of them waits, and gets the bytes of the step."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import casts
+from tests.optim.probe import MIXED
+from tests.optim.runs import Run, Trainer, weight_bytes
+from zerocast import ZeroConfig
+from zerocast.group import Group
+from zerocast.optim import gather as gathers
+
+SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))
+EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
+OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
+QUANTIZED = ("mx", "nv", "block")
+
+
+class Held:
+    """A gather that lands a while after somebody began to wait; the first waits fail, if so told."""
+
+    def __init__(self, land: Any, failures: list[int]) -> None:
+        self._land, self._failures = land, failures
+
+    def wait(self) -> None:
+        """Let it land, late."""
+        time.sleep(0.2)
+        if self._failures:
+            self._failures.pop()
+            raise RuntimeError("a rank died")
+        self._land()
+
+
+def late(failures: list[int]) -> Any:
+    """`Group.all_gather_into`, whose result lands when it is waited for, and late."""
+    gather = Group.all_gather_into
+
+    def call(group: Group, out: torch.Tensor, part: torch.Tensor, async_op: bool = False) -> Any:
+        arriving = out.clone()
+        gather(group, arriving, part.clone())
+        return Held(lambda: out.copy_(arriving), failures if out.dtype == torch.uint8 else [])
+
+    return call
+
+
+def read(probe: torch.nn.Module, name: str, direction: str, barrier: threading.Barrier) -> Any:
+    barrier.wait()
+    return casts.raw(getattr(probe.get_parameter(name), direction)).copy()
+
+
+def threads(failing: bool) -> list[str]:
+    """Six threads read three weights in both directions at once; returns what went wrong in those that met the failure."""
+    eager = Trainer(Run(SPECS, config=EAGER))
+    eager.step(0)
+    before, failures = Group.all_gather_into, []
+    trainer = Trainer(Run(SPECS, config=OVERLAP))
+    Group.all_gather_into = late(failures)  # type: ignore[method-assign]
+    try:
+        trainer.step(0)
+        failures += [1] if failing else []
+        jobs = [(name, direction) for name in QUANTIZED for direction in ("rowwise_data", "columnwise_data")] * 2
+        barrier, said = threading.Barrier(len(jobs)), []
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            futures = [pool.submit(read, trainer.probe, *job, barrier) for job in jobs]
+        wanted = weight_bytes(eager.probe)
+        for (name, direction), future in zip(jobs, futures, strict=True):
+            error = future.exception()
+            if error is not None:
+                said.append(str(error))
+                continue
+            casts.assert_same_bytes({direction: future.result()}, {direction: wanted[name][direction]}, name)
+        for name, bytes_ in wanted.items():
+            casts.assert_same_bytes(weight_bytes(trainer.probe)[name], bytes_, f"{name}, read again")
+    finally:
+        Group.all_gather_into = before  # type: ignore[method-assign]
+    trainer.step(1)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.notices("two threads read a weight whose gather is in flight", where="ZeroAdamW", answer="both wait")
+def test_every_thread_waits(ranks):
+    assert ranks(2)(threads, False) == [[], []]
+
+
+def test_a_gather_that_fails_is_tried_again_by_the_next_thread(ranks):
+    """One thread hears of the failure; those that waited behind it try again."""
+    assert ranks(2)(threads, True) == [["a rank died"], ["a rank died"]]
+
+
+class Stream:
+    """What of a CUDA stream is used, on a CPU."""
+
+    current: "Stream"
+
+    def __init__(self) -> None:
+        self.device, self.waits = torch.device("cuda", 0), 0
+
+    def wait_event(self, event: Any) -> None:
+        """Note it."""
+        self.waits += 1
+
+
+class Event:
+    """An event that has not passed, until it is told so."""
+
+    passed = False
+
+    def record(self, stream: Stream) -> None:
+        """Nothing to record."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+        return Event.passed
+
+
+def test_a_second_stream_waits_too(monkeypatch):
+    """The host's part on a GPU: each other stream is made to wait until the bytes are there for all."""
+    first, second = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    Stream.current = first
+    arrival = gathers.Arrival.now(torch.device("cuda", 0))
+    assert arrival is not None
+    trainer = Trainer(Run(SPECS, config=OVERLAP))
+    flight = trainer.optimizer._weights._gather
+    monkeypatch.setattr(gathers.Arrival, "now", staticmethod(lambda device: gathers.Arrival(device)))
+    trainer.step(0)
+    weight = trainer.probe.get_parameter("nv")
+    _ = weight.rowwise_data
+    assert first.waits == 0
+    Stream.current = second
+    _ = weight.rowwise_data
+    assert (first.waits, second.waits) == (0, 1)
+    Event.passed = True
+    for name in QUANTIZED:
+        _ = trainer.probe.get_parameter(name).rowwise_data
+    Stream.current = first
+    _ = trainer.probe.get_parameter("norm")
+    assert [len(flight._arrivals), trainer.optimizer._weights.plan.freshness.finish is None] == [0, True]

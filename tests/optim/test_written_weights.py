@@ -1,0 +1,324 @@
+"""Masters are the truth: what somebody else writes into the weights of a ZeroAdamW raises at the next step, and is never undone."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from tests import casts
+from tests.optim.flight import slow_gathers
+from tests.optim.probe import BF16, MIXED, Probe
+from tests.optim.runs import Run, Trainer, assert_equals, weight_bytes
+from tests.optim.undistributed import Undistributed
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+
+EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
+SPECS = tuple(
+    spec for spec in MIXED if spec.name in ("embedding", "norm", "delayed", "block", "mx", "nv", "unused", "bias")
+)
+_other: list[Probe] = []
+OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
+
+
+def other() -> Probe:
+    """A model of other values, a new one at each call."""
+    if not _other:
+        probe = Probe(SPECS)
+        optimizer = ZeroAdamW(probe.named_parameters(), lr=0.5)
+        probe.backward(3, 0)
+        optimizer.step()
+        _other.append(copy.deepcopy(probe))
+    return copy.deepcopy(_other[0])
+
+
+def quantized(probe: nn.Module) -> QuantizedWeight:
+    weight = probe.get_parameter("nv")
+    assert isinstance(weight, QuantizedWeight)
+    return weight
+
+
+def load(probe: Probe) -> None:
+    probe.load_state_dict(other().state_dict())
+
+
+def load_by_swapping(probe: Probe) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        probe.load_state_dict(other().state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def swap(probe: Probe, name: str) -> None:
+    a, b = probe.get_parameter(name), other().get_parameter(name)
+    a.data, b.data = b.data, a.data
+
+
+def swap_all(probe: Probe) -> None:
+    twin = other()
+    for a, b in zip(probe.parameters(), twin.parameters(), strict=True):
+        a.data, b.data = b.data, a.data
+
+
+def swap_two_of_one_optimizer(probe: Probe) -> None:
+    a, b = probe.get_parameter("unused"), nn.Parameter(quantized_like(probe.get_parameter("unused")))
+    a.data, b.data = b.data, a.data
+
+
+def quantized_like(weight: Any) -> QuantizedWeight:
+    return casts.cast_whole("nvfp4", torch.ones(weight.shape))
+
+
+def in_place(write: Callable[[torch.Tensor], object], name: str = "norm") -> Callable[[Probe], None]:
+    def call(probe: Probe) -> None:
+        with torch.no_grad():
+            write(probe.get_parameter(name))
+
+    return call
+
+
+def same_values(probe: Probe) -> None:
+    probe.load_state_dict(copy.deepcopy(probe.state_dict()))
+
+
+WRITES: dict[str, Callable[[Probe], None]] = {
+    "load_state_dict": load,
+    "load_state_dict, swapping": load_by_swapping,
+    "load_state_dict of what is there": same_values,
+    "an EMA swap": swap_all,
+    "a swap of one quantized weight": lambda probe: swap(probe, "nv"),
+    "a swap of one plain parameter": lambda probe: swap(probe, "embedding"),
+    "a swap with a weight of ones": swap_two_of_one_optimizer,
+    "data =": in_place(lambda p: setattr(p, "data", p.data + 1)),
+    "data = of a quantized weight": lambda probe: setattr(quantized(probe), "data", quantized(other())),
+    "swap_tensors": lambda probe: torch.utils.swap_tensors(probe.get_parameter("mx"), other().get_parameter("mx")),
+    "swap_tensors, plain": lambda probe: torch.utils.swap_tensors(probe.norm, other().norm),
+    "copy_ of a quantized weight": lambda probe: quantized(probe).data.copy_(quantized(other())),
+    "rowwise_data": lambda probe: quantized(probe).rowwise_data.zero_(),
+    "rebind, then a write": lambda probe: (
+        quantized(probe).rebind(torch.zeros_like(quantized(probe).rowwise_data)),
+        quantized(probe).rowwise_data.zero_(),
+    ),
+    "init": in_place(nn.init.ones_, "embedding"),
+    "fill_": in_place(lambda p: p.fill_(1), "bias"),
+    "a slice": in_place(lambda p: p[3:5].zero_()),
+    "an index": in_place(lambda p: p.__setitem__(2, 1.0)),
+    "clamp_": in_place(lambda p: p.clamp_(-0.01, 0.01)),
+    "set_": in_place(lambda p: p.set_(torch.ones_like(p))),
+    "foreach": in_place(lambda p: torch._foreach_mul_([p], 0.5)),
+    "out=": in_place(lambda p: torch.add(p, 1, out=p)),
+    "vector_to_parameters": lambda probe: torch.nn.utils.vector_to_parameters(torch.zeros(37), [probe.norm]),
+    "an embedding that renormalizes": lambda probe: nn.functional.embedding(
+        torch.tensor([1]), probe.embedding, max_norm=1e-3
+    ),
+}
+
+
+QUICK = (
+    "load_state_dict",
+    "an EMA swap",
+    "data =",
+    "copy_ of a quantized weight",
+    "rebind, then a write",
+    "fill_",
+    "set_",
+)
+
+
+def wrote(name: str, config: ZeroConfig) -> list[str]:
+    """Write; the next step says so with nothing changed, whatever it says, until a state is loaded."""
+    trainer, reference = Trainer(Run(SPECS, config=config)), Undistributed(SPECS)
+    with slow_gathers():
+        trainer.step(0)
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        reference.step({s.name: trainer.run.rounds(s, 0, ranks) for s in SPECS}, trainer.run.options)
+        kept = trainer.optimizer.state_dict()
+        kept["zerocast"] = copy.deepcopy(kept["zerocast"])  # views, which a load of the model writes
+        WRITES[name](trainer.probe)
+        trainer.backward(1)
+        said = []
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="since the last step") as caught:
+                trainer.optimizer.step()
+            said.append(str(caught.value))
+        trainer.optimizer.zero_grad()
+        trainer.optimizer.load_state_dict(kept)
+        assert_equals(trainer, reference, "loaded")
+        trainer.step(1)
+        reference.step({s.name: trainer.run.rounds(s, 1, ranks) for s in SPECS}, trainer.run.options)
+        assert_equals(trainer, reference, "a step later")
+    return said
+
+
+@pytest.mark.notices(
+    "model.load_state_dict, or parameters written by hand, after the optimizer was built",
+    where="ZeroAdamW",
+    answer="the next step raises and names load_masters",
+)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WRITES]
+)
+def test_every_write_is_noticed(name):
+    first, again = wrote(name, EAGER)
+    assert first == again
+    assert "load_masters" in first
+
+
+@pytest.mark.notices(
+    "weights and parameters swapped by `.data =` as averages are, and not swapped back before a step",
+    where="ZeroAdamW",
+    answer="the step raises on all ranks",
+)
+@pytest.mark.parametrize(
+    "name",
+    ["an EMA swap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load_state_dict", "rowwise_data"))],
+)
+def test_every_rank_says_so(ranks, name):
+    first, second = ranks(2)(wrote, name, OVERLAP)
+    assert first == second
+
+
+def called_with_others(probe: Probe) -> None:
+    layer = nn.Linear(112, 48, bias=False)
+    layer.weight, twin = nn.Parameter(quantized(probe)), other()
+    x = torch.ones(2, 112, dtype=BF16)
+    found = torch.func.functional_call(layer, {"weight": quantized(twin)}, (x,))
+    assert torch.equal(found, nn.functional.linear(x, quantized(twin)))
+
+
+def harmless(config: ZeroConfig) -> None:
+    """Swapped and swapped back, moved, copied, read, computed with otherwise: no write."""
+    trainer, reference = Trainer(Run(SPECS, config=config)), Undistributed(SPECS)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    reads: list[Callable[[Probe], object]] = [
+        lambda probe: None,
+        lambda probe: probe.to("cpu"),
+        lambda probe: probe.eval().train(),
+        lambda probe: copy.deepcopy(probe).load_state_dict(other().state_dict()),
+        lambda probe: probe.requires_grad_(True),
+        lambda probe: setattr(probe.norm, "data", probe.norm.data.clone()),
+        called_with_others,
+        lambda probe: zerocast.verify(trainer.optimizer),
+        lambda probe: trainer.optimizer.state_dict(),
+    ]
+    for step, read in enumerate(reads):
+        trainer.step(step)
+        reference.step({s.name: trainer.run.rounds(s, step, ranks) for s in SPECS}, trainer.run.options)
+        read(trainer.probe)
+        twin = other()
+        live, average = weight_bytes(trainer.probe), weight_bytes(twin)
+        for back in (False, True):
+            for a, b in zip(trainer.probe.parameters(), twin.parameters(), strict=True):
+                a.data, b.data = b.data, a.data
+            for name, wanted in (live if back else average).items():
+                casts.assert_same_bytes(weight_bytes(trainer.probe)[name], wanted, f"swapped, back {back}: {name}")
+        assert_equals(trainer, reference, f"step {step}")
+
+
+def test_a_swap_there_and_back_is_exact():
+    harmless(EAGER)
+
+
+@pytest.mark.slow
+def test_a_swap_there_and_back_is_exact_while_gathers_are_in_flight(ranks):
+    ranks(2)(harmless, OVERLAP)
+
+
+def saved_after(write: str) -> str:
+    trainer = Trainer(Run(SPECS, config=EAGER))
+    WRITES[write](trainer.probe)
+    with pytest.raises(RuntimeError, match="since the last step") as caught:
+        trainer.optimizer.state_dict()
+    return str(caught.value)
+
+
+@pytest.mark.notices("a save after the model was loaded and the optimizer was not", where="ZeroAdamW", answer="raises")
+def test_a_save_notices():
+    assert "bias" in saved_after("fill_")
+    saved_after("load_state_dict")
+
+
+@pytest.mark.notices(
+    "parameters written through .data or numpy after the optimizer was built",
+    where="ZeroAdamW",
+    answer="in debug mode the next step raises",
+)
+def test_debug_mode_sees_what_no_counter_does():
+    zerocast.set_debug(True)
+    try:
+        for write in (
+            lambda probe: probe.norm.data.fill_(1),
+            lambda probe: probe.embedding.detach().view(torch.int16).numpy().fill(3),
+            lambda probe: quantized(probe).rowwise_data.numpy().fill(3),
+        ):
+            trainer = Trainer(Run(SPECS, config=EAGER))
+            trainer.step(0)
+            write(trainer.probe)
+            trainer.backward(1)
+            with pytest.raises(RuntimeError, match="since the last step"):
+                trainer.optimizer.step()
+    finally:
+        zerocast.set_debug(False)
+
+
+def test_a_load_before_the_optimizer_is_what_trains():
+    """Quantized bytes that are loaded take the place of the value that masters would be made of."""
+    model, source = Probe(SPECS), other()
+    model.load_state_dict(source.state_dict())
+    optimizer = ZeroAdamW(model.named_parameters())
+    for name in ("nv", "block", "norm"):
+        wanted = source.get_parameter(name)
+        wanted = wanted.dequantize() if isinstance(wanted, QuantizedWeight) else wanted
+        assert torch.equal(optimizer.state_dict()["model"][name], wanted.detach().float()), name
+
+
+def test_the_model_then_the_optimizer():
+    """The usual order of resuming: what the optimizer loads are the masters, and the model follows."""
+    trainer = Trainer(Run(SPECS, config=EAGER))
+    trainer.step(0)
+    model, state = copy.deepcopy(trainer.probe.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
+    trainer.step(1)
+    trainer.probe.load_state_dict(model)
+    trainer.optimizer.load_state_dict(state)
+    trainer.step(1)
+    trainer.probe.load_state_dict(model)
+    zerocast.optim.load_masters(trainer.optimizer, {name: value.clone() for name, value in state["model"].items()})
+    trainer.step(2)
+
+
+def on_one_rank() -> str:
+    zerocast.set_debug(True)
+    try:
+        trainer = Trainer(Run(SPECS, config=EAGER))
+        trainer.step(0)
+        if trainer.rank == 1:
+            trainer.probe.norm.data = torch.ones(37)
+        trainer.backward(1)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.optimizer.step()
+        if trainer.rank == 1:
+            torch.distributed.all_gather_object([None, None], None)  # what comes next in this rank's program
+        return str(caught.value)
+    finally:
+        zerocast.set_debug(False)
+
+
+@pytest.mark.notices(
+    "parameters written on one rank alone", where="ZeroAdamW", answer="that rank raises, in debug mode the others too"
+)
+def test_one_rank_alone(ranks):
+    others, here = ranks(2)(on_one_rank)
+    assert "since the last step" in here
+    assert "different calls" in others
+
+
+def test_bf16_values_are_compared_bit_by_bit():
+    """NaN is a value like others: a move is no write."""
+    parameter = nn.Parameter(torch.full((4,), float("nan"), dtype=BF16))
+    optimizer = ZeroAdamW([("p", parameter)])
+    parameter.data = parameter.data.clone()
+    optimizer.step()
