@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from zerocast.agreement import agree
@@ -72,7 +71,7 @@ class Checkpoints:
             self._write(state, step, group, formats)
             return
         if self._group is None:
-            self._group = _gloo_group(group)
+            self._group = group.duplicate("gloo")  # for host memory; training uses the other one meanwhile
         own, copied = self._group, _snapshot(state)
         self._saving = _Saving(step, lambda: self._write(copied, step, own, formats))
 
@@ -150,14 +149,6 @@ class _Saving:
         self._thread.join()
         if self._error is not None:
             raise RuntimeError(f"the checkpoint of step {self._step} was not written: {self._error}") from self._error
-
-
-def _gloo_group(group: Group) -> Group:
-    """The same ranks in a group for host memory, which a thread can use while training uses the other; all of them call it."""
-    if group.handle is None:
-        return group
-    ranks = dist.get_process_group_ranks(group.handle)
-    return Group.of(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -268,9 +268,7 @@ def group_of_its_own(group: Group) -> Group:
     Each optimizer starts its buckets in one order on every rank, but two of them take turns as gradients arrive, and with unused
     parameters that differs between ranks: on one group they would exchange each other's gradients.
     """
-    ranks = dist.get_process_group_ranks(group.handle)
-    backend = dist.get_backend_config(group.handle)  # not that of the default group
-    return Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    return group.duplicate()
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:
