@@ -68,7 +68,7 @@ class Outages:
     def check(self, name: str, disk: Disk, folder: Path, draw: random.Random) -> int:
         """Load from all that may be left; how many different states of the disk that were."""
         done, seen = disk.marks()[SAVED], set()
-        for end in [*range(draw.randrange(self.every), len(disk.changes), self.every), len(disk.changes)]:
+        for end in range(len(disk.changes), -1, -self.every):  # most is lost at the end
             for tree in disk.states(end, draw, self.some):
                 state = (end >= done, *sorted(tree.items()))
                 if state not in seen:
@@ -91,7 +91,7 @@ def check(name: str, root: Path, done: bool, goes_on: bool, where: str) -> None:
         raise AssertionError(f"{name}, {where}: {error!r}; left are {left}") from error
 
 
-THINNED, ALL = Outages(every=6, some=0, goes_on=False), Outages(every=1, some=6, goes_on=True)
+THINNED, ALL = Outages(every=5, some=0, goes_on=False), Outages(every=1, some=6, goes_on=True)
 SHORT = ("the first", "the next, the one before goes", "in place of itself", "export_safetensors")
 
 
@@ -166,11 +166,13 @@ def test_kills_of_one_rank_of_two(tmp_path: Path, name: str, rank: int) -> None:
 
 
 FOUND_BY = {
+    "files are synced by torch": "zerocast convert",  # whose files are smaller than a buffer
     "new parents are not synced": "the first",
     "exported files are not synced": "export_safetensors",
     "what is pruned is deleted before its new name is synced": "the next, the one before goes",
     "a replacement stays as a crash has left it": "in place of itself",
 }
+NEXT_SAVE = ("a replacement stays as a crash has left it", "a save begins in what another has left")
 
 
 @pytest.mark.slow
@@ -179,5 +181,6 @@ FOUND_BY = {
 def test_what_does_it_wrong_is_found(tmp_path: Path, broken: str, seed: int) -> None:
     """The harness can fail: each of these loses a checkpoint somewhere."""
     name = FOUND_BY.get(broken, "in place of itself, beside others")
+    outages = Outages(every=1, some=3, goes_on=broken in NEXT_SAVE)
     with pytest.raises(AssertionError, match="the power goes"):
-        ALL.check(name, recorded(name, tmp_path / "whole", broken=broken), tmp_path, random.Random(seed))
+        outages.check(name, recorded(name, tmp_path / "whole", broken=broken), tmp_path, random.Random(seed))
