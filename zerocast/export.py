@@ -15,7 +15,6 @@ scales from a calibration. Layers that an engine fuses (query, key and value) ke
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.element import E2M1, E4M3
 from zerocast.layout import amax_grid
 from zerocast.weight import QuantizedWeight
+from zerocast.whole_folder import WholeFolder, sync_file
 
 SHARD_BYTES = 5 * 10**9
 TOP = 2688.0  # 448 * 6, the largest scale times the largest code of nvfp4
@@ -64,21 +64,21 @@ def write_safetensors(
         raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
-    folder = folder.absolute()  # "." has no name to write beside
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is not empty: export into a new folder")
+    whole = WholeFolder(folder.absolute())  # "." has no name to write beside
+    if whole.holds_anything():
+        raise ValueError(f"{whole.path} is not empty: export into a new folder")
     for name, item in items.items():
         _check(name, item.format, naming)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    whole.begin()
     try:
-        partial.mkdir(parents=True)
-        files = _write(items, partial, naming, shard_bytes)
-        partial.rename(folder)
+        files = _write(items, whole.partial, naming, shard_bytes)
+        for file in files:
+            sync_file(file)
+        whole.commit()
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        whole.abandon()
         raise
-    return [folder / file.name for file in files]
+    return [whole.path / file.name for file in files]
 
 
 def _write(items: Mapping[str, Item], folder: Path, naming: str, shard_bytes: int) -> list[Path]:

@@ -6,15 +6,19 @@ between ranks), and NCCL's watchdog does: nothing can be said then but what they
 """
 
 import contextlib
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -76,6 +80,15 @@ class Group:
         if rank < 0:
             raise ValueError("this process is not a member of the group")
         return Group(group, rank, dist.get_world_size(group))
+
+    def duplicate(self, backend: str | None = None) -> "Group":
+        """The same ranks in a new process group, of this one's backends or of `backend`, with its timeout; all of them call it."""
+        if self.handle is None:
+            return self
+        ranks = dist.get_process_group_ranks(self.handle)
+        backend = backend or dist.get_backend_config(self.handle)  # not that of the default group
+        timeout = _timeout(self.handle)
+        return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
     def called_by(self, caller: Caller) -> "Group":
         """The same ranks, whose errors name the caller, unless they name one already."""
@@ -169,6 +182,21 @@ def _like(error: Exception, text: str) -> Exception:
         return type(error)(text)
     except TypeError:
         return RuntimeError(text)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long its collectives wait, the least of its backends; torch has no public name for it."""
+    found = []
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        found.append(getattr(options, "_timeout", None))
+    known = [timeout for timeout in found if isinstance(timeout, timedelta)]
+    if not known:
+        logger.warning(
+            "the timeout of the process group cannot be read: a group made after it has torch's default timeout"
+        )
+        return None
+    return min(known)
 
 
 GroupLike = Group | dist.ProcessGroup | DeviceMesh | None

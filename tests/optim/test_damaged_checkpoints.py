@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import shutil
 from pathlib import Path
 
@@ -47,8 +48,6 @@ def test_damaged_files(ranks, tmp_path, damage):
     files = [name for name in names(tmp_path / "whole" / "step_00000002") if name not in (manifest.NAME, ".metadata")]
     assert len(files) == 2
     for number, name in enumerate([*files, ".metadata"]):
-        if name == ".metadata" and damage is Path.unlink:
-            continue  # then it is no checkpoint
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole", folder)
         damage(folder / "step_00000002" / name)
@@ -67,7 +66,9 @@ def test_a_damaged_manifest(tmp_path, content):
     saved(str(tmp_path))
     (tmp_path / "step_00000002" / manifest.NAME).write_text(content)
     trainer = Trainer(Run())
-    with pytest.raises(ValueError, match=r"manifest.json (is damaged|has version 9, this zerocast reads version 1)"):
+    with pytest.raises(
+        ValueError, match=r"manifest.json (is damaged|has version 9, this zerocast reads versions up to 2)"
+    ):
         Checkpoints(tmp_path).load(trainer.optimizer, step=2)
     assert Checkpoints(tmp_path).load(trainer.optimizer) == 1
 
@@ -77,9 +78,102 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path):
     path = tmp_path / "step_00000002" / manifest.NAME
     content = json.loads(path.read_text())
     content["files"]["../../secret"] = {"bytes": 1, "sha256": ""}
+    content["version"] = 1  # which has no hash of itself
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"'\.\./\.\./secret' is no file of the checkpoint"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer, step=2)
+
+
+@pytest.mark.notices(
+    "manifest.json is deleted", where="Checkpoints", answer="damaged: named if asked for, else the one before is loaded"
+)
+def test_no_manifest(ranks, tmp_path, caplog):
+    """These folders always have one. A folder of another program loads without, and the log says that nothing is checked."""
+    saved(str(tmp_path))
+    (tmp_path / "step_00000002" / manifest.NAME).unlink()
+    for said, step in [loads_or_says(str(tmp_path)), *ranks(2)(loads_or_says, str(tmp_path))]:
+        assert "step_00000002/manifest.json is missing, which each of these checkpoints has" in said
+        assert step == 1
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        optim.load(Trainer(Run()).optimizer, tmp_path / "step_00000002")
+    assert "step_00000002 has no manifest.json: what its files hold is not checked" in caplog.text
+
+
+def loads_or_says(folder: str) -> tuple[str, int]:
+    trainer, checkpoints = Trainer(Run()), Checkpoints(folder)
+    with pytest.raises(ValueError, match="step_00000002") as caught:
+        checkpoints.load(trainer.optimizer, step=2)
+    return str(caught.value), checkpoints.load(trainer.optimizer)
+
+
+@pytest.mark.notices(
+    "two step folders are exchanged, or one is renamed",
+    where="Checkpoints",
+    answer="its manifest notes another step: damaged",
+)
+def test_exchanged_folders(tmp_path):
+    saved(str(tmp_path))
+    first, second, aside = tmp_path / "step_00000001", tmp_path / "step_00000002", tmp_path / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    with pytest.raises(ValueError, match=r"manifest.json is that of step 1, in the folder of step 2"):
+        Checkpoints(tmp_path).load(Trainer(Run()).optimizer, step=2)
+    with pytest.raises(ValueError, match=r"manifest.json is that of step 2, in the folder of step 1"):
+        Checkpoints(tmp_path).load(Trainer(Run()).optimizer)
+
+
+def test_a_manifest_of_the_first_version(tmp_path):
+    """It has neither a step nor a hash of itself, and loads."""
+    saved(str(tmp_path))
+    path = tmp_path / "step_00000002" / manifest.NAME
+    content = {key: one for key, one in json.loads(path.read_text()).items() if key not in ("step", "sha256")}
+    path.write_text(json.dumps({**content, "version": 1}))
+    assert Checkpoints(tmp_path).load(Trainer(Run()).optimizer) == 2
+
+
+def flips(folder: Path, draws: list[tuple[str, int, int]]) -> list[str]:
+    """Load with each of these bits flipped in turn: names of files whose damage was neither found nor without effect."""
+    whole, trainer, checkpoints = Trainer(Run()), Trainer(Run()), Checkpoints(folder)
+    checkpoints.load(whole.optimizer)
+    unseen, wanted = [], snapshot(whole)
+    for name, place, bit in draws:
+        path = folder / "step_00000002" / name
+        content = path.read_bytes()
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :])
+        try:
+            checkpoints.load(trainer.optimizer, step=2)
+            casts.assert_same_bytes(snapshot(trainer), wanted)
+        except AssertionError:
+            unseen.append(f"bit {bit} of byte {place} of {name}")
+        except ValueError:
+            pass
+        path.write_bytes(content)
+    return unseen
+
+
+@pytest.mark.notices(
+    "a bit flips in any file of a checkpoint, its manifest included",
+    where="Checkpoints",
+    answer="ValueError that names the file, before anything changes",
+)
+def test_bit_flips(tmp_path, seed):
+    saved(str(tmp_path))
+    draw, folder = random.Random(seed), tmp_path / "step_00000002"
+    sizes = {name: (folder / name).stat().st_size for name in names(folder)}
+    draws = [(name, draw.randrange(sizes[name]), draw.randrange(8)) for name in draw.choices(list(sizes), k=30)]
+    assert flips(tmp_path, draws) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_byte_of_small_files(tmp_path, seed):
+    """A bit of each byte of the metadata and of the manifest."""
+    saved(str(tmp_path))
+    draw, folder = random.Random(seed), tmp_path / "step_00000002"
+    sizes = {name: (folder / name).stat().st_size for name in (".metadata", manifest.NAME)}
+    draws = [(name, place, draw.randrange(8)) for name, size in sizes.items() for place in range(size)]
+    assert flips(tmp_path, draws) == []
 
 
 def test_all_damaged(tmp_path, caplog):

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerocast.bench.report import SCHEMA, Report
+from zerocast.regular_file import read_bounded
+
+MOST_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Regression:
 
 def stored_ratios(path: Path) -> dict[str, float]:
     """Time over floor by row, of the backend that the stored report was about. ValueError for a file of another kind."""
-    stored = json.loads(path.read_text())
+    stored = json.loads(read_bounded(path, MOST_BYTES))
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a report of this benchmark (schema {SCHEMA})")
     return {line["row"]: line["over_floor"] for line in stored["rows"] if line["by"] == stored["backend"]}

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerocast.regular_file import read_bounded
+
 Shape = tuple[int, ...]
 ROOT = -1
+MOST_BYTES = 2**26
 MOST = 250_000  # parameters, so that a misprint ends in an error
 
 
@@ -68,7 +71,7 @@ def read_model(name: str) -> list[Parameter]:
     if name in PRESETS:
         return model_parameters(PRESETS[name])
     try:
-        config = json.loads(Path(name).read_text())
+        config = json.loads(read_bounded(Path(name), MOST_BYTES))
     except FileNotFoundError:
         raise ValueError(f"{name!r} is no model ({', '.join(PRESETS)}) and no file") from None
     except (OSError, ValueError) as error:

@@ -1,13 +1,13 @@
 """Checkpoints of a ZeroAdamW on disk: torch.distributed.checkpoint, whole or not there, read without running what they carry.
 
-A checkpoint is written beside its place, hashed (`manifest.py`), brought to the disk, and only then renamed: whoever is killed at
-any moment leaves the whole of it or none. It is checked against its hashes before anything is loaded. Any number of ranks can load
-what any other number saved, and other tools read the files as plain tensors.
+A checkpoint is written beside its place, brought to the disk, hashed (`manifest.py`), and only then
+renamed (`whole_folder.py`): a kill or a power failure at any moment leaves the whole of it or none. It
+is checked against its hashes before anything is loaded. Any number of ranks can load what any other
+number saved, and other tools read the files as plain tensors.
 """
 
 import contextlib
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,10 +29,10 @@ from zerocast.optim.clear_writer import ClearWriter, reasons
 from zerocast.sources.manifest import FileSum, Manifest, Stored, check_files
 from zerocast.sources.safe_reader import SafeReader
 from zerocast.sources.source import dtype_name
+from zerocast.whole_folder import WholeFolder
 
 AnyPath = str | os.PathLike[str]
 SAVES = "saves a checkpoint"  # what ranks are in the middle of, if not in the same call
-PARTIAL = ".partial"  # ends the name of what is being written or deleted
 
 
 class Checkpointed(Protocol):
@@ -109,45 +109,45 @@ def write(
     state: Mapping[str, Any],
     path: Path,
     group: Group,
-    replace: bool = False,
     formats: Mapping[str, Stored] | None = None,
     planner: SavePlanner | None = None,
+    step: int | None = None,
 ) -> None:
     """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind.
 
     `formats` are noted in the manifest; a `planner` may find the tensors elsewhere than in `state`.
+    A `step` is noted too, and the checkpoint then takes the place of what is at `path`; without one
+    that is an error.
     """
-    path = path.absolute()  # "." has no name to write beside
-    partial = path.with_name(path.name + PARTIAL)
-    on_rank_0(group, lambda: _begin(path, partial, replace))
+    folder = WholeFolder(path.absolute())  # "." has no name to write beside
+    on_rank_0(group, lambda: _begin(folder, replace=step is not None))
     try:
         with _without_process_group_warning():
             state_dict_saver.save(
                 dict(state),
-                storage_writer=ClearWriter(partial),
+                storage_writer=ClearWriter(folder.partial),
                 planner=planner,
                 process_group=group.handle,
                 no_dist=group.handle is None,
             )
-        files = _hash_files(partial, group)
-        on_rank_0(group, lambda: _commit(path, partial, Manifest(files, dict(formats or {}))))
+        files = _hash_files(folder.partial, group)
+        on_rank_0(group, lambda: _commit(folder, Manifest(files, dict(formats or {}), step)))
     except CheckpointException as error:  # no Exception, and the same on every rank
-        remove(partial, group)
+        _abandon(folder, group)
         if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
             raise KeyboardInterrupt from error
-        raise RuntimeError(f"{path} was not written: {reasons(error)}") from error
+        raise RuntimeError(f"{folder.path} was not written: {reasons(error)}") from error
     except Exception as error:
-        remove(partial, group)
-        raise RuntimeError(f"{path} was not written: {error}") from error
+        _abandon(folder, group)
+        raise RuntimeError(f"{folder.path} was not written: {error}") from error
     except KeyboardInterrupt:
-        remove(partial, group)
+        _abandon(folder, group)
         raise
 
 
-def remove(folder: Path, group: Group) -> None:
-    """Delete a folder that is not needed or not complete; whatever cannot be deleted stays."""
+def _abandon(folder: WholeFolder, group: Group) -> None:
     if group.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.abandon()
 
 
 def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
@@ -165,13 +165,12 @@ def group_of(optimizer: Checkpointed) -> Group:
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 
 
-def _begin(path: Path, partial: Path, replace: bool) -> None:
-    if not replace and _holds_anything(path):
+def _begin(folder: WholeFolder, replace: bool) -> None:
+    if not replace and folder.holds_anything():
         raise FileExistsError(
-            f"{path} is there already: a checkpoint is not overwritten, delete it or choose another place"
+            f"{folder.path} is there already: a checkpoint is not overwritten, delete it or choose another place"
         )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.begin()
 
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
@@ -186,30 +185,9 @@ def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     return {name: sums for part in parts for name, sums in part.items()}
 
 
-def _commit(path: Path, partial: Path, manifest: Manifest) -> None:
-    manifest.write(partial)
-    _to_disk(partial)
-    if _holds_anything(path):
-        before = path.with_name(f"{path.name}.before{PARTIAL}")
-        path.rename(before)
-        partial.rename(path)
-        shutil.rmtree(before, ignore_errors=True)
-    else:
-        partial.rename(path)  # also in place of an empty folder
-    _to_disk(path.parent)
-
-
-def _holds_anything(path: Path) -> bool:
-    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
-
-
-def _to_disk(folder: Path) -> None:
-    """The names in a folder, as fsync of a file does not bring them there."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _commit(folder: WholeFolder, manifest: Manifest) -> None:
+    manifest.write(folder.partial)
+    folder.commit()
 
 
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:

@@ -18,18 +18,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from zerocast.agreement import agree
-from zerocast.group import ONE_PROCESS, Group
+from zerocast.agreement import from_rank_0
+from zerocast.group import Group
 from zerocast.optim import checkpoint
 from zerocast.optim.checkpoint import Checkpointed
 from zerocast.optim.sharded_tensor import TensorShard
-from zerocast.sources.manifest import LOADS, Stored, check_files
+from zerocast.sources.manifest import LOADS, Stored, check_step, is_checkpoint
+from zerocast.whole_folder import NEW, PARTIAL, WholeFolder, discard
 
 logger = logging.getLogger(__name__)
-NAME = re.compile(r"step_(\d{8,})")
+NAME = re.compile(rf"step_(\d{{8,}})(?:{re.escape(NEW)})?")
 
 
 class Checkpoints:
@@ -49,15 +49,18 @@ class Checkpoints:
         self._saving: _Saving | None = None
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, oldest first. Complete is not undamaged: `load` finds out."""
+        """The steps of complete checkpoints, oldest first; nothing is moved or deleted.
+
+        Complete is not undamaged: `load` finds out.
+        """
         if not self._folder.is_dir():
             return []
-        matches = [NAME.fullmatch(path.name) for path in self._folder.iterdir() if (path / ".metadata").is_file()]
-        return sorted(int(match[1]) for match in matches if match)
+        matches = [NAME.fullmatch(path.name) for path in self._folder.iterdir() if is_checkpoint(path)]
+        return sorted({int(match[1]) for match in matches if match})
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
-        return self._folder / f"step_{step:08d}"
+        """Where the checkpoint of a step is: `step_00000100`, or `step_00000100.new` after a crash, until the next save."""
+        return self._place(step).found
 
     def save(self, optimizer: Checkpointed, step: int, extra: Mapping[str, Tensor] | None = None) -> None:
         """Write the state after `step` steps, in place of one of the same step; all ranks call it.
@@ -72,7 +75,7 @@ class Checkpoints:
             self._write(state, step, group, formats)
             return
         if self._group is None:
-            self._group = _gloo_group(group)
+            self._group = group.duplicate("gloo")  # for host memory; training uses the other one meanwhile
         own, copied = self._group, _snapshot(state)
         self._saving = _Saving(step, lambda: self._write(copied, step, own, formats))
 
@@ -90,44 +93,52 @@ class Checkpoints:
         """
         self.wait()
         group = checkpoint.group_of(optimizer)
-        steps: list[int] = agree(group, [], None, self.steps(), LOADS)[0]
-        if not steps or (step is not None and step not in steps):
+        places: dict[int, Path] = from_rank_0(group, lambda: {one: self.path(one) for one in self.steps()}, LOADS)
+        if not places or (step is not None and step not in places):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-            raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {steps or 'none'}")
+            raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {list(places) or 'none'}")
         if step is None:
-            step = self._newest_intact(steps, group)
+            step = _newest_intact(places, group)
         else:
-            check_files(self.path(step), group)
-        checkpoint.read(optimizer, self.path(step), extra)
+            check_step(places[step], step, group)
+        checkpoint.read(optimizer, places[step], extra)
         return step
 
-    def _newest_intact(self, steps: list[int], group: Group) -> int:
-        *older, newest = steps
-        try:
-            check_files(self.path(newest), group)
-        except ValueError as error:
-            if not older:
-                raise
-            if group.rank == 0:
-                logger.warning("passing over the checkpoint of step %d: %s", newest, error)
-            return self._newest_intact(older, group)
-        return newest
-
     def _write(self, state: Mapping[str, Any], step: int, group: Group, formats: Mapping[str, Stored]) -> None:
-        checkpoint.write(state, self.path(step), group, replace=True, formats=formats)
+        checkpoint.write(state, self._place(step).path, group, formats=formats, step=step)
         checkpoint.on_rank_0(group, lambda: self._prune(step))
 
+    def _place(self, step: int) -> WholeFolder:
+        return WholeFolder(self._folder / f"step_{step:08d}")
+
     def _prune(self, newest: int) -> None:
-        """Delete what is too old, and what saves that were killed have left."""
+        """Finish what crashes have interrupted, and delete what is too old and what they have left."""
+        for step in self.steps():
+            self._place(step).settle()
+        discard(self._folder.glob(f"step_*{PARTIAL}"))
         steps = [step for step in self.steps() if step != newest]
         for step in steps[: max(0, len(steps) + 1 - self._keep)] if self._keep else ():
-            path = self.path(step)
+            path = self._place(step).path
             try:  # a kill after this leaves nothing that looks whole
-                path.rename(path.with_name(path.name + checkpoint.PARTIAL))
+                path.rename(path.with_name(path.name + PARTIAL))
             except OSError as error:
                 logger.warning("%s is too old and cannot be deleted: %s", path, error)
-        for path in self._folder.glob(f"step_*{checkpoint.PARTIAL}"):
-            checkpoint.remove(path, ONE_PROCESS)
+        discard(self._folder.glob(f"step_*{PARTIAL}"))
+
+
+def _newest_intact(places: Mapping[int, Path], group: Group) -> int:
+    """The newest step whose checkpoint is undamaged; ValueError of the oldest where all are damaged."""
+    for step in sorted(places, reverse=True):
+        try:
+            check_step(places[step], step, group)
+        except ValueError as error:
+            if step == min(places):
+                raise
+            if group.rank == 0:
+                logger.warning("passing over the checkpoint of step %d: %s", step, error)
+        else:
+            return step
+    raise AssertionError("there is no step")
 
 
 class _Saving:
@@ -150,14 +161,6 @@ class _Saving:
         self._thread.join()
         if self._error is not None:
             raise RuntimeError(f"the checkpoint of step {self._step} was not written: {self._error}") from self._error
-
-
-def _gloo_group(group: Group) -> Group:
-    """The same ranks in a group for host memory, which a thread can use while training uses the other; all of them call it."""
-    if group.handle is None:
-        return group
-    ranks = dist.get_process_group_ranks(group.handle)
-    return Group.of(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:

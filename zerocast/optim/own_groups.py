@@ -43,13 +43,7 @@ def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -
     leases = _made.setdefault(parent.handle, [])
     free = set(free_by_rank[0]).intersection(*free_by_rank)
     if not free:
-        leases.append(_Lease(_new_group(parent)))
+        leases.append(_Lease(parent.duplicate()))
     lease = leases[min(free, default=-1)]
     lease.owner = weakref.ref(owner)
     return lease.group.called_by(parent.caller) if parent.caller else lease.group
-
-
-def _new_group(parent: Group) -> Group:
-    ranks = dist.get_process_group_ranks(parent.handle)
-    backend = dist.get_backend_config(parent.handle)  # not that of the default group
-    return Group.of(dist.new_group(ranks, backend=backend, use_local_synchronization=True))

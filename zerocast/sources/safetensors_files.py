@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
+from zerocast.regular_file import check_regular, read_bounded
 from zerocast.sources.reader import SourceReader
 from zerocast.sources.source import Entry
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+MOST_INDEX_BYTES = 2**28
 DTYPES = {  # as safetensors calls them
     "F64": "float64",
     "F32": "float32",
@@ -67,8 +69,9 @@ class SafetensorsSource:
         return SourceReader(self)
 
     def _open_index(self, index: Path) -> None:
+        content = read_bounded(index, MOST_INDEX_BYTES)
         try:
-            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            places: dict[str, str] = dict(json.loads(content)["weight_map"])
             outside = [file for file in places.values() if PurePath(file).name != file]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{index} is no index of safetensors files: {error!r}") from None
@@ -81,6 +84,7 @@ class SafetensorsSource:
         """Note the tensors of a file, all or those that an index names."""
         from safetensors import safe_open  # noqa: PLC0415
 
+        check_regular(file)  # safe_open would wait for a FIFO
         if not file.is_file():
             raise ValueError(f"{file} is missing, which the index of {self.place} names")
         opened = _or_damaged(str(file), lambda: safe_open(file, "pt"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.storage import StorageReader
 
+from zerocast.regular_file import check_regular
 from zerocast.sources.reader import SourceReader
 from zerocast.sources.source import Entry, dtype_name
 
@@ -33,6 +34,7 @@ class StateDictSource:
     @staticmethod
     def of_file(path: Path) -> "StateDictSource":
         """From a file of torch.save. ValueError for one that is damaged or that holds more than tensors and containers."""
+        check_regular(path)
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except FileNotFoundError:

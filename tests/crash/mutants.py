@@ -1,0 +1,98 @@
+"""Ways to write a folder that lose it when the power goes, for the harness to find. Each breaks this process for good."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from unittest import mock
+
+from zerocast import export, whole_folder
+from zerocast.optim import checkpoints, clear_writer
+from zerocast.sources import manifest
+from zerocast.whole_folder import NEW, WholeFolder, sync_folder
+
+
+def _put(target: object, name: str, what: object) -> Callable[[], object]:
+    return mock.patch.object(target, name, what).start
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _torch_syncs() -> None:
+    """As torch does it, before the buffer is flushed."""
+
+    def init(self: clear_writer.ClearWriter, path: Path) -> None:
+        clear_writer.FileSystemWriter.__init__(self, path, sync_files=True)
+
+    _put(clear_writer.ClearWriter, "__init__", init)()
+
+
+def _commits_before_sync(self: WholeFolder) -> None:
+    self.partial.rename(self._beside(NEW) if self.holds_anything() else self.path)
+    sync_folder(self.found)
+    sync_folder(self.path.parent)
+    self.settle()
+
+
+def _deletes_first(self: WholeFolder) -> None:
+    sync_folder(self.partial)
+    shutil.rmtree(self.path, ignore_errors=True)
+    self.partial.rename(self.path)
+    sync_folder(self.path.parent)
+
+
+def _through_another_name(self: WholeFolder) -> None:
+    """What zerocast did at first."""
+    sync_folder(self.partial)
+    if self.holds_anything():
+        before = self.path.with_name(f"{self.path.name}.before.partial")
+        self.path.rename(before)
+        self.partial.rename(self.path)
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        self.partial.rename(self.path)
+    sync_folder(self.path.parent)
+
+
+def _syncs_at_the_end(self: WholeFolder) -> None:
+    sync_folder(self.partial)
+    self.partial.rename(self._beside(NEW) if self.holds_anything() else self.path)
+    self.settle()
+    sync_folder(self.path.parent)
+
+
+def _discards_unsynced(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settles_unsynced() -> None:
+    _put(WholeFolder, "commit", _syncs_at_the_end)()
+    _put(whole_folder, "discard", _discards_unsynced)()
+
+
+def _makes_parents(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _makes_partial(self: WholeFolder) -> None:
+    """Without the end of a replacement that was interrupted, and over what another save has left."""
+    self.partial.mkdir(parents=True, exist_ok=True)
+
+
+MUTANTS: dict[str, Callable[[], object]] = {
+    "files are synced by torch": _torch_syncs,
+    "files are not synced": _put(clear_writer, "sync_file", _nothing),
+    "exported files are not synced": _put(export, "sync_file", _nothing),
+    "the manifest is not synced": _put(manifest, "sync_file", _nothing),
+    "folders are not synced": _put(whole_folder, "sync_folder", _nothing),
+    "new parents are not synced": _put(whole_folder, "_make_parents", _makes_parents),
+    "the folder is synced after its rename": _put(WholeFolder, "commit", _commits_before_sync),
+    "the old one is deleted first": _put(WholeFolder, "commit", _deletes_first),
+    "the old one is renamed first": _put(WholeFolder, "commit", _through_another_name),
+    "the new name is synced after the old one is deleted": _settles_unsynced,
+    "what is pruned is deleted before its new name is synced": _put(checkpoints, "discard", _discards_unsynced),
+    "a replacement stays as a crash has left it": _put(WholeFolder, "settle", _nothing),
+    "a save begins in what another has left": _put(WholeFolder, "begin", _makes_partial),
+}

@@ -1,0 +1,186 @@
+"""Power failures and kills at every change of the file system that a save makes: a whole checkpoint always loads.
+
+As SQLite is tested: each call is recorded where it enters the kernel (`recorder.c`), and what the disk may
+hold after a power failure there, without what was not synced (`disk.py`), is loaded from. The process is
+also killed before each call, for what really is there then.
+"""
+
+import itertools
+import random
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.crash import recorder
+from tests.crash.disk import Disk, Tree, all_recorded, read_tree, write_tree
+from tests.crash.mutants import MUTANTS
+from tests.crash.recorder import read_log
+from tests.crash.saves import SAVED, SAVES, run, run_and_kill
+from tests.workers import START_SECONDS, context
+
+pytestmark = pytest.mark.skipif(recorder.why_not() is not None, reason=str(recorder.why_not()))
+TWO_RANKS = ("the next, the one before goes", "in place of itself", "in place of itself, while training goes on")
+
+
+def saved(
+    name: str, folder: Path, world: int = 1, rank: int = 0, kill_before: int = 0, broken: str | None = None
+) -> list[int | None]:
+    """Save on some ranks, one of which is killed; their exit codes."""
+    processes = []
+    for each in range(world):
+        places = folder / "root", folder / "log"
+        arguments = (str(recorder.library()), name, *places, each, world, kill_before if each == rank else 0, broken)
+        processes.append(context.Process(target=run, args=arguments, daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(START_SECONDS)
+    return [process.exitcode for process in processes]
+
+
+def prepared(name: str, folder: Path) -> Tree:
+    """What is there before the save."""
+    (folder / "root").mkdir(parents=True)
+    SAVES[name].prepare(folder / "root")
+    return read_tree(folder / "root")
+
+
+def recorded(name: str, folder: Path, world: int = 1, broken: str | None = None) -> Disk:
+    """The changes of a save that nothing interrupts."""
+    before = prepared(name, folder)
+    assert saved(name, folder, world, broken=broken) == [0] * world
+    records = list(read_log(folder / "log"))
+    assert all_recorded(records)
+    disk = Disk(before, folder / "root", records)
+    assert disk.after(len(disk.changes), frozenset()) == read_tree(folder / "root"), "something was not recorded"
+    return disk
+
+
+@dataclass(frozen=True)
+class Outages:
+    """At which changes the power goes: every so many-th, and how many combinations of what is lost are drawn there."""
+
+    every: int
+    some: int
+    goes_on: bool  # whether what is left must take the next saves
+
+    def check(self, name: str, disk: Disk, folder: Path, draw: random.Random) -> int:
+        """Load from all that may be left; how many different states of the disk that were."""
+        done, seen = disk.marks()[SAVED], set()
+        for end in range(len(disk.changes), -1, -self.every):  # most is lost at the end
+            for tree in disk.states(end, draw, self.some):
+                state = (end >= done, *sorted(tree.items()))
+                if state not in seen:
+                    seen.add(state)
+                    where = (
+                        f"the power goes after {end} of {len(disk.changes)} changes, of which {done} before it is done"
+                    )
+                    write_tree(tree, folder / f"state_{len(seen)}")
+                    check(name, folder / f"state_{len(seen)}", end >= done, self.goes_on, where)
+        return len(seen)
+
+
+def check(name: str, root: Path, done: bool, goes_on: bool, where: str) -> None:
+    left = {path: None if content is None else len(content) for path, content in read_tree(root).items()}
+    try:
+        SAVES[name].check(root, done)
+        if goes_on:
+            SAVES[name].goes_on(root)
+    except Exception as error:
+        raise AssertionError(f"{name}, {where}: {error!r}; left are {left}") from error
+
+
+THINNED, ALL = Outages(every=5, some=0, goes_on=False), Outages(every=1, some=6, goes_on=True)
+SHORT = ("the first", "the next, the one before goes", "in place of itself", "export_safetensors")
+
+
+@pytest.mark.notices(
+    "the power goes, or a process is killed, in the middle of a save, also of a step that was saved before",
+    where="Checkpoints",
+    answer="the checkpoint, or the one before it, is whole and loads",
+)
+@pytest.mark.parametrize("name", SHORT)
+def test_some_power_failures(tmp_path: Path, name: str, seed: int) -> None:
+    assert THINNED.check(name, recorded(name, tmp_path / "whole"), tmp_path, random.Random(seed)) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SAVES)
+def test_power_failures(tmp_path: Path, name: str, seed: int) -> None:
+    disk = recorded(name, tmp_path / "whole")
+    states = ALL.check(name, disk, tmp_path, random.Random(seed))
+    print(f"{name}: {len(disk.changes)} changes, {states} states of the disk")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_power_failures_of_two_ranks(tmp_path: Path, name: str, seed: int) -> None:
+    disk = recorded(name, tmp_path / "whole", world=2)
+    ALL.check(name, disk, tmp_path, random.Random(seed))
+
+
+def kills(name: str, folder: Path, every: int) -> int:
+    """Kill a process before each change that its save makes, or every so many-th; how many kills that were."""
+    process = context.Process(target=run_and_kill, args=(str(recorder.library()), name, folder, every), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    left = sorted(folder.iterdir())
+    for at in left:
+        done = any(record.what == "mark" for record in read_log(at / "log"))
+        check(name, at / "root", done, True, at.name)
+    return len(left) - 1
+
+
+def test_some_kills(tmp_path: Path) -> None:
+    assert kills("in place of itself", tmp_path, 4) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SAVES)
+def test_kills(tmp_path: Path, name: str) -> None:
+    assert kills(name, tmp_path, 1) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_kills_of_one_rank_of_two(tmp_path: Path, name: str, rank: int) -> None:
+    """The other one raises, and ends."""
+    for kill_before in itertools.count(1, 2):
+        at = tmp_path / f"killed_{kill_before}"
+        prepared(name, at)
+        codes = saved(name, at, 2, rank, kill_before)
+        if codes == [0, 0]:
+            break
+        assert codes[rank] == -signal.SIGKILL
+        assert codes[1 - rank] in (0, 1), "the other one hangs or crashes"
+        done = any(record.what == "mark" for record in read_log(at / "log"))
+        check(name, at / "root", done, True, f"killed before change {kill_before} of rank {rank}")
+    assert kill_before > 3
+
+
+FOUND_BY = {
+    "files are synced by torch": "zerocast convert",  # whose files are smaller than a buffer
+    "new parents are not synced": "the first",
+    "exported files are not synced": "export_safetensors",
+    "what is pruned is deleted before its new name is synced": "the next, the one before goes",
+    "a replacement stays as a crash has left it": "in place of itself",
+}
+NEXT_SAVE = ("a replacement stays as a crash has left it", "a save begins in what another has left")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_what_does_it_wrong_is_found(tmp_path: Path, broken: str, seed: int) -> None:
+    """The harness can fail: each of these loses a checkpoint somewhere."""
+    name = FOUND_BY.get(broken, "in place of itself, beside others")
+    outages = Outages(every=1, some=3, goes_on=broken in NEXT_SAVE)
+    with pytest.raises(AssertionError, match="the power goes"):
+        outages.check(name, recorded(name, tmp_path / "whole", broken=broken), tmp_path, random.Random(seed))

@@ -1,0 +1,60 @@
+"""Files of others are read within bounds: a device, a FIFO or a folder in the place of a file is refused.
+
+Links are followed, as storage that ranks share is often linked; what counts is the file at their end.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading, without waiting for anybody. ValueError for what is no regular file, OSError as of `open`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        check_regular(path)  # a socket, or a device without a driver
+        raise
+    try:
+        _check(path, os.fstat(descriptor))
+    except ValueError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """ValueError for what is there and no regular file; for readers that open it themselves."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return
+    _check(path, found)
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The bytes of a regular file. ValueError for more than `most` of them."""
+    with open_regular(path) as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        content = stream.read(most + 1) if nbytes <= most else b""
+    if max(nbytes, len(content)) > most:
+        raise ValueError(
+            f"{path} has {max(nbytes, len(content)):,} bytes, and {most:,} is the most that is read of such a file"
+        )
+    return content
+
+
+def _check(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(
+            f"{os.fspath(path)} is {KINDS.get(stat.S_IFMT(found.st_mode), 'no regular file')}, where a file belongs"
+        )

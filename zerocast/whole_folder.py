@@ -1,0 +1,107 @@
+"""WholeFolder: a folder that is written whole or not at all; exports and checkpoints are such folders.
+
+Files are written into `<path>.partial` and brought to the disk with their names. One rename then
+gives the folder its name. Where a folder is there already, the rename is to `<path>.new`, which from
+then on counts as that folder; it takes the name itself once the old folder is out of its way. So a
+whole folder is there at every moment, and readers move nothing: the next save finishes what a crash
+has interrupted.
+
+Nothing is deleted before the rename that takes its place is on the disk. Only renames within a folder
+and syncs of files and folders are relied on, which ext4, XFS, NFS and Lustre have alike; `renameat2`
+with RENAME_EXCHANGE, which NFS and Lustre lack, is not used. `tests/crash` lets the power go at every
+call.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PARTIAL, NEW = ".partial", ".new"
+
+
+@dataclass(frozen=True)
+class WholeFolder:
+    """The folder at `path`. One process writes it."""
+
+    path: Path
+
+    @property
+    def partial(self) -> Path:
+        """The folder that files are written into."""
+        return self._beside(PARTIAL)
+
+    @property
+    def found(self) -> Path:
+        """The folder that was written last, which a crash may have kept from its name."""
+        return new if (new := self._beside(NEW)).is_dir() else self.path
+
+    def holds_anything(self) -> bool:
+        """Whether there is something at the path other than an empty folder."""
+        return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
+
+    def begin(self) -> None:
+        """Make `partial`, empty."""
+        _make_parents(self.partial)
+        self.settle()
+        self.abandon()
+        self.partial.mkdir()
+
+    def abandon(self) -> None:
+        """Delete `partial`; what cannot be deleted stays."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def commit(self) -> None:
+        """Give the path to what is in `partial`, whose files are on the disk; what was there before is deleted."""
+        sync_folder(self.partial)
+        replaces = self.holds_anything()
+        self.partial.rename(self._beside(NEW) if replaces else self.path)
+        sync_folder(self.path.parent)
+        self.settle()
+
+    def settle(self) -> None:
+        """Finish a replacement that has been committed."""
+        new = self._beside(NEW)
+        if new.is_dir():
+            self.abandon()
+            if self.path.exists():
+                self.path.rename(self.partial)
+            new.rename(self.path)
+            discard([self.partial])
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+
+def discard(folders: Iterable[Path]) -> None:
+    """Delete folders of one parent that have been renamed to `*.partial`, once their new names are on the disk."""
+    for number, folder in enumerate(folders):
+        if number == 0:
+            sync_folder(folder.parent)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the bytes of a file to the disk, whoever wrote them."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk, as syncs of its files do not."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_parents(path: Path) -> None:
+    missing = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
