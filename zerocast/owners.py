@@ -71,15 +71,20 @@ class Claim:
         return self._by() is owner
 
 
-def overlapping(held: Held, parameters: Sequence[Tensor] = (), beside: object = None) -> list[Claim]:
-    """Claims of living owners on any of this, but those that `beside` has taken; owners that nobody keeps are collected first."""
+def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:
+    """The claims on any of this."""
+    return [claim for claim in list(_claims) if claim.overlaps(held, parameters)]
+
+
+def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()) -> Claim | None:
+    """A claim on any of this that does not give way; an owner that nobody keeps is collected first."""
 
     def found() -> list[Claim]:
-        return [c for c in list(_claims) if not (beside and c.is_by(beside)) and c.overlaps(held, parameters)]
+        return [claim for claim in overlapping(held, parameters) if not gives_way(claim)]
 
     if found():
         gc.collect()
-    return found()
+    return next(iter(found()), None)
 
 
 def note_read(weight: Any) -> None:

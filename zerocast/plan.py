@@ -22,7 +22,7 @@ from zerocast.freshness import Freshness
 from zerocast.group import Caller, Group, GroupLike
 from zerocast.layout import Span
 from zerocast.master_source import MasterSource, OwnedMaster
-from zerocast.owners import Claim, overlapping
+from zerocast.owners import Claim, find_conflict
 from zerocast.shard import ShardData, own
 from zerocast.storage import storages_of
 from zerocast.weight import QuantizedWeight
@@ -175,11 +175,12 @@ class CastPlan:
         return Claim(who, self._held(), by=self)
 
     def _conflict(self) -> ValueError | None:
-        for other in overlapping(self._held(), beside=self):
-            return ValueError(
-                f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
-            )
-        return None
+        other = find_conflict(self._held(), lambda claim: claim.is_by(self))
+        if other is None:
+            return None
+        return ValueError(
+            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
+        )
 
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
         spans = [[s[i] for s in self._ownership.spans if s[i].numel] for i in range(len(self.weights))]

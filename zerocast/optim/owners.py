@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zerocast.layout import Span
-from zerocast.owners import Claim, Held, overlapping
+from zerocast.owners import Claim, Held, find_conflict, overlapping
 from zerocast.weight import QuantizedWeight
 
 WHO = "a ZeroAdamW"
@@ -24,12 +24,12 @@ def check_owners(named: Sequence[Named]) -> None:
                 f"{name}, {parameter!r}, has never been cast: masters start from its value, so give it one (quantize_, "
                 "load_state_dict, QuantizedWeight.of_buffers)"
             )
-    for other in overlapping(_held(named), _parameters(named)):
-        if other.who != WHO:
-            raise RuntimeError(
-                f"{other.who} writes weights that {WHO} is built over: a weight has one owner, so remove() the handle of that, or "
-                "del it"
-            )
+    other = find_conflict(_held(named), lambda claim: claim.who == WHO, _parameters(named))
+    if other is not None:
+        raise RuntimeError(
+            f"{other.who} writes weights that {WHO} is built over: a weight has one owner, so remove() the handle of that, or "
+            "del it"
+        )
 
 
 def _has_value(weight: QuantizedWeight) -> bool:
