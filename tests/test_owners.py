@@ -133,7 +133,7 @@ def test_a_gradient_that_nobody_takes(build: Callable[[nn.Sequential], torch.opt
     backward(model)
     before = [p.detach().clone() for p in model.parameters() if not isinstance(p, QuantizedWeight)]
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=ORPHANS):
+        with pytest.raises(RuntimeError, match=f"{ORPHANS}|SGD cannot step parameter 0"):
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, (layer.bias for layer in model), strict=True))
 

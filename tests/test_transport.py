@@ -35,6 +35,7 @@ SILENT = {
 }
 THEIRS = {
     ("zerocast/fsdp2/torch_fsdp.py", "Work"),  # FSDP2's own gathers
+    ("zerocast/fsdp2/torch_fsdp.py", "redistribute"),  # DTensor's, which a prepared model has wrapped
     ("zerocast/cli/world.py", "barrier"),
 }
 SUBMODULES = {"checkpoint", "device_mesh", "fsdp", "tensor", "distributed_c10d", "algorithms", "nn"}
@@ -57,7 +58,7 @@ CALLS: dict[str, Callable[[Group], Any]] = {
     "all_to_all": lambda group: group.all_to_all(A, A, what="these"),
     "broadcast": lambda group: group.broadcast(A, "these"),
 }
-NO_COLLECTIVE = {"of", "called_by", "failing"}
+NO_COLLECTIVE = {"of", "called_by", "duplicate", "failing"}
 
 
 def used(path: Path) -> Iterator[str]:

@@ -176,7 +176,7 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
     "reset_parameters": (lambda: model()[0].reset_parameters(), "INITIALISE"),  # type: ignore[operator]
     "decay": (lambda: plain().mul_(0.9), "WRITE"),
     "weights clipped": (lambda: [p.data.clamp_(-1, 1) for p in model().parameters()], "WRITE"),
-    "an EMA of weights": (lambda: torch.zeros(32, 64, dtype=torch.bfloat16).lerp_(plain(), 0.1), "VALUES"),
+    "an EMA of weights": (lambda: torch.zeros(32, 64, dtype=torch.bfloat16).lerp_(plain(), 0.1), "AVERAGE"),
     "foreach in place": (lambda: torch._foreach_mul_([plain()], 2.0), "OPTIMIZER"),
     "zeros_like": (lambda: torch.zeros_like(plain()), "LIKE"),
     "norm": (lambda: utils.get_total_norm([plain()]), "VALUES"),

@@ -95,6 +95,11 @@ def note_read(weight: Any) -> None:
         _read[id(weight)] = weakref.ref(weight)
 
 
+def forget_read(weight: Any) -> None:
+    """Keep no reference to a weight that is about to be moved: `torch.utils.swap_tensors` refuses those that have any."""
+    _read.pop(id(weight), None)
+
+
 def check_gradients() -> None:
     """RuntimeError if a quantized weight without an owner has got a gradient since the last step.
 

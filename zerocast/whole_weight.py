@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import compute, unsupported
+from zerocast import compute, owners, unsupported
 from zerocast.weight import QuantizedWeight, define, define_function
 
 INSTEAD = (
@@ -37,6 +37,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
     target.wait()
     source.check_filled()
     source.wait()
+    owners.forget_read(target)
     target.state.take(source.state)
     return target
 
@@ -61,6 +62,7 @@ def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, 
         raise RuntimeError(
             f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}; {unsupported.CONVERT}"
         )
+    owners.forget_read(weight)
     return weight.copied(lambda t: t.to(device or t.device, copy=True))
 
 

@@ -27,7 +27,7 @@ def slow_gathers() -> Iterator[list[int]]:
     gather = Group.all_gather_into
     landed: list[int] = []
 
-    def later(group: Group, out: Tensor, part: Tensor, async_op: bool = False) -> Any:
+    def later(group: Group, out: Tensor, part: Tensor, async_op: bool = False, what: str = "") -> Any:
         if not async_op:
             return gather(group, out, part)
         arriving = out.clone()

@@ -41,7 +41,7 @@ def late(failures: list[int]) -> Any:
     """`Group.all_gather_into`, whose result lands when it is waited for, and late."""
     gather = Group.all_gather_into
 
-    def call(group: Group, out: torch.Tensor, part: torch.Tensor, async_op: bool = False) -> Any:
+    def call(group: Group, out: torch.Tensor, part: torch.Tensor, async_op: bool = False, what: str = "") -> Any:
         arriving = out.clone()
         gather(group, arriving, part.clone())
         return Held(lambda: out.copy_(arriving), failures if out.dtype == torch.uint8 else [])
