@@ -96,6 +96,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_no_function_reads_noise():
     """Each is called with a reduced gradient for every argument that it needs; no tensor and no number may come of it."""
     overrides, silent = get_testing_overrides(), []

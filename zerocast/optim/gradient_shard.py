@@ -58,20 +58,19 @@ class GradientShard:
         self._places: dict[GradientPart, tuple[Bucket, Slot]] = {}
         for bucket in buckets:
             for slot in bucket.slots:
-                place = weakref.ref(slot.parameter), slot.offset, slot.numel, *bucket.owned(slot, group.rank)
-                part = GradientPart(slot.name, *place, me)
+                part = GradientPart(slot.name, slot.offset, slot.numel, *bucket.owned(slot, group.rank), me)
                 self._places[part] = bucket, slot
                 self.parts.append(part)
         self._parameters = [slot.parameter for _, slot in self._places.values()]
         for parameter in self._parameters:
             if isinstance(parameter.grad, ReducedGradient):  # of another optimizer
-                parameter.grad.part.give_back()
+                parameter.grad.part.give_back(parameter)
         self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
         """Take the gradient that lies on a parameter; `reduced` says that a reduced one was there before."""
         with torch._C.DisableTorchFunctionSubclass():
-            part.collect(self._placed[part], reduced)
+            part.collect(self._places[part][1].parameter, self._placed[part], reduced)
 
     def collect_all(self, reduced: bool) -> None:
         """The same for all of them; every parameter then has a reduced gradient, whatever took part."""
@@ -103,8 +102,8 @@ class GradientShard:
 
     def leave(self) -> None:
         """Take the reduced gradients off their parameters."""
-        for part in self.parts:
-            part.give_back()
+        for part, parameter in zip(self.parts, self._parameters, strict=True):
+            part.give_back(parameter)
 
     def everything_changed(self) -> None:
         """All elements are others than before."""

@@ -57,11 +57,11 @@ class GradientPart:
     `local` is the gradient of this rank alone: what no round has reduced yet; with stage 1 also what one has. `forgotten`: p.grad
     was taken off the parameter after it was reduced. `summed`: autograd has put the sum of `local` and a gradient on the parameter.
 
-    The parameter holds its gradient and the gradient this part, so nothing here holds the parameter.
+    The parameter holds its gradient and the gradient this part, so nothing here holds the parameter; not weakly either, which
+    torch.utils.swap_tensors would refuse.
     """
 
     name: str
-    parameter: "weakref.ref[Tensor]"
     offset: int  # in its bucket
     numel: int
     span: Span
@@ -78,12 +78,11 @@ class GradientPart:
             raise RuntimeError(GONE)
         return owner
 
-    def collect(self, placed: "ReducedGradient", reduced: bool) -> None:
+    def collect(self, parameter: Tensor, placed: "ReducedGradient", reduced: bool) -> None:
         """Take the gradient that lies on the parameter, and put `placed` in its place; `reduced` says that it was there before."""
-        parameter = self.parameter()
-        if parameter is None or parameter.grad is placed:
-            return
         found = parameter.grad
+        if found is placed:
+            return
         if isinstance(found, ReducedGradient):
             if found.part is not self:
                 raise RuntimeError(
@@ -100,10 +99,9 @@ class GradientPart:
                 f"{self.name} was {then} when its optimizer was built and is {now} now: move and convert the model first"
             ) from error
 
-    def give_back(self) -> None:
+    def give_back(self, parameter: Tensor) -> None:
         """Leave on the parameter what autograd alone would have left there."""
-        parameter = self.parameter()
-        if parameter is not None and isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is self:
+        if isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is self:
             parameter.grad = self.local
 
     def accumulate(self, gradient: Tensor) -> None:

@@ -48,7 +48,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             fp16 and fp32 parameters in any mix, on one device; parameters that need no gradient or are empty are left out.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its own, schedulers may change them.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one process without any.
-        stage: 2 frees gradients as they are reduced; 1 keeps them on the parameters.
+        stage: 2 frees the gradients of this rank as they are reduced; 1 keeps them, and reduces the sum of several backward passes.
         config: how to communicate.
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial values are everyone's. Raises
