@@ -451,3 +451,5 @@ def test_stale_gradients(stage):
     with pytest.raises(RuntimeError, match="optimizer that this gradient belonged to is gone"):
         kept.norm()
     successor.step()
+    widened = ZeroAdamW(trainer.probe.named_parameters(), config=ZeroConfig(grad_dtype=FP32))
+    widened.step()

@@ -19,7 +19,7 @@ from zerocast.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.optim.norm import ParameterNorms
-from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient
+from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
 
 _grad = operator.attrgetter("grad")
 
@@ -62,9 +62,6 @@ class GradientShard:
                 self._places[part] = bucket, slot
                 self.parts.append(part)
         self._parameters = [slot.parameter for _, slot in self._places.values()]
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, ReducedGradient):  # of another optimizer
-                parameter.grad.part.give_back(parameter)
         self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
@@ -103,7 +100,8 @@ class GradientShard:
     def leave(self) -> None:
         """Take the reduced gradients off their parameters."""
         for part, parameter in zip(self.parts, self._parameters, strict=True):
-            part.give_back(parameter)
+            if isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is part:
+                take_off(parameter)
 
     def everything_changed(self) -> None:
         """All elements are others than before."""

@@ -99,11 +99,6 @@ class GradientPart:
                 f"{self.name} was {then} when its optimizer was built and is {now} now: move and convert the model first"
             ) from error
 
-    def give_back(self, parameter: Tensor) -> None:
-        """Leave on the parameter what autograd alone would have left there."""
-        if isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is self:
-            parameter.grad = self.local
-
     def accumulate(self, gradient: Tensor) -> None:
         """Autograd adds what a backward pass gives on this rank."""
         owner = self.owner()
@@ -169,6 +164,12 @@ class ReducedGradient(Tensor):
         return handler(*args, **(kwargs or {}))
 
 
+def take_off(parameter: Tensor) -> None:
+    """Leave on the parameter what autograd alone would have left there: a gradient of this rank, or none."""
+    if isinstance(parameter.grad, ReducedGradient):
+        parameter.grad = parameter.grad.part.local
+
+
 # what is asked of a tensor besides its attributes and has no operator, or none that reads elements
 _ASKED = {
     "size",
@@ -200,7 +201,10 @@ _HIDDEN = {Tensor.__cuda_array_interface__.__get__}
 def _has_operator(func: Any, name: str) -> bool:
     """Whether the dispatcher will be asked, and can refuse."""
     written_with_operators = getattr(func, "__module__", "") in ("torch.functional", "torch.nn.functional")
-    return written_with_operators or (not name.startswith("__") and hasattr(torch.ops.aten, name))
+    is_operator = isinstance(
+        func, torch._ops.OpOverload | torch._ops.OpOverloadPacket
+    )  # called so by modes of the dispatcher
+    return is_operator or written_with_operators or (not name.startswith("__") and hasattr(torch.ops.aten, name))
 
 
 def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:

@@ -30,6 +30,7 @@ from zerocast.optim.device_step import DeviceStep
 from zerocast.optim.gradients import GradientReducer, group_of_its_own, has_company
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
+from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
 from zerocast.verification import verify
@@ -90,6 +91,7 @@ class ZeroAdamW(torch.optim.Optimizer):
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         config, group, device = self._config, self._group, named[0][1].device
         for _, parameter, _ in named:
+            take_off(parameter)
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
                 parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
