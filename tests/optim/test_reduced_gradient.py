@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import get_ignored_functions, get_overridable_functions, get_testing_overrides, resolve_name
 
 import zerocast
+from tests.optim.memory import NewStorages
 from tests.optim.probe import BF16, FP32, MIXED
 from tests.optim.runs import Run, Trainer
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
@@ -96,6 +97,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_no_function_reads_noise():
     """Each is called with a reduced gradient for every argument that it needs; no tensor and no number may come of it."""
     overrides, silent = get_testing_overrides(), []
@@ -229,6 +231,18 @@ def test_gradients_by_autograd_alone(stage):
     found = torch.autograd.grad(loss, parameters)
     assert [type(g) for g in found] == [Tensor, Tensor]
     assert all(torch.equal(p.grad.full_tensor(), b) for p, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_mode_of_the_dispatcher_changes_nothing(stage):
+    """Profilers and meters pass each operator on by themselves, autograd's too."""
+    trainer = trained(stage)
+    once = trainer.probe.get_parameter("norm").grad.full_tensor()
+    with NewStorages():
+        trainer.probe.backward(3, 0)
+        norm = nn.utils.clip_grad_norm_(trainer.probe.parameters(), 1e30)
+    assert norm > 0
+    assert torch.equal(trainer.probe.get_parameter("norm").grad.full_tensor(), 2 * once)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -80,7 +80,7 @@ def norms(stage: int, config: ZeroConfig) -> None:
     trainer.probe.backward(BUSY, rank())
     whole = expected(trainer, BUSY)
     assert float((full(trainer) - whole).norm() / whole.norm()) <= (
-        0.01 if config is LIBRARY else 0.0
+        0.0 if config.deterministic else 0.01
     )  # reduced in bf16
     values = full(trainer)
     fast = trainer.optimizer.clip_grad_norm_(1e30)
@@ -451,3 +451,5 @@ def test_stale_gradients(stage):
     with pytest.raises(RuntimeError, match="optimizer that this gradient belonged to is gone"):
         kept.norm()
     successor.step()
+    widened = ZeroAdamW(trainer.probe.named_parameters(), config=ZeroConfig(grad_dtype=FP32))
+    widened.step()

@@ -86,7 +86,7 @@ def _sum(gradient: Any, new: Any, **kwargs: Any) -> Tensor:
 
 def _accumulates(gradient: ReducedGradient) -> bool:
     node: Any = torch._C._current_autograd_node()
-    return node is not None and getattr(node, "variable", None) is gradient.part.parameter()
+    return getattr(getattr(node, "variable", None), "grad", None) is gradient
 
 
 def _each(op: Any) -> Callable[..., Any]:

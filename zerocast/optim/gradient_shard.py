@@ -19,7 +19,7 @@ from zerocast.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.optim.norm import ParameterNorms
-from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient
+from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
 
 _grad = operator.attrgetter("grad")
 
@@ -58,20 +58,16 @@ class GradientShard:
         self._places: dict[GradientPart, tuple[Bucket, Slot]] = {}
         for bucket in buckets:
             for slot in bucket.slots:
-                place = weakref.ref(slot.parameter), slot.offset, slot.numel, *bucket.owned(slot, group.rank)
-                part = GradientPart(slot.name, *place, me)
+                part = GradientPart(slot.name, slot.offset, slot.numel, *bucket.owned(slot, group.rank), me)
                 self._places[part] = bucket, slot
                 self.parts.append(part)
         self._parameters = [slot.parameter for _, slot in self._places.values()]
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, ReducedGradient):  # of another optimizer
-                parameter.grad.part.give_back()
         self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
         """Take the gradient that lies on a parameter; `reduced` says that a reduced one was there before."""
         with torch._C.DisableTorchFunctionSubclass():
-            part.collect(self._placed[part], reduced)
+            part.collect(self._places[part][1].parameter, self._placed[part], reduced)
 
     def collect_all(self, reduced: bool) -> None:
         """The same for all of them; every parameter then has a reduced gradient, whatever took part."""
@@ -103,8 +99,9 @@ class GradientShard:
 
     def leave(self) -> None:
         """Take the reduced gradients off their parameters."""
-        for part in self.parts:
-            part.give_back()
+        for part, parameter in zip(self.parts, self._parameters, strict=True):
+            if isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is part:
+                take_off(parameter)
 
     def everything_changed(self) -> None:
         """All elements are others than before."""

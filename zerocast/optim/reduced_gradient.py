@@ -57,11 +57,11 @@ class GradientPart:
     `local` is the gradient of this rank alone: what no round has reduced yet; with stage 1 also what one has. `forgotten`: p.grad
     was taken off the parameter after it was reduced. `summed`: autograd has put the sum of `local` and a gradient on the parameter.
 
-    The parameter holds its gradient and the gradient this part, so nothing here holds the parameter.
+    The parameter holds its gradient and the gradient this part, so nothing here holds the parameter; not weakly either, which
+    torch.utils.swap_tensors would refuse.
     """
 
     name: str
-    parameter: "weakref.ref[Tensor]"
     offset: int  # in its bucket
     numel: int
     span: Span
@@ -78,12 +78,11 @@ class GradientPart:
             raise RuntimeError(GONE)
         return owner
 
-    def collect(self, placed: "ReducedGradient", reduced: bool) -> None:
+    def collect(self, parameter: Tensor, placed: "ReducedGradient", reduced: bool) -> None:
         """Take the gradient that lies on the parameter, and put `placed` in its place; `reduced` says that it was there before."""
-        parameter = self.parameter()
-        if parameter is None or parameter.grad is placed:
-            return
         found = parameter.grad
+        if found is placed:
+            return
         if isinstance(found, ReducedGradient):
             if found.part is not self:
                 raise RuntimeError(
@@ -99,12 +98,6 @@ class GradientPart:
             raise RuntimeError(
                 f"{self.name} was {then} when its optimizer was built and is {now} now: move and convert the model first"
             ) from error
-
-    def give_back(self) -> None:
-        """Leave on the parameter what autograd alone would have left there."""
-        parameter = self.parameter()
-        if parameter is not None and isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is self:
-            parameter.grad = self.local
 
     def accumulate(self, gradient: Tensor) -> None:
         """Autograd adds what a backward pass gives on this rank."""
@@ -171,6 +164,12 @@ class ReducedGradient(Tensor):
         return handler(*args, **(kwargs or {}))
 
 
+def take_off(parameter: Tensor) -> None:
+    """Leave on the parameter what autograd alone would have left there: a gradient of this rank, or none."""
+    if isinstance(parameter.grad, ReducedGradient):
+        parameter.grad = parameter.grad.part.local
+
+
 # what is asked of a tensor besides its attributes and has no operator, or none that reads elements
 _ASKED = {
     "size",
@@ -202,7 +201,10 @@ _HIDDEN = {Tensor.__cuda_array_interface__.__get__}
 def _has_operator(func: Any, name: str) -> bool:
     """Whether the dispatcher will be asked, and can refuse."""
     written_with_operators = getattr(func, "__module__", "") in ("torch.functional", "torch.nn.functional")
-    return written_with_operators or (not name.startswith("__") and hasattr(torch.ops.aten, name))
+    is_operator = isinstance(
+        func, torch._ops.OpOverload | torch._ops.OpOverloadPacket
+    )  # called so by modes of the dispatcher
+    return is_operator or written_with_operators or (not name.startswith("__") and hasattr(torch.ops.aten, name))
 
 
 def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:

@@ -34,6 +34,7 @@ from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.own_groups import free_groups, group_of_its_own
 from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
+from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
 from zerocast.owners import check_gradients
@@ -52,7 +53,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             fp16 and fp32 parameters in any mix, on one device; parameters that need no gradient or are empty are left out.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its own, schedulers may change them.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one process without any.
-        stage: 2 frees gradients as they are reduced; 1 keeps them on the parameters.
+        stage: 2 frees the gradients of this rank as they are reduced; 1 keeps them, and reduces the sum of several backward passes.
         config: how to communicate.
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial values are everyone's. Raises
@@ -100,6 +101,7 @@ class ZeroAdamW(torch.optim.Optimizer):
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         config, group, device = self._config, self._group, named[0][1].device
         for _, parameter, _ in named:
+            take_off(parameter)
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
                 parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
