@@ -212,10 +212,10 @@ def run(
     SAVES[name].save(root, recorder.mark)
 
 
-def run_and_kill(compiled: str, name: str, folder: Path, every: int) -> None:
-    """One process after the other that is killed before its first change, and so on, until one comes to its end."""
+def run_and_kill(compiled: str, name: str, folder: Path, first: int, every: int) -> None:
+    """One process after the other, each killed before a later change, until one comes to its end."""
     torch.set_num_threads(1)
-    for kill_before in itertools.count(1, every):
+    for kill_before in itertools.count(first, every):
         at = folder / f"killed_before_{kill_before:04d}"
         process = os.fork()
         if not process:

@@ -43,7 +43,7 @@ def huge(path: Path) -> None:
         stream.truncate(2**42)
 
 
-HOSTILE = [fifo, endless, folder, huge]
+HOSTILE = [fifo, endless, *(pytest.param(one, marks=pytest.mark.slow) for one in (folder, huge))]
 
 
 def checkpoint(tmp_path: Path) -> Path:
