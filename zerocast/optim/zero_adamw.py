@@ -237,7 +237,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._device.clip.fill_(1.0)
         self._clipped, self._device.clipped = "", False
         self._reducer.reset()
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # of weights, which would ask at every look at a gradient
+            super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
