@@ -11,6 +11,7 @@ from tests.devices import HERE, gpu_params
 from tests.hosts.record import pytest_addoption, pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
 from tests.workers import Pool, Ranks
+from zerocast import owners
 
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
@@ -98,3 +99,9 @@ def seed() -> int:
     chosen = int(os.environ.get("ZEROCAST_TEST_SEED") or secrets.randbits(31))
     print(f"ZEROCAST_TEST_SEED={chosen}")
     return chosen
+
+
+@pytest.fixture(autouse=True)
+def nothing_read() -> None:
+    """What an earlier test left with gradients and without an owner is none of the next one's."""
+    owners.forget_all()

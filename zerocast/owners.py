@@ -95,6 +95,11 @@ def note_read(weight: Any) -> None:
         _read[id(weight)] = weakref.ref(weight)
 
 
+def forget_all() -> None:
+    """Remember no weight that was read so far."""
+    _read.clear()
+
+
 def forget_read(weight: Any) -> None:
     """Keep no reference to a weight that is about to be moved: `torch.utils.swap_tensors` refuses those that have any."""
     _read.pop(id(weight), None)
@@ -108,6 +113,7 @@ def check_gradients() -> None:
     if torch.compiler.is_compiling() or not _read:
         return
     alive = [weight for weight in (reference() for reference in list(_read.values())) if weight is not None]
+    _read.clear()  # also if this raises: a model that was given up may live on in the traceback
     with torch._C.DisableTorchFunctionSubclass():  # its attributes cost microseconds each without this
         orphans = [weight for weight in alive if _got_gradient(weight) and not _is_owned(weight)]
     if orphans:
@@ -117,7 +123,6 @@ def check_gradients() -> None:
             "optimizer after quantize_, and anew after load_state_dict(assign=True) or where a parameter was replaced "
             "(ZeroAdamW, or a CastPlan over masters of your own); call requires_grad_(False) on weights that are not trained"
         )
-    _read.clear()
 
 
 def _is_owned(weight: Any) -> bool:

@@ -52,7 +52,10 @@ def _set_data(target: Tensor, source: Tensor) -> None:
             f"cannot set the data of a plain tensor to {source!r}: call dequantize() where that is meant"
         )
     if not _is_like(source, target) or source.device != target.device or target.transposed_of is not None:
-        raise RuntimeError(f"cannot set the data of {target!r} to {_described(source)}: {INSTEAD}")
+        raise RuntimeError(
+            f"cannot set the data of {target!r} to {_described(source)}: {INSTEAD}; a host that moves parameters into buffers of "
+            "its own needs its integration around that, as zerocast.integrations.megatron.building()"
+        )
     assert isinstance(source, QuantizedWeight)
     target.restate(source.state)
 

@@ -145,6 +145,7 @@ NOT_OF_MASTERS = {
     "_sparse_broadcast_to",
     "nested": "_nested_view_from_jagged _nested_view_from_buffer",
     "dual": "_make_dual _unpack_dual _fw_primal",
+    "named, in older torches": "align_to align_as refine_names rename",
     "needs a GPU": "pin_memory",
     "torch's own test": "_test_autograd_multiple_dispatch_view",
 }
@@ -296,6 +297,9 @@ def test_views_written_on_all_ranks_are_cast(ranks: Ranks, reshard: bool) -> Non
     assert ranks(2)(written_everywhere, reshard, False, *FORMS) == [[], []]
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch before 2.13 refuses these writes itself"
+)
 def test_views_written_in_inference_mode_are_cast(ranks: Ranks) -> None:
     assert ranks(2)(written_everywhere, True, True, "local row", "local flat", "row by row") == [[], []]
 

@@ -40,7 +40,7 @@ TABLE = {
     "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take fp8_block or nvfp4",
     "two blocks": BLOCK,
     "nested blocks": BLOCK,
-    "no block": r"RuntimeError: cannot view QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
+    "no block": r"RuntimeError: cannot set the data of QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
     "no block around the optimizer": r"RuntimeError: cannot view QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
     "quantized after DDP": BLOCK,
     "quantized after the optimizer": "ValueError: .* is quantized and in no bucket .* call quantize_ before Distributed",

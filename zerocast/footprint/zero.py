@@ -24,7 +24,7 @@ def footprint(
     buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
     shard = flat_numel(buckets)
     weights = buffers.quantized(tensor for _, tensor, _ in tensors)
-    packed = buffers.packed_amaxes(weights)
+    packed = buffers.packed_amaxes(weights, ranks)
     kept = sum(slot.numel * bucket.storage.grad_dtype.itemsize for bucket in buckets for slot in bucket.slots)
     memory = {
         "weights": sum(map(_gathered, buckets)),
