@@ -39,7 +39,7 @@ notices: $(VENV)/.dev
 	$(BIN)/python -m tests.notices
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
-SANITIZED := tests/test_goldens.py tests/test_adam_amax.py tests/test_adam_step.py tests/test_dequantize.py tests/test_gemm_inputs.py tests/test_backends.py
+SANITIZED := tests/formats/test_goldens.py tests/backends/test_adam_amax.py tests/backends/test_adam_step.py tests/backends/test_dequantize.py tests/gemm/test_gemm_inputs.py tests/backends/test_backends.py
 sanitize:
 	for tool in memcheck racecheck initcheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
@@ -54,7 +54,7 @@ sanitize-cpu: $(VENV)/.dev
 	mkdir -p $(COPY)
 	git ls-files | tar -c -T - | tar -x -C $(COPY)
 	cd $(COPY) && CXXFLAGS="$(CHECKS)" LDFLAGS="-fsanitize=address,undefined" ZEROCAST_CUDA=0 $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
-	ldd $(COPY)/zerocast/_C*.so | grep libasan # or nothing would be checked
+	ldd $(COPY)/zerocast/backends/_C*.so | grep libasan # or nothing would be checked
 	cd $(COPY) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(abspath $(COPY)) \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(abspath $(BIN))/python -m pytest -q -m "not slow" -k "cpu or test_casts" $(SANITIZED) tests/fuzz/test_casts.py
@@ -77,7 +77,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) build zerocast/*.so *.egg-info
+	rm -rf $(VENV) build zerocast/backends/*.so *.egg-info
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "Python 3.10 or later is needed: make PYTHON=..." && false)

@@ -1,4 +1,4 @@
-"""Builds the extension `zerocast._C`; everything else is declared in pyproject.toml.
+"""Builds the extension `zerocast.backends._C`; everything else is declared in pyproject.toml.
 
 The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every target, with ZEROCAST_CUDA=0 not
 at all. No torch is needed.
@@ -118,7 +118,7 @@ setup(
     package_dir=HOSTS,
     ext_modules=[
         Pybind11Extension(
-            "zerocast._C",
+            "zerocast.backends._C",
             sources=sorted(map(str, SOURCES)),
             depends=sorted(map(str, HEADERS)),
             include_dirs=[str(CSRC)],

@@ -1,4 +1,4 @@
-// The extension zerocast._C: plain pybind11 over addresses and plain data, no torch header, so that one build serves every
+// The extension zerocast.backends._C: plain pybind11 over addresses and plain data, no torch header, so that one build serves every
 // torch.
 #include "api/topics.h"
 

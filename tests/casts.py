@@ -14,8 +14,8 @@ import zerocast
 from tests import devices
 from zerocast import QuantizedWeight
 from zerocast.backends import reference
-from zerocast.group import ONE_PROCESS
-from zerocast.layout import BUFFERS
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats.layout import BUFFERS
 
 FORMATS = (
     "fp8_delayed:amax_history_len=4",

@@ -11,7 +11,7 @@ from tests.devices import HERE, gpu_params
 from tests.hosts.record import pytest_addoption, pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
 from tests.workers import Pool, Ranks
-from zerocast import owners
+from zerocast.weight import owners
 
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
@@ -62,7 +62,7 @@ def _at_every_level() -> list[str]:
     """The backends beside the reference, each at every SIMD level that it has here."""
     found = [name for name in HERE if name not in ("reference", "cpu")]
     if "cpu" in HERE:
-        from zerocast import _C
+        from zerocast.backends import _C
 
         found += [f"cpu@{level}" for level in _C.simd_levels()]
     return found
@@ -73,7 +73,7 @@ def _use_level(variant: str) -> Iterator[str]:
     if not level:
         yield name
         return
-    from zerocast import _C
+    from zerocast.backends import _C
 
     before = _C.simd_level()
     _C.set_simd_level(level)

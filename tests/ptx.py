@@ -19,13 +19,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests import devices
+from tests.backends.test_adam_amax import Case
+from tests.backends.test_adam_step import SEGMENTS, SIZE, scalars
 from tests.casts import NOMINAL
 from tests.sharded import Weight
 from tests.tables import STAGES, Bench
-from tests.test_adam_amax import Case
-from tests.test_adam_step import SEGMENTS, SIZE, scalars
-from zerocast import backends, get_format, layout
-from zerocast.formats import Columnwise
+from zerocast import backends, get_format
+from zerocast.formats import Columnwise, layout
 
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", re.MULTILINE)

@@ -16,7 +16,7 @@ from tests import casts
 from tests.matrices import matrix
 from zerocast import CastPlan, QuantizedWeight, get_format
 from zerocast.formats import Columnwise
-from zerocast.layout import Span, byte_range, matrix_shape
+from zerocast.formats.layout import Span, byte_range, matrix_shape
 
 POISON = 0xA5  # both nibbles differ, and differ from what they become when swapped
 Cut = tuple[int, int]

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import devices
-from zerocast import get_format, layout
-from zerocast.descriptor import WIDTH, Column
+from zerocast import get_format
+from zerocast.backends.descriptor import WIDTH, Column
+from zerocast.formats import layout
 
 
 def row(**columns: int) -> list[int]:

@@ -11,7 +11,7 @@ from tests.casts import FORMATS, NOMINAL
 from tests.matrices import CONTENTS
 from tests.sharded import Cut, Weight
 from zerocast import get_format
-from zerocast.layout import matrix_shape
+from zerocast.formats.layout import matrix_shape
 
 SPECIAL = tuple(sorted(CONTENTS))
 

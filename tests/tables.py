@@ -10,11 +10,11 @@ from torch import Tensor
 from tests import casts, devices
 from tests.sharded import POISON, Weight
 from tests.stages import row, table
-from zerocast import get_format, layout
+from zerocast import get_format
 from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.codec import round_nominal
-from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
-from zerocast.layout import Span, byte_range, matrix_shape
+from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule, layout
+from zerocast.formats.layout import Span, byte_range, matrix_shape
 
 Place = tuple[int, int]
 STAGES = ("partial_amax", "compute_scales", "partial_cast", "roll_history", "transpose")

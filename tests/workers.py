@@ -150,7 +150,7 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
     """The life of a worker: join the group, answer cases until an empty message."""
     import torch.distributed as dist
 
-    from zerocast import owners
+    from zerocast.weight import owners
 
     coverage = Coverage(data_suffix=True) if counted else None
     if coverage:

@@ -3,20 +3,27 @@
 The names below are the public surface; each is documented where it is defined.
 """
 
-from zerocast import interrupts as _interrupts  # noqa: F401, I001 - before all that takes time to import
-from zerocast import backends, fsdp2, gemm, metrics, products
-from zerocast import optimizer_guard as _optimizer_guard  # noqa: F401 - torch's optimizers learn not to step weights
-from zerocast import whole_weight as _  # noqa: F401 - torch's operators learn what to do with a weight
-from zerocast.formats import FormatSpec, get_format
-from zerocast.freshness import set_debug
+import sys
+
+from zerocast import interrupts as _interrupts  # noqa: F401 - before all that takes time to import
+
+# isort: split
+from zerocast import backends, fsdp2, gemm, metrics
+from zerocast.cast.plan import CastPlan
+from zerocast.checkpoint import export
+from zerocast.formats import FormatSpec, get_format, recipe
+from zerocast.formats.recipe import Recipe
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
-from zerocast.model import quantize_
 from zerocast.optim import ZeroAdamW, ZeroConfig
-from zerocast.plan import CastPlan
-from zerocast.recipe import Recipe
-from zerocast.verification import verify
-from zerocast.verify_report import VerificationError, VerifyReport
+from zerocast.quantize import quantize_
+from zerocast.verification.report import VerificationError, VerifyReport
+from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.freshness import set_debug
+
+# Names by which saved files and users' imports know modules that have since moved into a room.
+sys.modules[f"{__name__}.recipe"] = recipe
+sys.modules[f"{__name__}.export"] = export
 
 __version__ = "0.1.0"
 
@@ -35,7 +42,6 @@ __all__ = [
     "get_format",
     "metrics",
     "post_all_gather_processing",
-    "products",
     "quantize_",
     "quantize_master_weights",
     "set_debug",

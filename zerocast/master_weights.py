@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.columnwise import ColumnwiseCopies
-from zerocast.group import GroupLike
-from zerocast.plan import CastPlan
-from zerocast.shard import ShardData
+from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.cast.partition import ShardData
+from zerocast.cast.plan import CastPlan
+from zerocast.distributed.group import GroupLike
 from zerocast.weight import QuantizedWeight
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.agreement import agree
-from zerocast.group import Group
-from zerocast.master_source import MasterSource
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group
 from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
+from zerocast.verification.master_views import MasterSource
 
 from . import checkpoint, host, refusal
 from .weights import Weights

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from zerocast import CastPlan
-from zerocast.arena import into_arena
-from zerocast.group import Group
-from zerocast.layout import Span
-from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.delayed import DelayedScaling
+from zerocast.verification.master_views import MasterSource, OwnedMaster
 
 from .wire import Wire
 

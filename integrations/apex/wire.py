@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.bucket_bytes import BucketBytes
 

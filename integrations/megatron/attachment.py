@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
-from zerocast.agreement import agree
-from zerocast.group import Group
-from zerocast.master_source import MasterSource
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group
+from zerocast.verification.master_views import MasterSource
 
 from . import host, refusal, te_tensors, unattached
 from .checkpoint import load_plain_values, refusing_quantized, saving_unpadded

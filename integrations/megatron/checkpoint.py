@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
-from zerocast.model import cast_whole
-from zerocast.weight import define
+from zerocast.quantize import cast_whole
+from zerocast.weight.weight import define
 
 from . import te_tensors
 from .primary import is_primary, weight_of

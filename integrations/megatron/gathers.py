@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zerocast import QuantizedWeight
-from zerocast.columnwise import ColumnwiseCopies
+from zerocast.cast.columnwise import ColumnwiseCopies
 
 from . import te_tensors
 from .primary import is_primary, weight_of

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zerocast.freshness import Freshness
+from zerocast.weight.freshness import Freshness
 
 from .inner_state import make_ready, take_steps
 from .refusal import refuse_checkpoint

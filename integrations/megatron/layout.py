@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerocast.layout import round_up
+from zerocast.formats.layout import round_up
 
 from . import host
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerocast import CastPlan, QuantizedWeight
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 from zerocast.optim.delayed import DelayedScaling
 
 from . import host

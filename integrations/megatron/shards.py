@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight, get_format
-from zerocast.layout import Span, byte_range
-from zerocast.master_source import OwnedMaster
+from zerocast.formats.layout import Span, byte_range
+from zerocast.verification.master_views import OwnedMaster
 
 from .primary import is_primary, weight_of
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerocast import CastPlan
-from zerocast.master_source import MasterSource
+from zerocast.verification.master_views import MasterSource
 
 from .shards import Shards
 from .te_tensors import TETensors

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zerocast import QuantizedWeight
-from zerocast.arena import into_arena
+from zerocast.cast.flat_buffer import into_arena
 
 from .refusal import two_directions
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.layout import Span
-from zerocast.shard import ShardData
+from zerocast.cast.partition import ShardData
+from zerocast.formats.layout import Span
 
 from .adapters import adapter_of, is_quantized, quantizer_of
 from .hybrid import check_hybrid, directions, is_hybrid

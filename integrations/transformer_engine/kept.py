@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import CastPlan
-from zerocast.arena import into_arena
-from zerocast.group import Group
-from zerocast.master_source import MasterSource
-from zerocast.shard import ShardData
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.partition import ShardData
+from zerocast.distributed.group import Group
+from zerocast.verification.master_views import MasterSource
 
 from .adapters import is_quantized
 from .entry import Entry

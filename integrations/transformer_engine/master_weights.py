@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.agreement import agree, roll_call
-from zerocast.group import Group, GroupLike
+from zerocast.distributed.agreement import agree, roll_call
+from zerocast.distributed.group import Group, GroupLike
 
 from .entry import Entry, entries_of, parts_of
 from .kept import Kept, plans

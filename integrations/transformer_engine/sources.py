@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerocast.agreement import agree
-from zerocast.group import Group, GroupLike
-from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group, GroupLike
+from zerocast.verification.master_views import MasterSource, OwnedMaster
 
 from .entry import parts_of
 from .hybrid import directions, is_hybrid

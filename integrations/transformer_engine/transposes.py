@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import backends
-from zerocast.columnwise import ColumnwiseCopies
+from zerocast.cast.columnwise import ColumnwiseCopies
 
 from .adapters import is_quantized
 from .entry import parts_of

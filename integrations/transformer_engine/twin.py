@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocast import QuantizedWeight, layout
-from zerocast.formats import Columnwise, ScaleRule
+from zerocast import QuantizedWeight
+from zerocast.formats import Columnwise, ScaleRule, layout
 
 from .adapter import Adapter
 from .adapters import adapter_of, quantizer_of

@@ -21,7 +21,7 @@ from tests.apex.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.apex.training import Case, Run
 from tests.optim.faults import OutOfMemory
 from tests.optim.probe import FP32, PLAIN, Spec
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 
 if not WHY_NOT:
     from tests.apex.host_on_cpu import apex

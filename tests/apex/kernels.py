@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.adam_step import adamw
-from zerocast.hyperparameters import Hyperparameters
+from zerocast.cast.hyperparameters import Hyperparameters
 
 Lists = Sequence[Sequence[Tensor]]  # masters, both moments, gradients, results: a tensor a fragment
 

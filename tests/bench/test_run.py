@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerocast.bench.run as bench_run
-from zerocast import ops
+from zerocast.backends import ops
 from zerocast.bench import Bench, BenchConfig, trace
 from zerocast.bench.check import WrongBytesError, check
 from zerocast.bench.clock import Clock, launches

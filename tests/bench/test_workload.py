@@ -3,7 +3,7 @@
 import pytest
 
 from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Workload
-from zerocast.layout import Span
+from zerocast.formats.layout import Span
 
 
 def test_the_workloads_are_those_of_the_targets():

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.stages import row, table
-from zerocast import _C, get_format, layout
-from zerocast.backends import cpu, reference
-from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
+from zerocast import get_format
+from zerocast.backends import _C, cpu, reference
+from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule, layout
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity")
 COLUMNS = 4096

@@ -39,7 +39,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._module = importlib.import_module("zerocast._C").cpu
+        self._module = importlib.import_module("zerocast.backends._C").cpu
         self._kept = {name: getattr(self._module, name) for name in STAGES}
 
     def __enter__(self) -> "Stages":

@@ -12,8 +12,8 @@ from statistics import median
 import torch
 
 import zerocast
-from zerocast.arena import into_arena
-from zerocast.layout import BUFFERS
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.formats.layout import BUFFERS
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity")
 MANY, FEW = (1024, (64, 64)), (8, (1024, 512))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerocast
-from zerocast.layout import amax_counts, buffers, round_up
+from zerocast.formats.layout import amax_counts, buffers, round_up
 
 WIDTH, LAYERS, RANKS, STEPS, TOKENS = 2048, 24, 2, 3, 8
 BUCKET = 16 * 1024 * 1024

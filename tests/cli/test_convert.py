@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerocast
+from tests.checkpoint.sources.written import KINDS, values
+from tests.checkpoint.test_export import compressed, deepseek, modelopt
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import train
-from tests.sources.written import KINDS, values
-from tests.test_export import compressed, deepseek, modelopt
 from zerocast import QuantizedWeight, optim
+from zerocast.checkpoint.sources import open_source
+from zerocast.checkpoint.sources.source import Span, read_span
 from zerocast.cli import main
-from zerocast.sources import open_source
-from zerocast.sources.source import Span, read_span
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "up.weight": (128, 256),
@@ -76,7 +76,7 @@ def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, f
         written |= load_file(path)
     for name in ("up.weight", "experts"):
         weight = QuantizedWeight.empty(state[name].shape, fmt)
-        zerocast.model.cast_whole(weight, state[name])
+        zerocast.quantize.cast_whole(weight, state[name])
         wanted = weight.dequantize().float()
         torch.testing.assert_close(decode(written, name, wanted.shape), wanted, rtol=2**-8, atol=0.0)
     assert torch.equal(written["norm"], state["norm"].bfloat16())

@@ -10,15 +10,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import casts
+from tests.checkpoint.sources.written import KINDS
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import train
-from tests.sources.written import KINDS
 from zerocast import QuantizedWeight, get_format, optim
+from zerocast.checkpoint.sources import source
 from zerocast.cli import main
 from zerocast.inspection import cast_statistics
-from zerocast.model import cast_whole
-from zerocast.sources import source
+from zerocast.quantize import cast_whole
 
 FORMATS = [fmt for fmt in casts.FORMATS if fmt != "identity"]
 
@@ -128,7 +128,7 @@ def test_any_kind(capsys: Any, tmp_path: Path, kind: str) -> None:
 
 def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
     """Pieces are read one after the other: no read is larger than a piece."""
-    from zerocast.sources import open_source
+    from zerocast.checkpoint.sources import open_source
 
     save_file({"w": torch.randn(4096, 64)}, tmp_path / "m.safetensors")
     opened, sizes = open_source(tmp_path / "m.safetensors"), []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerocast import export
+from zerocast.checkpoint import export
 from zerocast.cli import main
 from zerocast.cli import plan as plan_module
 

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
-from zerocast import export, whole_folder
-from zerocast.optim import checkpoints, clear_writer
-from zerocast.sources import manifest
-from zerocast.whole_folder import NEW, WholeFolder, sync_folder
+from zerocast.checkpoint import checkpoints, clear_writer, export, whole_folder
+from zerocast.checkpoint.sources import manifest
+from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
 
 
 def _put(target: object, name: str, what: object) -> Callable[[], object]:

@@ -1,6 +1,6 @@
 """Command lines of the documentation: their targets, modules, files and options exist.
 
-That the commands do what is said of them is tested where they are (`tests/cli`, `tests/test_examples.py`, `tests/megatron`).
+That the commands do what is said of them is tested where they are (`tests/cli`, `tests/examples`, `tests/megatron`).
 """
 
 import importlib.util

@@ -16,8 +16,8 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
 from tests.optim.runs import ADAM
 from tests.workers import Ranks
+from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import FusedAdamW, TrainingState
-from zerocast.optim import checkpoint
 
 WIDTH, HIDDEN, STEPS = 64, 96, 3
 

@@ -10,15 +10,15 @@ from tests import stopping
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.stopping import Place
+from zerocast.checkpoint.sources.manifest import check_files
+from zerocast.distributed.group import ONE_PROCESS
 from zerocast.fsdp2 import TrainingState
-from zerocast.group import ONE_PROCESS
 from zerocast.optim import Checkpoints
-from zerocast.sources.manifest import check_files
 
 pytestmark = pytest.mark.slow
 
 WIDTH = 64
-REDUCTION = "zerocast.group:Group"
+REDUCTION = "zerocast.distributed.group:Group"
 TORCH = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 PLACES = [
     *(Place(REDUCTION, "all_reduce_max", when) for when in ("before", "during", "after")),
@@ -28,9 +28,9 @@ PLACES = [
         for when in ("before", "after")
     ),
     *(Place(TORCH, name, when) for name in ("foreach_all_gather", "foreach_reduce") for when in ("before", "after")),
-    Place("zerocast.optim.clear_writer:ClearWriter", "write_data"),
-    Place("zerocast.optim.checkpoint", "_hash_files"),
-    Place("zerocast.sources.safe_reader:SafeReader", "read_data"),
+    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
+    Place("zerocast.checkpoint.checkpoint", "_hash_files"),
+    Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
 ]
 
 

@@ -12,7 +12,7 @@ from tests.fuzz.bounded import LENGTHS, fuzz, refuses
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, ZeroConfig, get_format
 from zerocast.footprint.shapes import model_parameters
 from zerocast.formats import format_names
-from zerocast.model import cast_whole
+from zerocast.quantize import cast_whole
 
 NUMBERS = st.one_of(st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(max_size=5))
 OPTIONS = ("element", "margin", "amax_history_len", "amax_compute_algo", "power_of_2_scale", "amax_epsilon", "x")

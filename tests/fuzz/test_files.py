@@ -11,13 +11,13 @@ import torch
 from hypothesis import strategies as st
 
 from tests import casts
+from tests.checkpoint.sources.written import KINDS, values
 from tests.fuzz.bounded import LENGTHS, SAID, fuzz
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot
-from tests.sources.written import KINDS, values
 from zerocast import optim
-from zerocast.sources import manifest, open_source
+from zerocast.checkpoint.sources import manifest, open_source
 
 RUN = Run(tuple(spec for spec in MIXED if spec.name in ("delayed", "nv", "bias")))
 MISTAKES = ("flip", "byte", "cut", "more", "hole", "swap", "empty")

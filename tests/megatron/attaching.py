@@ -14,7 +14,7 @@ from tests.megatron import training
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
-from zerocast.group import ONE_PROCESS
+from zerocast.distributed.group import ONE_PROCESS
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams

@@ -7,7 +7,7 @@ from tests.megatron.checkpoints import attached, load, save
 from tests.megatron.here import host
 from tests.megatron.training import Case, Run
 from zerocast import CastPlan, QuantizedWeight
-from zerocast.group import ONE_PROCESS
+from zerocast.distributed.group import ONE_PROCESS
 
 CASE = Case("delayed", overlap=True, experts=True)
 

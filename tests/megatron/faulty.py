@@ -21,7 +21,7 @@ from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import Case, build
 from tests.optim.faults import OutOfMemory
 from zerocast import verify
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.primary import weight_of
 

@@ -12,7 +12,7 @@ from tests.megatron.faulty import Attached
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case
 from zerocast import QuantizedWeight
-from zerocast.columnwise import ColumnwiseCopies
+from zerocast.cast.columnwise import ColumnwiseCopies
 
 SECONDS = 0.4
 

@@ -15,7 +15,7 @@ from tests.megatron.here import host
 from tests.megatron.training import ALL_LAYERS, Case, Run, build, trained
 from tests.transformer_engine import hybrids, tensors
 from zerocast import get_format, verify
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host as seams
 from zerocast.integrations.megatron.primary import weight_of

@@ -6,8 +6,8 @@ import pytest
 
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_four_bits, needs_megatron
 from zerocast import QuantizedWeight
+from zerocast.formats.layout import Span, byte_range
 from zerocast.integrations.megatron import building, layout
-from zerocast.layout import Span, byte_range
 
 if KNOWS_FOUR_BITS:
     from megatron.core.distributed import DistributedDataParallelConfig

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests import model
+from tests.formats import model
 from zerocast import QuantizedWeight, get_format
 
 LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}  # the largest value and half of the step below it

@@ -17,10 +17,10 @@ from tests.optim.runs import Run, Trainer
 from tests.optim.undistributed import Undistributed, mean
 from tests.workers import Ranks
 from zerocast import QuantizedWeight, get_format
-from zerocast.group import Group
-from zerocast.layout import Span
-from zerocast.master_source import MasterSource, OwnedMaster
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.metrics import CastCounts, CastMeter, owned_part
+from zerocast.verification.master_views import MasterSource, OwnedMaster
 
 SHAPE = (160, 160)
 FORMATS = (

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.devices import gpus
-from tests.test_same_call import MISTAKES, check, out_of_step
+from tests.distributed.test_same_call import MISTAKES, check, out_of_step
 from tests.workers import Ranks
 
 pytestmark = gpus(2)

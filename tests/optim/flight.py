@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 
 
 class Slow:

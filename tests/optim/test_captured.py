@@ -13,8 +13,9 @@ from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
-from zerocast import QuantizedWeight, ZeroConfig, backends, weight_state
+from zerocast import QuantizedWeight, ZeroConfig, backends
 from zerocast.optim import captured
+from zerocast.weight import state as weight_state
 
 CASES = {
     "clipped": Case(),

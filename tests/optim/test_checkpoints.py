@@ -12,7 +12,8 @@ from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot
 from zerocast import ZeroConfig
-from zerocast.optim import Checkpoints, checkpoint
+from zerocast.checkpoint import checkpoint
+from zerocast.optim import Checkpoints
 
 
 def keeps(folder: str, keep: int | None) -> None:

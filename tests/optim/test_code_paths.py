@@ -15,7 +15,7 @@ from tests.optim.runs import Run, Trainer, assert_equals
 from tests.optim.undistributed import Undistributed
 from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroConfig, verify
-from zerocast.group import ONE_PROCESS
+from zerocast.distributed.group import ONE_PROCESS
 from zerocast.optim import Checkpoints, load, save
 
 RUN = Run(config=ZeroConfig(bucket_size=4096, deterministic=True))

@@ -14,8 +14,8 @@ from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot
 from zerocast import optim
+from zerocast.checkpoint.sources import manifest
 from zerocast.optim import Checkpoints
-from zerocast.sources import manifest
 
 
 def truncate(file: Path) -> None:

@@ -22,7 +22,7 @@ from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot
 from tests.workers import Ranks, RanksFailed
 from zerocast import ZeroConfig
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 from zerocast.optim import Checkpoints
 
 # The last has 4 MB of bytes and 256 KB of amaxes: they take a while, in which a rank can die.

@@ -17,9 +17,9 @@ from tests.optim.folders import names
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot, train
 from zerocast import optim
+from zerocast.checkpoint.sources import manifest
+from zerocast.checkpoint.sources.manifest import Manifest
 from zerocast.optim import Checkpoints
-from zerocast.sources import manifest
-from zerocast.sources.manifest import Manifest
 
 
 class Full:

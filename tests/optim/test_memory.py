@@ -15,7 +15,8 @@ from tests.optim.memory import NewStorages, allocations, live_bytes
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.selection import worlds
-from zerocast import ZeroAdamW, ZeroConfig, get_format, layout
+from zerocast import ZeroAdamW, ZeroConfig, get_format
+from zerocast.formats import layout
 from zerocast.optim import reduction
 
 LAYERS, WIDTH = 10, 128

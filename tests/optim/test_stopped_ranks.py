@@ -10,24 +10,24 @@ from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.stopping import Place
 from zerocast import ZeroConfig
-from zerocast.group import ONE_PROCESS
+from zerocast.checkpoint.sources.manifest import check_files
+from zerocast.distributed.group import ONE_PROCESS
 from zerocast.optim import Checkpoints
-from zerocast.sources.manifest import check_files
 
 pytestmark = pytest.mark.slow
 
-GROUP = "zerocast.group:Group"
+GROUP = "zerocast.distributed.group:Group"
 PLACES = [
     *(
         Place(GROUP, name, when)
         for name in ("reduce_scatter_mean", "all_reduce_max", "all_gather_into")
         for when in ("before", "during", "after")
     ),
-    Place("zerocast.optim.clear_writer:ClearWriter", "write_data"),
-    Place("zerocast.optim.clear_writer:ClearWriter", "write_data", "after"),
-    Place("zerocast.optim.checkpoint", "_hash_files"),
-    Place("zerocast.sources.safe_reader:SafeReader", "read_data"),
-    Place("zerocast.sources.safe_reader:SafeReader", "read_data", "after"),
+    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
+    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data", "after"),
+    Place("zerocast.checkpoint.checkpoint", "_hash_files"),
+    Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
+    Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data", "after"),
 ]
 
 

@@ -13,7 +13,7 @@ from tests import casts
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, weight_bytes
 from zerocast import ZeroConfig
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
 
 SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))

@@ -13,7 +13,7 @@ from tests import casts
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import snapshot, train
 from zerocast import optim
-from zerocast.sources import manifest
+from zerocast.checkpoint.sources import manifest
 
 
 class Runs:

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from tests.cast.test_collectives import CountOps
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer, check
 from tests.selection import some, worlds
-from tests.test_collectives import CountOps
 from zerocast import ZeroConfig
 
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)

@@ -16,8 +16,9 @@ from tests.optim.memory import allocations
 from tests.optim.probe import MIXED, Spec
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_skipped_steps import poison
-from zerocast import QuantizedWeight, VerificationError, ZeroConfig, get_format, verification, verify
+from zerocast import QuantizedWeight, VerificationError, ZeroConfig, get_format, verify
 from zerocast.backends import reference
+from zerocast.verification import verify as verification
 
 LOCAL = ("scale", "amax_history")  # of these no rank alone can know what they should be
 
@@ -252,7 +253,7 @@ def other_weights() -> str:
     class Owner:
         def master_sources(self) -> object:
             (source,) = trainer.optimizer.master_sources()
-            return [dataclasses.replace(source, group=zerocast.group.Group.of(None))]
+            return [dataclasses.replace(source, group=zerocast.distributed.group.Group.of(None))]
 
     with pytest.raises(ValueError, match="all pass the same list") as caught:
         verify(Owner())

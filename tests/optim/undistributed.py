@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import casts, model
+from tests import casts
+from tests.formats import model
 from tests.optim.probe import PLAIN, Spec
 from zerocast import get_format
 

@@ -14,9 +14,9 @@ from tests.sharded import POISON, Outcome, Weight
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from tests.transformer_engine.tensors import buffers, bytes_of, tensor
 from zerocast import get_format
+from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
-from zerocast.group import Group
-from zerocast.layout import Span, byte_range
+from zerocast.formats.layout import Span, byte_range
 
 
 @dataclasses.dataclass

@@ -60,8 +60,8 @@ def cut_anew(case: Weight, spans: tuple[tuple[int, int], ...]) -> list[Any]:
 def calls_out_of_step(cases: tuple[Weight, ...]) -> str:
     """In debug mode: what a rank hears when the other makes another call."""
     import zerocast
-    from zerocast.agreement import agree
-    from zerocast.group import Group
+    from zerocast.distributed.agreement import agree
+    from zerocast.distributed.group import Group
 
     with host_on_cpu():
         casting = Casting(cases)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tests import casts
 from tests.sharded import POISON, Weight
-from zerocast import get_format, layout
-from zerocast.formats import FormatSpec
+from zerocast import get_format
+from zerocast.formats import FormatSpec, layout
 
 ATTRIBUTES = {
     "Float8Tensor": {

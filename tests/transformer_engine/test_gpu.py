@@ -9,7 +9,8 @@ from tests.sharded import Weight
 from tests.transformer_engine import casting, on_gpu
 from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks
-from zerocast import get_format, layout
+from zerocast import get_format
+from zerocast.formats import layout
 
 pytestmark = [needs_te, pytest.mark.te, *devices.gpus(1)]
 

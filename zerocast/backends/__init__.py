@@ -16,12 +16,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
+NO_BACKENDS = ("_C", "descriptor", "extension", "ops", "report")  # what lies beside them and is shared by them
 
 
 @functools.cache
 def backend_names() -> tuple[str, ...]:
     """The backends that this version has, usable here or not."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "report"))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NO_BACKENDS))
 
 
 @functools.cache

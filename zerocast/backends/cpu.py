@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast import extension
-from zerocast.extension import DTYPES as _DTYPES
-from zerocast.extension import format_of as _format
-from zerocast.extension import typed as _typed
+from zerocast.backends import extension
+from zerocast.backends.extension import DTYPES as _DTYPES
+from zerocast.backends.extension import format_of as _format
+from zerocast.backends.extension import typed as _typed
 from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)

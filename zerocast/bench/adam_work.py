@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import ops
-from zerocast.adam_update import AdamUpdate
+from zerocast.backends import ops
 from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.workload import Workload
-from zerocast.hyperparameters import Hyperparameters
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.hyperparameters import Hyperparameters
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10

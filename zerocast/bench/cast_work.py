@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from zerocast.batch import Batch
 from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import Shard
 from zerocast.bench.workload import Workload
+from zerocast.cast.weight_table import Batch
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:

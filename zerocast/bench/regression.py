@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerocast.bench.report import SCHEMA, Report
-from zerocast.regular_file import read_bounded
+from zerocast.checkpoint.regular_file import read_bounded
 
 MOST_BYTES = 2**26
 

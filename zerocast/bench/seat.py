@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from zerocast.agreement import Reply
 from zerocast.bench.workload import Workload
-from zerocast.group import Group
+from zerocast.distributed.agreement import Reply
+from zerocast.distributed.group import Group
 
 
 @dataclass(frozen=True)

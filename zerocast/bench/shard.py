@@ -5,15 +5,15 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from zerocast.arena import into_arena
-from zerocast.batch import Batch, Batches
 from zerocast.bench.job import Place
 from zerocast.bench.seat import Seat
 from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.workload import Workload
-from zerocast.layout import BUFFERS
-from zerocast.plan import CastPlan
-from zerocast.shard import MasterShard
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.partition import MasterShard
+from zerocast.cast.plan import CastPlan
+from zerocast.cast.weight_table import Batch, Batches
+from zerocast.formats.layout import BUFFERS
 from zerocast.weight import QuantizedWeight
 
 STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerocast.model import quantize_
+from zerocast.formats.recipe import Recipe
 from zerocast.optim import ZeroAdamW, ZeroConfig
-from zerocast.recipe import Recipe
+from zerocast.quantize import quantize_
 from zerocast.weight import QuantizedWeight
 
 WIDTH, LAYERS, TOKENS = 4096, 12, 8192

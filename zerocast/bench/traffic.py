@@ -15,7 +15,7 @@ import torch
 
 from zerocast.bench.workload import Workload
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.layout import Buffer, amax_counts, amax_grid, buffers
+from zerocast.formats.layout import Buffer, amax_counts, amax_grid, buffers
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize

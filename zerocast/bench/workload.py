@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zerocast.layout import Span, round_up
+from zerocast.formats.layout import Span, round_up
 
 MULTIPLE = 32  # every format takes rows and columns that are multiples of it
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import tyro
 
+from zerocast.checkpoint.export import SHARD_BYTES
 from zerocast.cli.wishes import DTYPES, Dtype
-from zerocast.export import SHARD_BYTES
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.converted import to_checkpoint, to_safetensors
 

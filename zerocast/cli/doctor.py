@@ -14,8 +14,8 @@ from zerocast import backends
 from zerocast.bench.machine import describe
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
-from zerocast.model import quantize_
-from zerocast.recipe import Recipe
+from zerocast.formats.recipe import Recipe
+from zerocast.quantize import quantize_
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zerocast import backends, ops
+from zerocast import backends
+from zerocast.backends import ops
+from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import get_format
-from zerocast.group import ONE_PROCESS
-from zerocast.layout import BUFFERS
+from zerocast.formats.layout import BUFFERS
 from zerocast.optim import ZeroAdamW, ZeroConfig
-from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
+from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 REFERENCE = "reference"
 FORMATS = (

@@ -1,13 +1,13 @@
-"""Bytes of the buffers of whole weights, from `zerocast.layout`."""
+"""Bytes of the buffers of whole weights, from `zerocast.formats.layout`."""
 
 import math
 from collections.abc import Iterable
 
 from torch import Tensor
 
-from zerocast.arena import ALIGNMENT
+from zerocast.cast.flat_buffer import ALIGNMENT
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.layout import Buffer, amax_counts, buffers, round_up
+from zerocast.formats.layout import Buffer, amax_counts, buffers, round_up
 from zerocast.weight import QuantizedWeight
 
 SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")

@@ -8,7 +8,7 @@ import torch
 from zerocast.footprint import fsdp, zero
 from zerocast.footprint.shapes import Parameter
 from zerocast.formats import FormatSpec, get_format
-from zerocast.layout import check_shape
+from zerocast.formats.layout import check_shape
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast.footprint import buffers
 from zerocast.footprint.shapes import ROOT
 from zerocast.formats import Columnwise, FormatSpec, ScaleRule
-from zerocast.layout import Span, amax_grid, byte_range, round_up
+from zerocast.formats.layout import Span, amax_grid, byte_range, round_up
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerocast.regular_file import read_bounded
+from zerocast.checkpoint.regular_file import read_bounded
 
 Shape = tuple[int, ...]
 ROOT = -1

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast import ops
-from zerocast.descriptor import WIDTH, Column
+from zerocast.backends import ops
+from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.formats import FormatSpec
-from zerocast.layout import Span
+from zerocast.formats.layout import Span
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.batch import Batch, Batches
+from zerocast.cast.partition import MasterShard
+from zerocast.cast.weight_table import Batch, Batches
+from zerocast.distributed.group import Group
 from zerocast.fsdp2.delayed import DelayedShards
 from zerocast.fsdp2.shard_weight import ShardWeight
 from zerocast.fsdp2.stack import Stack, by_geometry
-from zerocast.group import Group
-from zerocast.shard import MasterShard
 
 MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
 

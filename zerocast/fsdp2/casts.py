@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.agreement import agree, roll_call
-from zerocast.freshness import debugging
+from zerocast.distributed.agreement import agree, roll_call
+from zerocast.distributed.group import Caller, Group
 from zerocast.fsdp2 import torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
 from zerocast.fsdp2.delayed_state import DelayedState
@@ -27,8 +27,8 @@ from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.sources import sources
 from zerocast.fsdp2.unsharded import check_managed
-from zerocast.group import Caller, Group
-from zerocast.master_source import MasterSource
+from zerocast.verification.master_views import MasterSource
+from zerocast.weight.freshness import debugging
 
 
 class Casts:

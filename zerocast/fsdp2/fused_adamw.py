@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.formats import FormatSpec, get_format
+from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torn
 from zerocast.fsdp2.adam_pass import AdamPass, AdamShard
 from zerocast.fsdp2.amax_group import AmaxGroup
 from zerocast.fsdp2.master_parameter import MasterParameter
-from zerocast.hyperparameters import Hyperparameters
-from zerocast.layout import Span
 
 Kind = tuple[FormatSpec, torch.dtype]
 PLAIN: Kind = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast import layout
+from zerocast.formats import layout
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.rows import RowShards
 from zerocast.fsdp2.shard_weight import ShardWeight

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.formats import AmaxPolicy
+from zerocast.formats.layout import check_shape, matrix_shape
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.rows import RowShards
 from zerocast.fsdp2.shard_weight import ShardWeight
-from zerocast.layout import check_shape, matrix_shape
-from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
+from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 
 class Held:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocast.checkpoint.sources import AnySource
+from zerocast.checkpoint.sources.masters import read_masters
+from zerocast.distributed.group import Group
 from zerocast.fsdp2 import torn
 from zerocast.fsdp2.prepare import casts_of, load_state_dict, state_dict
-from zerocast.group import Group
-from zerocast.sources import AnySource
-from zerocast.sources.masters import read_masters
 
 
 @torch.no_grad()

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
-from zerocast.freshness import Freshness
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gathered import Gathered
 from zerocast.fsdp2.headers import Gather
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.shard_weight import CLEAN, EMPTY, TORN, WRITTEN, ShardWeight
-from zerocast.group import Group
-from zerocast.wholeness import Wholeness
+from zerocast.weight.freshness import Freshness
+from zerocast.weight.write_guard import Wholeness
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
 

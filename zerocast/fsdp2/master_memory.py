@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.layout import round_up
+from zerocast.formats.layout import round_up
 
 PIECES = (
     8  # so that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards taken beforehand

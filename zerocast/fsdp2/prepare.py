@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerocast.formats import FormatSpec
+from zerocast.formats.recipe import Recipe
 from zerocast.fsdp2 import torch_fsdp, torn
 from zerocast.fsdp2.casts import Casts
 from zerocast.fsdp2.left_gathered import LeftGathered
@@ -19,8 +20,7 @@ from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.master_parameter import MasterParameter
 from zerocast.fsdp2.sources import VerifyEvery
-from zerocast.model import check_weight
-from zerocast.recipe import Recipe
+from zerocast.quantize import check_weight
 
 _Ref = weakref.ReferenceType[Casts]  # parameters keep casts alive, and casts know modules
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ short or empty, and a boundary may cut a row of blocks. Rows here are those of t
 
 from dataclasses import dataclass
 
-from zerocast.layout import Span
+from zerocast.formats.layout import Span
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zerocast import layout
-from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
+from zerocast.cast.partition import MasterShard
+from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule, layout
+from zerocast.formats.layout import Span
 from zerocast.fsdp2.rows import RowShards
 from zerocast.fsdp2.wire import Wire
-from zerocast.layout import Span
-from zerocast.shard import MasterShard
 from zerocast.weight import QuantizedWeight
 
 # what a rank says of its shard since the last cast: an empty one has nothing to say, a torn one was left half written

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.held import Held, held_by
-from zerocast.group import Group
-from zerocast.layout import Span
-from zerocast.master_source import MasterSource, OwnedMaster
-from zerocast.verification import verify
+from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.verify import verify
 
 if TYPE_CHECKING:
     from zerocast.fsdp2.casts import Casts

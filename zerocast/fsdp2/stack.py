@@ -9,9 +9,9 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zerocast import layout
+from zerocast.cast.partition import MasterShard
+from zerocast.formats import layout
 from zerocast.fsdp2.shard_weight import ShardWeight
-from zerocast.shard import MasterShard
 
 
 def by_geometry(weights: Iterable[ShardWeight]) -> list[list[ShardWeight]]:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zerocast.wholeness import Wholeness
+from zerocast.weight.write_guard import Wholeness
 
 RELOAD = (
     "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "

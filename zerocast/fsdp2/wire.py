@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.layout import amax_grid, round_up
 from zerocast.fsdp2.rows import RowShards
-from zerocast.layout import amax_grid, round_up
 
 ALIGNMENT = 16  # bytes: where a GEMM wants an operand to begin
 HEADER = 16  # bytes: two int32 and room

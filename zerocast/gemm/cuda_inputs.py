@@ -6,10 +6,10 @@ Groups take one launch, a whole tensor two and a word to clear.
 import torch
 from torch import Tensor
 
-from zerocast import extension
+from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.extension import typed
+from zerocast.backends.extension import typed
 from zerocast.formats import Element
 from zerocast.gemm.inputs import FLOAT8
 

@@ -24,7 +24,7 @@ from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
 from zerocast.backends.reference.codec import encode, pack
 from zerocast.backends.reference.scales import ONE_2688TH, encode_scales, stored_scales
 from zerocast.formats import Block, Element, FormatSpec, get_format
-from zerocast.layout import rowwise_scale_inv
+from zerocast.formats.layout import rowwise_scale_inv
 
 FLT_MAX = torch.finfo(torch.float32).max
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

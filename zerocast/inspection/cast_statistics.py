@@ -12,10 +12,10 @@ from torch import Tensor
 from zerocast.backends.reference.blocks import block_amax, expand
 from zerocast.backends.reference.codec import decode, encode, round_nominal
 from zerocast.backends.reference.scales import decode_scales, encode_scales, stored_scales
+from zerocast.checkpoint.sources import TensorSource
+from zerocast.checkpoint.sources.source import pieces, read_span
 from zerocast.formats import AmaxPolicy, FormatSpec
-from zerocast.layout import matrix_shape
-from zerocast.sources import TensorSource
-from zerocast.sources.source import pieces, read_span
+from zerocast.formats.layout import matrix_shape
 
 ROWS = 128  # a multiple of every block's rows
 LOWEST = -149  # floor(log2) of the smallest f32

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from zerocast.export import SHARD_BYTES, Item, write_safetensors
+from zerocast.checkpoint.checkpoint import write
+from zerocast.checkpoint.export import SHARD_BYTES, Item, write_safetensors
+from zerocast.checkpoint.sources.manifest import Stored
+from zerocast.checkpoint.sources.source import dtype_name, read_span
+from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import AmaxPolicy
-from zerocast.group import ONE_PROCESS
+from zerocast.formats.layout import Span
 from zerocast.inspection.contents import Contents
 from zerocast.inspection.wanted import Chosen
-from zerocast.layout import Span
-from zerocast.model import cast_whole
-from zerocast.optim.checkpoint import write
-from zerocast.sources.manifest import Stored
-from zerocast.sources.source import dtype_name, read_span
+from zerocast.quantize import cast_whole
 from zerocast.weight import QuantizedWeight
 
 

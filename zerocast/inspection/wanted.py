@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.checkpoint.sources import Entry
+from zerocast.checkpoint.sources.manifest import Stored
 from zerocast.formats import FormatSpec, get_format
-from zerocast.layout import check_shape
-from zerocast.sources import Entry
-from zerocast.sources.manifest import Stored
+from zerocast.formats.layout import check_shape
 
 
 @dataclass(frozen=True)

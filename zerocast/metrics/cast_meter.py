@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.distributed.group import Group
 from zerocast.formats import Element
-from zerocast.group import Group
-from zerocast.layout import Span
-from zerocast.master_source import MasterSource, owners_of
+from zerocast.formats.layout import Span
 from zerocast.metrics.cast_counts import CastCounts
 from zerocast.metrics.owned_part import OwnedPart, largest_code, overshoot
+from zerocast.verification.master_views import MasterSource, owners_of
 
 FIELDS = len(CastCounts.__dataclass_fields__)
 

@@ -8,11 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zerocast import backends, ops
+from zerocast import backends
+from zerocast.backends import ops
 from zerocast.backends.reference.codec import decode, encode, unpack
 from zerocast.formats import Element, ScaleRule
-from zerocast.layout import Span, byte_range, round_up
-from zerocast.master_source import OwnedMaster
+from zerocast.formats.layout import Span, byte_range, round_up
+from zerocast.verification.master_views import OwnedMaster
 
 PIECE = 2**20  # elements: a look at a weight needs some ten times as many bytes beside it, whatever its size
 

@@ -1,8 +1,8 @@
 """Optimizers that own the masters: who owns which shard, and when to communicate."""
 
+from zerocast.checkpoint.checkpoint import load, save
+from zerocast.checkpoint.checkpoints import Checkpoints
 from zerocast.optim.averages import EMA
-from zerocast.optim.checkpoint import load, save
-from zerocast.optim.checkpoints import Checkpoints
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.load_masters import load_masters
 from zerocast.optim.zero_adamw import ZeroAdamW

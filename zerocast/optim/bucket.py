@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Columnwise, FormatSpec, get_format
-from zerocast.layout import Shape, Span, round_up
+from zerocast.formats.layout import Shape, Span, round_up
 from zerocast.weight import QuantizedWeight
 
 ALIGNMENT = 128

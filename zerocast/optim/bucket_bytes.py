@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast import weight_state
-from zerocast.freshness import debugging
-from zerocast.group import Flight, Group
+from zerocast.distributed.group import Flight, Group
 from zerocast.optim.bucket import IDENTITY, Bucket, Slot
 from zerocast.weight import QuantizedWeight
-from zerocast.weight_state import WeightState, same_bytes
+from zerocast.weight import state as weight_state
+from zerocast.weight.freshness import debugging
+from zerocast.weight.state import WeightState, same_bytes
 
 SHOWN = 4
 LOST = (

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from zerocast.arena import into_arena
-from zerocast.group import Group
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
 
 

@@ -7,9 +7,9 @@ device only. What the host does before and after a step is in `zero_adamw.py`.
 import torch
 from torch import Tensor
 
-from zerocast.adam_update import AdamUpdate
-from zerocast.group import Group
-from zerocast.hyperparameters import Hyperparameters
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.distributed.group import Group
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.weights import ShardedWeights

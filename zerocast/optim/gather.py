@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast.batch import Batch
-from zerocast.columnwise import ColumnwiseCopies
-from zerocast.freshness import Freshness
-from zerocast.group import Group
+from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.cast.weight_table import Batch
+from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.freshness import Freshness
 
 
 class Arrival:

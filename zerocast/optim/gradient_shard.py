@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerocast.agreement import roll_call
-from zerocast.group import Group
+from zerocast.distributed.agreement import roll_call
+from zerocast.distributed.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.optim.norm import ParameterNorms

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zerocast.agreement import roll_call
-from zerocast.group import Group
+from zerocast.distributed.agreement import roll_call
+from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.idle import IdleParameters

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.optim.checkpoint import group_of
-from zerocast.optim.sharded_tensor import TensorShard
+from zerocast.checkpoint.checkpoint import group_of
+from zerocast.checkpoint.sharded_tensor import TensorShard
+from zerocast.checkpoint.sources import AnySource
+from zerocast.checkpoint.sources.masters import read_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
-from zerocast.sources import AnySource
-from zerocast.sources.masters import read_masters
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast.group import Group
-from zerocast.layout import Span
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.weight import QuantizedWeight
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from zerocast.group import Group
-from zerocast.layout import round_up
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import round_up
 from zerocast.optim.bucket import ALIGNMENT, Bucket
 
 FAN_IN = 64  # of the fixed tree that adds partial sums

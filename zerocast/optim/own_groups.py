@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerocast.group import Group
+from zerocast.distributed.group import Group
 
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()  # by parent
 

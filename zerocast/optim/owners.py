@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zerocast.layout import Span
-from zerocast.owners import Claim, Held, find_conflict, overlapping
+from zerocast.formats.layout import Span
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import Claim, Held, find_conflict, overlapping
 
 WHO = "a ZeroAdamW"
 TAKEN_OVER = (

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerocast.layout import Span
+from zerocast.formats.layout import Span
 
 GONE = "the optimizer that this gradient belonged to is gone: set p.grad to None, or call model.zero_grad()"
 

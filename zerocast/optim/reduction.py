@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast.group import Flight, Group
+from zerocast.distributed.group import Flight, Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.reduced_gradient import GradientPart
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.agreement import agree
-from zerocast.group import Group
-from zerocast.layout import Span
+from zerocast.checkpoint.sharded_tensor import TensorShard
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.masters import Masters
-from zerocast.optim.sharded_tensor import TensorShard
 from zerocast.optim.weights import ShardedWeights
 
 logger = logging.getLogger(__name__)

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast.adam_update import AdamUpdate
-from zerocast.arena import into_arena
-from zerocast.batch import Batch
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.plan import CastPlan
+from zerocast.cast.weight_table import Batch
+from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
-from zerocast.group import Group
-from zerocast.master_source import MasterSource, OwnedMaster
 from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.delayed import DelayedScaling
 from zerocast.optim.gather import WeightGather
 from zerocast.optim.masters import Masters
-from zerocast.plan import CastPlan
+from zerocast.verification.master_views import MasterSource, OwnedMaster
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
 

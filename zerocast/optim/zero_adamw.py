@@ -18,12 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.agreement import agree
+from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
-from zerocast.freshness import debugging
-from zerocast.group import Caller, Group, GroupLike
-from zerocast.hyperparameters import Hyperparameters
-from zerocast.master_source import MasterSource
 from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.captured import CapturedStep, check_capturable
@@ -37,9 +35,11 @@ from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
-from zerocast.owners import check_gradients
-from zerocast.verification import verify
-from zerocast.weight import NOMINAL_DTYPES, QuantizedWeight
+from zerocast.verification.master_views import MasterSource
+from zerocast.verification.verify import verify
+from zerocast.weight.freshness import debugging
+from zerocast.weight.owners import check_gradients
+from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 STAGES = (1, 2)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast import extension
+from zerocast.backends import extension
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
 from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.extension import DTYPES
-from zerocast.extension import format_of as _format
-from zerocast.extension import typed as _typed
+from zerocast.backends.extension import DTYPES
+from zerocast.backends.extension import format_of as _format
+from zerocast.backends.extension import typed as _typed
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -23,7 +23,7 @@ PREFERENCE = 2
 _C = extension.load()
 if not hasattr(_C, "cuda"):
     raise ImportError(
-        "zerocast._C was built without CUDA: install where nvcc and a GPU are found, or with ZEROCAST_CUDA=1"
+        "zerocast.backends._C was built without CUDA: install where nvcc and a GPU are found, or with ZEROCAST_CUDA=1"
     )
 
 

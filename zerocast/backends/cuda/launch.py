@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import extension
+from zerocast.backends import extension
 from zerocast.formats import FormatSpec
 
 _C = extension.load()

@@ -14,8 +14,8 @@ def why_no_kernels(targets: str, device: torch.device) -> str | None:
     if any(_serves(target, capability) for target in targets.split()):
         return None
     return (
-        f"zerocast._C was built for the targets {targets}, none of which runs on {torch.cuda.get_device_name(device)}, compute "
-        f"capability {capability[0]}.{capability[1]}: install again on this machine, or with ZEROCAST_CUDA=1"
+        f"zerocast.backends._C was built for the targets {targets}, none of which runs on {torch.cuda.get_device_name(device)}, "
+        f"compute capability {capability[0]}.{capability[1]}: install again on this machine, or with ZEROCAST_CUDA=1"
     )
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.adam_step import adam_step
 from zerocast.backends.reference.partial_amax import partial_amax
-from zerocast.descriptor import Column
 from zerocast.formats import FormatSpec
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Block, FormatSpec, ScaleRule
-from zerocast.layout import Buffer, amax_grid
+from zerocast.formats.layout import Buffer, amax_grid
 
 
 def block_amax(x: Tensor, block: Block | None) -> Tensor:

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.blocks import fill_scales
 from zerocast.backends.reference.scales import stored_scales
-from zerocast.descriptor import Column
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
-from zerocast.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv
+from zerocast.formats.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv
 
 
 def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:

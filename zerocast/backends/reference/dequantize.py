@@ -6,7 +6,7 @@ from zerocast.backends.reference.blocks import expand
 from zerocast.backends.reference.codec import decode, to_nominal, unpack
 from zerocast.backends.reference.scales import decode_scales
 from zerocast.formats import Columnwise, FormatSpec, ScaleRule
-from zerocast.layout import amax_grid
+from zerocast.formats.layout import amax_grid
 
 
 def dequantize(

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.window import Window
-from zerocast.descriptor import Column
 from zerocast.formats import Columnwise, FormatSpec
 
 

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.blocks import expand
 from zerocast.backends.reference.codec import encode, to_nominal
 from zerocast.backends.reference.scales import encode_scales
 from zerocast.backends.reference.window import Window
-from zerocast.descriptor import Column
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
 
 

@@ -9,7 +9,7 @@ from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
 from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
 from zerocast.backends.reference.scales import encode_scales, stored_scales
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
+from zerocast.formats.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
 
 
 @dataclass(frozen=True)

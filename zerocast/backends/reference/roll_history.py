@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.scales import FLT_MAX, divide
-from zerocast.descriptor import Column
 from zerocast.formats import FormatSpec
 
 

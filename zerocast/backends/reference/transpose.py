@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.blocks import fill_scales
 from zerocast.backends.reference.codec import pack, unpack
-from zerocast.descriptor import Column
 from zerocast.formats import FormatSpec, ScaleRule
-from zerocast.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv
+from zerocast.formats.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv
 
 
 def transpose(

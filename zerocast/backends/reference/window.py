@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.codec import round_nominal
-from zerocast.descriptor import Column
 from zerocast.formats import Block, FormatSpec
-from zerocast.layout import amax_grid, round_up
+from zerocast.formats.layout import amax_grid, round_up
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.amaxes import as_integers, load_amax
 from zerocast.backends.triton.codec import as_f32
 from zerocast.backends.triton.descriptor import (
@@ -25,9 +26,8 @@ from zerocast.backends.triton.descriptor import (
 from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
 from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, stored_scale, two_level_global
-from zerocast.descriptor import Column
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
-from zerocast.layout import amax_grid
+from zerocast.formats.layout import amax_grid
 
 RUN = 4096
 

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from zerocast.descriptor import WIDTH as _WIDTH
-from zerocast.descriptor import Column
+from zerocast.backends.descriptor import WIDTH as _WIDTH
+from zerocast.backends.descriptor import Column
 
 WIDTH = tl.constexpr(_WIDTH)
 ROWS = tl.constexpr(int(Column.ROWS))

@@ -6,11 +6,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.descriptor import COLUMNS, ROWS, address
 from zerocast.backends.triton.scales import FP32
-from zerocast.descriptor import Column
 from zerocast.formats import Block, FormatSpec, ScaleRule
-from zerocast.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv
+from zerocast.formats.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv
 
 HEIGHT, WIDTH = 32, 128  # of a tile, in scales
 

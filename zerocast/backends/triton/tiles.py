@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.codec import as_f32, bf16_bits
 from zerocast.backends.triton.descriptor import COLUMNS, MASTER_BASE, NUMEL, START, address
-from zerocast.descriptor import Column
 
 
 @dataclass(frozen=True)

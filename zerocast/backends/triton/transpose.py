@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.descriptor import (
     COLUMN_DATA,
     COLUMN_SCALE,
@@ -21,7 +22,6 @@ from zerocast.backends.triton.launch import addresses, launch, tiling
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
 from zerocast.backends.triton.scales import FP32
 from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
-from zerocast.descriptor import Column
 from zerocast.formats import FormatSpec
 
 SIDE = 64  # bytes of a square tile; of one with two codes a byte, the rows are twice as many

@@ -1,0 +1,127 @@
+"""The compiled backend is the one that casts CPU tensors: not a fallback, and not an old build."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import casts
+from tests.cast.test_collectives import CountOps
+from zerocast import CastPlan, QuantizedWeight, backends
+from zerocast.backends.descriptor import Column
+from zerocast.distributed.group import ONE_PROCESS
+
+CPU = torch.device("cpu")
+
+
+def test_the_extension_is_built_and_chosen() -> None:
+    """The one test that must not be skipped: without it a broken build would run every other test on the reference."""
+    assert backends.why_not("cpu", CPU) is None
+    assert backends.choose(CPU) == os.environ.get("ZEROCAST_BACKEND", "cpu")
+    weight = QuantizedWeight.empty((16, 16), "nvfp4")
+    assert CastPlan([weight], [torch.ones(256)], [0], ONE_PROCESS).backend == backends.choose(CPU)
+
+
+def test_a_cast_enters_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerocast.backends import _C
+
+    entered: list[str] = []
+    real = _C.cpu
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            entered.append(name)
+            return getattr(real, name)
+
+    monkeypatch.setattr(_C, "cpu", Watched())
+    casts.cast_whole("nvfp4", torch.ones(16, 16), backend="cpu").dequantize()
+    assert entered == ["partial_amax", "compute_scales", "partial_cast", "transpose", "dequantize"]
+
+
+def test_the_extension_was_built_from_these_sources() -> None:
+    from zerocast.backends import _C
+
+    assert _C.columns() == [column.name for column in Column]
+    assert _C.simd_level() == _C.simd_levels()[0], "the best level of this machine is in use"
+    assert "baseline" in _C.simd_levels()
+    with pytest.raises(ValueError, match="SIMD level 'mmx' is not usable here"):
+        _C.set_simd_level("mmx")
+
+
+def test_the_extension_has_no_torch_in_it() -> None:
+    """One build serves every torch version: no symbol of torch or c10 is needed."""
+    from zerocast.backends import _C
+
+    content = Path(_C.__file__).read_bytes()
+    assert not any(name in content for name in (b"libtorch", b"libc10", b"_ZN5torch", b"_ZN3c10", b"_ZNK3c10"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "kind", "message"),
+    [
+        ("fast", ValueError, "unknown backend 'fast'"),
+        ("report", ValueError, "unknown backend"),
+        ("cpu", RuntimeError, "is for cpu tensors"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_raises(
+    wish: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("meta")
+    with pytest.raises(kind, match=message):
+        backends.choose(device, wish)
+    monkeypatch.setenv("ZEROCAST_BACKEND", wish)
+    with pytest.raises(kind, match=message):
+        backends.choose(device)
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROCAST_BACKEND", "reference")
+    assert backends.choose(CPU) == "reference"
+    assert backends.choose(CPU, "cpu") == "cpu", "what a caller says goes first"
+    weight = QuantizedWeight.empty((16, 16), "nvfp4")
+    with CountOps() as ops:
+        CastPlan([weight], [torch.ones(256)], [0], ONE_PROCESS).cast()
+    assert ops.ours == ["partial_amax", "compute_scales", "partial_cast"]
+
+
+def test_the_fallback_is_loud(caplog: pytest.LogCaptureFixture) -> None:
+    backends._automatic.cache_clear()
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        assert backends.choose(torch.device("meta")) == "reference"
+        assert backends.choose(torch.device("meta")) == "reference"
+    (message,) = [r.getMessage() for r in caplog.records if "slow reference backend" in r.getMessage()]
+    assert message.startswith("casting on meta with the slow reference backend (cpu: is for cpu tensors")
+
+
+def test_without_the_extension_the_reason_is_given(tmp_path: Path) -> None:
+    """A run that cannot load the extension still works, on the reference, and says why."""
+    script = (
+        "import sys; sys.modules['zerocast.backends._C'] = None\n"
+        "import torch\n"
+        "from zerocast import backends\n"
+        "print(backends.choose(torch.device('cpu')))\n"
+        "print(backends.why_not('cpu', torch.device('cpu')))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "ZEROCAST_BACKEND"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    chosen, reason = run.stdout.splitlines()
+    assert chosen == "reference"
+    assert "cannot be loaded: install with `pip install .`" in reason
+    assert "slow reference backend" in run.stderr
+
+
+def test_report_names_what_is_chosen() -> None:
+    model = torch.nn.Linear(16, 16)
+    model.weight = torch.nn.Parameter(casts.cast_whole("nvfp4", torch.ones(16, 16)))
+    found = backends.report(model)
+    chosen = {row.backend for row in found.backends if row.device == "cpu" and row.chosen}
+    assert chosen == {backends.choose(CPU)}
+    assert [(row.name, row.format) for row in found.layers] == [("weight", "nvfp4")]
+    assert "chosen" in str(found)
+    assert "dequantize to bfloat16" in str(found)

@@ -1,0 +1,132 @@
+"""Encoders, decoders and scale rules of every backend, through its own stages, against the numpy model."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests import stages
+from tests.formats import model
+from tests.matrices import F32, bit_patterns
+from tests.strategies import is_interpreted
+
+ELEMENTS = ("e4m3", "e5m2", "e2m1")
+ALL_BF16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+BF16_AMAXES = ALL_BF16[: 0x7F80 + 1]  # not negative, Inf included
+
+
+def around(x: NDArray[np.floating]) -> F32:
+    """The values with their two neighbours, of both signs."""
+    near = x.astype(np.float32)
+    near = np.concatenate([near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(0))])
+    return np.concatenate([near, -near])
+
+
+def assert_same(found: Tensor, expected: NDArray[np.generic], x: F32) -> None:
+    array = found.numpy().view(expected.dtype)
+    (wrong,) = np.nonzero(array != expected)
+    some = [f"{x[i]!r}: {array[i]}, not {expected[i]}" for i in wrong[:5]]
+    assert not some, f"{len(wrong)} of {len(x)} differ: {some}"
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_all_bf16_inputs(any_backend: str, element: str) -> None:
+    found = stages.encode(any_backend, element, torch.from_numpy(ALL_BF16))
+    assert_same(found, model.encode(element, ALL_BF16), ALL_BF16)
+
+
+@pytest.mark.long_interpreted
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_inputs_by_bit_pattern(any_backend: str, element: str, seed: int) -> None:
+    x = bit_patterns(200_003, seed)
+    assert_same(stages.encode(any_backend, element, torch.from_numpy(x)), model.encode(element, x), x)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_ties_and_their_neighbours(any_backend: str, element: str) -> None:
+    values = model.VALUES[element]
+    x = around(np.concatenate([values, (values[1:] + values[:-1]) / 2, [values[-1] * 1.0625, 1e30, np.inf]]))
+    assert_same(stages.encode(any_backend, element, torch.from_numpy(x)), model.encode(element, x), x)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_decoders(any_backend: str, element: str) -> None:
+    codes = np.arange(2 ** (4 if element == "e2m1" else 8), dtype=np.uint8)
+    infinity = {"e5m2": [np.inf]}.get(element, [])
+    positive = np.concatenate([model.VALUES[element], infinity])
+    positive = np.append(positive, np.full(len(codes) // 2 - len(positive), np.nan))
+    expected = np.concatenate([positive, -positive]).astype(np.float32)
+    found = stages.decode(any_backend, element, torch.from_numpy(codes)).numpy()
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.signbit(found)[~np.isnan(expected)], np.signbit(expected)[~np.isnan(expected)])
+
+
+@pytest.mark.parametrize("nominal", [torch.bfloat16, torch.float16])
+def test_rounding_to_nominal(any_backend: str, nominal: torch.dtype, seed: int) -> None:
+    name = str(nominal).removeprefix("torch.")
+    halfway = (ALL_BF16.view(np.uint32) | 0x8000).view(np.float32)
+    fp16 = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
+    near = around((fp16[1:] + fp16[:-1]) / 2)
+    x = np.concatenate([ALL_BF16, halfway, near, bit_patterns(100_000, seed)])
+    assert_same(stages.to_nominal(any_backend, nominal, torch.from_numpy(x)), model.to_16_bits(x, name), x)
+
+
+def amaxes(seed: int) -> F32:
+    """Every amax that a bf16 weight can have, and others by bit pattern."""
+    drawn = np.abs(bit_patterns(20_000, seed))
+    return np.concatenate([BF16_AMAXES, drawn[~np.isnan(drawn)]])
+
+
+def test_e8m0_of_amax(any_backend: str, seed: int) -> None:
+    powers = 448 * 2.0 ** np.arange(-130, 120)
+    near = around(powers)
+    subnormal = np.arange(2000, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([amaxes(seed), near[near >= 0], subnormal])
+    assert_same(stages.scales(any_backend, "mxfp8", torch.from_numpy(x))[0], model.e8m0(x), x)
+
+
+def test_e8m0_is_the_exact_ceiling_for_bf16_amaxes() -> None:
+    """formats.md 1.5: for every bf16 amax the f32 product loses nothing."""
+    finite = BF16_AMAXES[1:-1].astype(np.float64)
+    mantissa, exponent = np.frexp(finite / 7)  # 448 is 7 * 2**6
+    exact = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) - 6 + 127, 0, 254)
+    np.testing.assert_array_equal(model.e8m0(BF16_AMAXES[1:-1]), exact)
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-37, 0.25])
+def test_fp32_scale_of_amax(any_backend: str, element: str, pow2: bool, epsilon: float, seed: int) -> None:
+    x = amaxes(seed)
+    fmt = f"fp8_block:amax_epsilon={epsilon},element={element},power_of_2_scale={pow2}"
+    stored, _ = stages.scales(any_backend, fmt, torch.from_numpy(x))
+    expected = np.float32(1) / model.scale_from_amax(x, model.MAX[element], pow2, epsilon)
+    assert_same(stored, expected, x)
+
+
+@pytest.mark.long_interpreted
+def test_two_level_scales(any_backend: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = 4 if is_interpreted(any_backend) else 40
+    limits = np.float32([1e-45, 4, 3e38, np.inf])
+    for g in (*np.abs(bit_patterns(drawn, seed)), *limits):
+        if np.isnan(g):
+            continue
+        with np.errstate(invalid="ignore"):
+            blocks = np.append((g * rng.random(999, np.float32)).astype(np.float32), g)
+        blocks = np.where(np.isnan(blocks), np.float32(1), blocks)
+        stored, amax = stages.scales(any_backend, "nvfp4", torch.from_numpy(blocks))
+        assert amax.item() == g
+        assert_same(stored, model.nvfp4_scales(blocks, g)[0], blocks)
+
+
+def test_subnormals_survive_a_caller_that_flushes_them(variant: str) -> None:
+    x = np.concatenate([np.arange(5000, dtype=np.uint32).view(np.float32), np.float32([2.0**-126, 2.0**-127])])
+    expected = stages.scales("reference", "mxfp8", torch.from_numpy(x))[0]
+    torch.set_flush_denormal(True)
+    try:
+        found = stages.scales(variant, "mxfp8", torch.from_numpy(x))[0]
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(found, expected.numpy(), x)

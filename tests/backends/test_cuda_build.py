@@ -1,0 +1,141 @@
+"""The CUDA part of the extension: what it was built for, and that Blackwell converts to FP4 in hardware, Hopper by arithmetic."""
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stages import row, table
+from zerocast import get_format
+from zerocast.backends import _C
+from zerocast.backends.cuda.targets import why_no_kernels
+from zerocast.backends.extension import format_of
+
+pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda"), reason="zerocast.backends._C was built without CUDA kernels")
+
+
+def targets() -> list[str]:
+    found: list[str] = _C.cuda.targets().split()
+    return found
+
+
+def disassembler() -> str:
+    """That of the CUDA toolkit, or the one that comes with Triton."""
+    found = shutil.which("cuobjdump")
+    if found is None:
+        triton = pytest.importorskip("triton", reason="neither a cuobjdump nor Triton, which brings one")
+        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    return found
+
+
+@functools.cache
+def machine_code(architecture: str) -> str:
+    """The instructions of every kernel for this architecture."""
+    command = [disassembler(), "--dump-sass", "--gpu-architecture", architecture, _C.__file__]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("target", ["100f", "120f"])
+def test_blackwell_converts_in_hardware(target: str) -> None:
+    if target not in targets():
+        pytest.skip(f"built for {targets()}")
+    assert re.search(r"F2FP\S*E2M1", machine_code(f"sm_{target}"))
+
+
+@pytest.mark.parametrize("target", ["80", "90a"])
+def test_older_ones_have_no_such_instruction(target: str) -> None:
+    if target not in targets():
+        pytest.skip(f"built for {targets()}")
+    code = machine_code(f"sm_{target}")
+    assert "cast_kernel" in code
+    assert "E2M1" not in code.replace("E2M1E", "")  # the name of our type in the names of kernels
+
+
+def test_every_kernel_is_there_for_every_target() -> None:
+    kernels = {
+        target: set(re.findall(r"Function : (\S+)", machine_code(f"sm_{target}")))
+        for target in targets()
+        if "+" not in target
+    }
+    first, *others = kernels.values()
+    assert len(first) > 100
+    assert all(other == first for other in others)
+
+
+def memory_accesses_of_callees(code: str) -> Iterator[str]:
+    """Instructions that reach memory, between an address that is called and the return."""
+    for kernel in re.split(r"Function : ", code)[1:]:
+        called = {int(address, 16) for address in re.findall(r"CALL\.REL\S* (?:R\d+ )?0x([0-9a-f]+)", kernel)}
+        inside = False
+        for address, instruction in re.findall(r"/\*([0-9a-f]{4,6})\*/ +([^;]+);", kernel) if called else ():
+            inside |= int(address, 16) in called
+            if inside and re.search(r"\b(LD|ST|ATOM|RED)[GSL]?\b", instruction):
+                yield f"{kernel.split(maxsplit=1)[0]} at {address}: {instruction}"
+            inside &= not instruction.startswith("RET")
+
+
+def test_nothing_is_called_but_arithmetic() -> None:
+    """Our own functions are in line.
+
+    ptxas 13.0 keeps what all lanes share in registers of the warp across a call that only some of them make, and what they call
+    overwrites it: the others then wrote to wild addresses. The divisions and roots that it calls itself it knows better. For
+    sm_80 it also comes back from shuffles by what is written as a call.
+    """
+    for target in targets():
+        if "+" not in target and target != "80":
+            assert not list(memory_accesses_of_callees(machine_code(f"sm_{target}"))), target
+
+
+def ordinals(kind: str, fmt: str, **columns: int) -> list[tuple[int, int]]:
+    rows = table(row(**columns))
+    found: list[tuple[int, int]] = _C.cuda.ordinals(kind, format_of(get_format(fmt)), (rows.data_ptr(), len(rows)))
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4", "mxfp8"])
+def test_thread_blocks_are_those_of_the_owned_span(fmt: str) -> None:
+    """A 64th of a weight needs about a 64th of the blocks, wherever it lies, and an empty span none."""
+    numel = 4096 * 4096
+    shape = {"rows": 4096, "columns": 4096}
+    for kind in ("amax", "cast"):
+        ((_, whole),) = ordinals(kind, fmt, **shape, start=0, numel=numel)
+        ((first, part),) = ordinals(kind, fmt, **shape, start=numel // 2, numel=numel // 64)
+        assert whole // 64 <= part <= whole // 64 + 64
+        assert first in (0, whole // 2)
+        assert ordinals(kind, fmt, **shape, start=0, numel=0) == [(0, 0)]
+
+
+def test_extents_beyond_32_bits_are_refused_where_blocks_are_counted_in_them() -> None:
+    huge = {"rows": 1, "columns": 2**33, "start": 0, "numel": 2**33}
+    with pytest.raises(ValueError, match="at most"):
+        ordinals("cast", "fp8_block", **huge)
+    assert ordinals("cast", "fp8_current", **huge)[0][1] == 2**33 // (4 * 16 * 256)
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "serves"),
+    [
+        ("90a", (9, 0), True),
+        ("90a", (10, 0), False),
+        ("100f", (10, 3), True),
+        ("100f", (12, 0), False),
+        ("80", (8, 9), True),
+        ("80", (9, 0), False),
+        ("90+PTX", (12, 1), True),
+        ("90+PTX", (8, 0), False),
+    ],
+)
+def test_which_gpus_a_target_serves(
+    monkeypatch: pytest.MonkeyPatch, built: str, capability: tuple[int, int], serves: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    reason = why_no_kernels(built, torch.device("cuda", 0))
+    assert (reason is None) == serves
+    assert serves or f"targets {built}, none of which runs on a GPU" in str(reason)

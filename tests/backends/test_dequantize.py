@@ -1,0 +1,113 @@
+"""Stage dequantize: any bytes of any format, in both directions, into any dtype."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import casts, devices, strategies
+from tests.formats import model, own_goldens
+from tests.formats.test_model import format_text
+from tests.matrices import lcg_matrix
+from zerocast import get_format
+from zerocast.formats import Columnwise, layout
+from zerocast.formats.layout import matrix_shape
+
+GUARD = 16
+
+
+def random_buffers(fmt: str, shape: tuple[int, int], nominal: torch.dtype, seed: int) -> dict[str, Tensor | None]:
+    """Every buffer of a weight, full of random bytes: any code and any scale, NaN and Inf included."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, Tensor | None] = {}
+    for name, buffer in layout.buffers(get_format(fmt), shape, nominal).items():
+        size = int(np.prod(buffer.shape)) * buffer.dtype.itemsize if buffer else 0
+        noise = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
+        made[name] = noise.view(buffer.dtype).view(buffer.shape) if buffer else None
+    return made
+
+
+def run(
+    backend: str,
+    fmt: str,
+    buffers: dict[str, Tensor | None],
+    shape: tuple[int, int],
+    columnwise: bool,
+    out: torch.dtype,
+    lead: int = GUARD,
+) -> Tensor:
+    """The whole weight as `out`, `lead` elements into its storage, with the guards around it checked."""
+    direction = "columnwise" if columnwise else "rowwise"
+    whole = torch.full((lead + shape[0] * shape[1] + GUARD,), 3.5, dtype=out)
+    target = whole[lead:-GUARD].view(shape)
+    inputs: tuple[Any, ...] = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"], buffers["amax"]
+    devices.stage(backend, "dequantize")(get_format(fmt), *inputs, *shape, columnwise, target)
+    assert (whole[:lead] == 3.5).all() and (whole[-GUARD:] == 3.5).all()
+    return target
+
+
+def words(values: Tensor) -> Any:
+    """Bit patterns, with all NaN alike: which NaN a product gives is the processor's affair."""
+    return torch.where(values.isnan(), torch.nan, values).contiguous().view(torch.uint8).numpy()
+
+
+def test_backends_agree(variant: str) -> None:
+    @strategies.examples(variant)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        fmt = data.draw(st.sampled_from(casts.FORMATS))
+        shape = matrix_shape(data.draw(strategies.shapes(fmt)))
+        nominal, out = data.draw(st.sampled_from(casts.NOMINAL)), data.draw(st.sampled_from(casts.NOMINAL))
+        columnwise = get_format(fmt).columnwise is not Columnwise.NONE and data.draw(st.booleans())
+        buffers = random_buffers(fmt, shape, nominal, data.draw(st.integers(0, 2**31)))
+        lead = data.draw(st.sampled_from([GUARD, 3]))
+        found, expected = (run(name, fmt, buffers, shape, columnwise, out, lead) for name in (variant, "reference"))
+        assert np.array_equal(words(found), words(expected))
+
+    check()
+
+
+@pytest.mark.long_interpreted
+def test_large_weights(variant: str, seed: int) -> None:
+    for fmt, (rows, columns) in (
+        ("fp8_current", (130, 1500)),
+        ("fp8_block", (300, 2100)),
+        ("mxfp8", (160, 4128)),
+        ("nvfp4", (4128, 144)),
+    ):
+        shape = (min(rows, 160), min(columns, 288)) if strategies.is_interpreted(variant) else (rows, columns)
+        buffers = random_buffers(fmt, shape, torch.bfloat16, seed)
+        for columnwise in (False, True):
+            found, expected = (run(n, fmt, buffers, shape, columnwise, torch.bfloat16) for n in (variant, "reference"))
+            assert np.array_equal(words(found), words(expected)), (fmt, columnwise)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize(("name", "settings"), own_goldens.CASES, ids=lambda case: str(getattr(case, "element", case)))
+def test_values_are_those_of_the_model(
+    backend_anywhere: str, name: str, settings: model.Settings, columnwise: bool
+) -> None:
+    cast = model.Cast(name, "bfloat16", settings)
+    expected = cast.of(lcg_matrix(160, 192, 5))
+    buffers = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in expected.items()}
+    fmt = format_text(name, settings)
+    value = run(backend_anywhere, fmt, {"amax": None} | buffers, (160, 192), columnwise, torch.float32)
+    np.testing.assert_array_equal(value.numpy(), cast.dequantized(expected, columnwise))
+
+
+def test_two_level_scale_order(backend_anywhere: str) -> None:
+    """`code * ((f32(sd) * amax) * f32(1/2688))`, one f32 operation each."""
+    rng = np.random.default_rng(3)
+    sd, amax = rng.integers(1, 0x7F, (16, 1), dtype=np.uint8), np.float32(rng.random())
+    scale = np.zeros((128, 4), np.uint8)
+    scale[:16, 0] = sd[0]
+    fmt = {"rowwise_data": torch.full((16, 8), 0x53, dtype=torch.uint8), "rowwise_scale_inv": torch.from_numpy(scale)}
+    value = run(backend_anywhere, "nvfp4", fmt | {"amax": torch.tensor([amax])}, (16, 16), False, torch.float32)
+    code, mantissa = int(sd[0, 0]) >> 3, int(sd[0, 0]) & 7
+    decoded = np.float32((mantissa / 8 + (code > 0)) * 2.0 ** (max(code, 1) - 7))
+    factor = np.float32(np.float32(decoded * amax) * np.float32(1 / 2688))
+    assert value[0, :2].tolist() == [np.float32(1.5) * factor, np.float32(3.0) * factor]

@@ -1,0 +1,164 @@
+"""The torch.library ops: schemas say what is written, fakes agree with the real thing, formats and backends go by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import casts, stages
+from tests.matrices import lcg_matrix
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.backends import ops
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.weight import compiled_ops as products
+
+Recorded = dict[Any, list[tuple[Any, ...]]]
+STAGES = {
+    "partial_amax",
+    "compute_scales",
+    "partial_cast",
+    "roll_history",
+    "transpose",
+    "dequantize",
+    "adam_step",
+    "adam_amax",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps a copy of the arguments of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Recorded = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "zerocast":
+            self.calls.setdefault(func, []).append(torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, args))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_step(backend: str) -> Recorded:
+    """What a plan of every format hands to the ops, skip flag included, and one update of an optimizer."""
+    weights = [QuantizedWeight.empty((32, 64), fmt, torch.bfloat16) for fmt in casts.FORMATS]
+    masters = [torch.from_numpy(lcg_matrix(32, 64, i)).view(-1)[5:1000] for i in range(len(weights))]
+    plan = CastPlan(weights, masters, [7] * len(weights), ONE_PROCESS, backend=backend)
+    with Recorder() as recorder:
+        plan.cast()
+        plan.cast(skip=torch.tensor([False]))
+        plan.post_all_gather()
+        for weight in weights:
+            ops.dequantize(
+                backend,
+                str(weight.format),
+                weight.rowwise_data,
+                weight.rowwise_scale_inv,
+                weight.amax,
+                32,
+                64,
+                False,
+                torch.float32,
+            )
+        state = [torch.rand(100) for _ in range(4)]
+        segments = torch.tensor([[0, 40, 0], [50, 50, 0]])
+        ops.adam_step(backend, *state, segments, torch.rand(1, 8), torch.ones(1), None)
+        lists, groups = [[tensor] for tensor in state], torch.zeros(1, dtype=torch.int64)
+        where = {
+            "rows": 8,
+            "columns": 16,
+            "start": 9,
+            "numel": 100,
+            "master_base": 0,
+            "master_offset": 0,
+            "row_amax": 2,
+        }
+        rows = stages.table(stages.row(**where))
+        scalars = groups, torch.rand(1, 8), torch.ones(1), torch.zeros(4)
+        ops.adam_amax(backend, "fp8_block", torch.bfloat16, *lists, rows, *scalars, torch.tensor([False]))
+    return recorder.calls
+
+
+def test_every_op_passes_opcheck(backend: str) -> None:
+    calls = calls_of_a_step(backend)
+    assert {op._opname for op in calls} == STAGES
+    for op, arguments in calls.items():
+        for args in arguments[:: max(1, len(arguments) // 4)]:
+            torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+@pytest.mark.parametrize("on_demand", [True, False])
+def test_products_of_buffers_pass_opcheck(fmt: str, on_demand: bool) -> None:
+    """And give the bits of the product of the weight."""
+    weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(32, 64, 0)))
+    weight.state.columnwise_on_demand = on_demand
+    x, grad = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 32, dtype=torch.bfloat16)
+    y = torch.nn.functional.linear(x, weight)
+    forward = x.detach(), None, *products.described(weight, x, False)
+    backward = grad, *products.described(weight, grad, False)
+    expected = y.detach(), *torch.autograd.grad(y, x, grad)
+    ours = torch.ops.zerocast.product_of_buffers.default, torch.ops.zerocast.product_gradient_of_buffers.default
+    for op, arguments, value in zip(ours, (forward, backward), expected, strict=True):
+        torch.library.opcheck(op, arguments)
+        assert torch.equal(op(*arguments), value)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in casts.FORMATS if fmt not in ("mxfp8", "identity")])
+def test_columnwise_copies_on_demand(fmt: str, backend: str) -> None:
+    weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(48, 160, 0)), backend=backend)
+    arguments = backend, fmt, weight.rowwise_data, weight.rowwise_scale_inv, 48, 160
+    torch.library.opcheck(ops.transposed, arguments)
+    data, scale = ops.transposed(*arguments)
+    assert torch.equal(data, weight.columnwise_data)
+    assert torch.equal(scale, weight.columnwise_scale_inv) or weight.format.block is None
+    weight.state.columnwise_on_demand = True
+    made, _ = weight.direction(columnwise=True)
+    assert torch.equal(made, weight.columnwise_data)
+
+
+def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
+    """What an op mutates is declared: functionalised and compiled, it still arrives in the caller's storage."""
+    for op, arguments in calls_of_a_step(backend).items():
+        torch._dynamo.reset()
+        for args in arguments[:2]:
+            eager, compiled = (torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, args) for _ in range(2))
+            expected = op(*eager)
+            found = torch.compile(lambda op, args: op(*args), backend="aot_eager", fullgraph=True)(op, compiled)
+            leaves = zip(
+                *(torch.utils._pytree.tree_leaves(x) for x in ([compiled, found], [eager, expected])), strict=True
+            )
+            for mine, theirs in leaves:
+                if isinstance(mine, torch.Tensor):
+                    assert casts.sha(mine) == casts.sha(theirs), op
+
+
+def test_schemas_take_tensors_and_never_addresses() -> None:
+    for name in STAGES:
+        schema = getattr(ops, name)._schema
+        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        assert written or name == "dequantize", schema
+        ints = {a.name for a in schema.arguments if str(a.type) in ("int", "List[int]")} - {"nominal", "dtype"}
+        assert ints == ({"rows", "columns"} if name == "dequantize" else set()), schema
+
+
+def test_unknown_names_raise() -> None:
+    weight = casts.cast_whole("fp8_current", torch.randn(4, 4))
+    rest = weight.rowwise_data, weight.rowwise_scale_inv, weight.amax, 4, 4, False, torch.float32
+    with pytest.raises(ValueError, match="unknown backend"):
+        ops.dequantize("fast", "fp8_current", *rest)
+    with pytest.raises(ValueError, match="unknown format"):
+        ops.dequantize("reference", "fp9", *rest)
+
+
+def test_fakes_of_a_product() -> None:
+    """A quantized layer on fake tensors: shapes and dtypes without a byte read."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        data, scale = torch.empty(32, 64, dtype=torch.uint8), torch.empty(1)
+        w = ops.dequantize("reference", "fp8_current", data, scale, scale, 32, 64, False, torch.bfloat16)
+        y = F.linear(torch.empty(3, 64, dtype=torch.bfloat16), w)
+    assert mode is not None
+    assert (w.shape, w.dtype, y.shape) == ((32, 64), torch.bfloat16, (3, 32))

@@ -1,0 +1,156 @@
+"""A cast that takes an Adam step on its masters: the bits of the two stages one after the other, each master read by one op."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import casts
+from tests.backends.test_adam_step import scalars
+from tests.host_traffic import HostTraffic
+from tests.sharded import Outcome, Sharded, Weight
+from tests.strategies import models
+from tests.workers import Ranks
+from zerocast import CastPlan
+from zerocast.backends import ops
+from zerocast.backends.descriptor import Column
+from zerocast.cast.adam_update import AdamUpdate
+
+BF16, FP32 = torch.bfloat16, torch.float32
+GROUPS = 3
+
+
+@dataclass
+class Trainee:
+    """The weights of a case on one rank, their masters at odd places of one flat tensor, and what Adam needs beside it."""
+
+    cases: tuple[Weight, ...]
+    rank: int
+    seed: int
+    grad: torch.dtype = FP32
+    moment: torch.dtype = FP32
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng((self.seed, self.rank))
+        self.here, self.segments, end = Sharded(self.cases, self.rank), [], 0
+        for index, master in enumerate(self.here.masters):
+            end += int(rng.integers(0, 40))
+            if master is not None:
+                self.segments.append([end, master.numel(), index % GROUPS])
+                end += master.numel()
+        flats = [torch.from_numpy(rng.standard_normal(end + 5, np.float32)) for _ in range(4)]
+        self.master, grad, first, second = flats
+        self.grad_shard, self.moments = grad.to(self.grad), [first.to(self.moment), second.square().to(self.moment)]
+        places = iter(self.segments)
+        for index, master in enumerate(self.here.masters):
+            if master is not None:
+                offset, numel, _ = next(places)
+                self.here.masters[index] = self.master[offset : offset + numel].copy_(master)
+        groups = [index % GROUPS for index in range(len(self.cases))]
+        plan = self.here.weights, self.here.masters, self.here.starts
+        self.plan = CastPlan(*plan, backend=self.backend, param_groups=groups)
+
+    def step(self, number: int, fused: bool, skip: Tensor | None) -> None:
+        """One update and its cast, in one pass or in two."""
+        rows, clip = torch.from_numpy(scalars(number)), torch.tensor([0.7])
+        self.plan.ready()
+        if fused:
+            self.plan.launch(skip, AdamUpdate(self.grad_shard, *self.moments, rows, clip))
+        else:
+            segments = torch.tensor(self.segments, dtype=torch.int64).view(-1, 3)
+            state = self.master, self.grad_shard, *self.moments
+            ops.adam_step(self.plan.backend, *state, segments, rows, clip, skip)
+            self.plan.launch(skip)
+        self.plan.freshness.cast += 1
+
+    def held(self) -> list[casts.Bytes]:
+        """Masters, moments and the bytes of all weights."""
+        flats = {"master": self.master, "exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
+        own = {name: casts.raw(torch.where(flat.isnan(), torch.nan, flat)) for name, flat in flats.items()}
+        return [own, *(casts.bytes_of(weight) for weight in self.here.weights)]
+
+
+def steps(
+    cases: tuple[Weight, ...], seed: int, grad: torch.dtype, moment: torch.dtype, backend: str | None, fused: bool
+) -> Outcome:
+    """Three steps, the second of them skipped."""
+    trainee = Trainee(cases, dist.get_rank(), seed, grad, moment, backend)
+    outcome = Outcome([], trainee.here.complaints)
+    for number in (1, 2, 3):
+        trainee.step(number, fused, torch.tensor([number == 2]))
+        trainee.here.gather()
+        trainee.plan.post_all_gather()
+        outcome.steps.append(trainee.held())
+    return outcome
+
+
+@given(world=st.sampled_from([1, 2, 3]), data=st.data())
+def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -> None:
+    """Any format, cut, mix of parameter groups, dtype of gradients and moments, and a skipped step."""
+    cases = tuple(replace(case, nominal_master=False) for case in data.draw(models(world)))
+    grad, moment = data.draw(st.sampled_from([FP32, BF16])), data.draw(st.sampled_from([FP32, BF16]))
+    how = cases, data.draw(st.integers(0, 2**31)), grad, moment, data.draw(st.sampled_from(["reference", None]))
+    for fused, unfused in zip(ranks(world)(steps, *how, True), ranks(world)(steps, *how, False), strict=True):
+        assert not fused.complaints
+        for number, (found, expected) in enumerate(zip(fused.steps, unfused.steps, strict=True)):
+            for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+                casts.assert_same_bytes(a, b, f"step {number}, weight {index - 1} of {cases}")
+
+
+def traffic_of_a_cast(cases: tuple[Weight, ...]) -> list[str]:
+    trainee = Trainee(cases, dist.get_rank(), seed=2)
+    trainee.step(1, True, None)
+    rows, clip, skip = torch.from_numpy(scalars(2)), torch.ones(1), torch.tensor([False])
+    with HostTraffic() as traffic:
+        trainee.plan.launch(skip, AdamUpdate(trainee.grad_shard, *trainee.moments, rows, clip))
+    return traffic.found
+
+
+def test_a_cast_does_not_wait_for_the_device(ranks: Ranks) -> None:
+    """Nor where an odd NVFP4 cut sends elements along with the amaxes."""
+    cases = tuple(Weight(fmt, (32, 64), ((0, 555), (555, 2048))) for fmt in casts.FORMATS)
+    assert ranks(2)(traffic_of_a_cast, cases) == [[], []]
+
+
+class Reads(TorchDispatchMode):
+    """Which elements of one flat tensor each op of ours, up to the cast, is told to read."""
+
+    def __init__(self, flat: Tensor) -> None:
+        super().__init__()
+        self._address = flat.data_ptr()
+        self.found: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "_opname", "")
+        if name == "adam_step":
+            self._add(name, [args[1]], [[0, *segment] for segment in args[5].tolist()])
+        elif name in ("adam_amax", "partial_amax"):
+            table = args[7] if name == "adam_amax" else args[4]
+            columns = [Column.MASTER_BASE, Column.MASTER_OFFSET, Column.NUMEL]
+            self._add(name, args[3], [line for line in table[:, columns].tolist() if line[2]])
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, bases: Sequence[Tensor], lines: list[list[int]]) -> None:
+        for base, offset, numel, *_ in lines:
+            assert bases[base].data_ptr() == self._address
+            self.found.append((name, offset, offset + numel))
+
+
+def test_each_master_is_read_by_one_op() -> None:
+    cases = tuple(Weight(fmt, (32, 64), ((5, 1801),), seed=i) for i, fmt in enumerate(casts.FORMATS))
+    trainee = Trainee(cases, 0, seed=1)
+    with Reads(trainee.master) as reads:
+        trainee.step(1, True, None)
+    expected = {
+        ("adam_step" if case.fmt.startswith("identity") else "adam_amax", offset, offset + numel)
+        for case, (offset, numel, _) in zip(cases, trainee.segments, strict=True)
+    }
+    assert sorted(reads.found) == sorted(expected)

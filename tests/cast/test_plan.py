@@ -1,0 +1,210 @@
+"""CastPlan on one process: what it notices, what it leaves alone, and where it writes when things have moved."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import casts
+from tests.matrices import lcg_matrix
+from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
+from zerocast.distributed.group import ONE_PROCESS
+
+SHAPE = (32, 64)
+NUMEL = 32 * 64
+BLOCKED = ("fp8_block", "mxfp8", "nvfp4")
+
+
+def master_of(seed: int = 0) -> Tensor:
+    return torch.from_numpy(lcg_matrix(*SHAPE, seed)).reshape(-1)
+
+
+def assert_is_cast_of(weight: QuantizedWeight, master: Tensor) -> None:
+    """All bytes, those of the columnwise copy only where the weight has one."""
+    expected = casts.unsharded(str(weight.format), master.view(SHAPE), weight.dtype)
+    found = casts.bytes_of(weight)
+    casts.assert_same_bytes(found, {k: v for k, v in expected.items() if k in found}, str(weight.format))
+
+
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+def test_a_cast_follows_the_master_of_the_moment(backend: str, fmt: str) -> None:
+    weight, master = QuantizedWeight.empty(SHAPE, fmt), master_of()
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
+    for seed in range(3):
+        master.copy_(master_of(seed))
+        if weight.scale is not None:
+            weight.scale.fill_(1.0)
+        plan.cast()
+        plan.post_all_gather()
+        assert_is_cast_of(weight, master)
+
+
+def test_no_weights_is_no_work() -> None:
+    plan = CastPlan([], [], [], ONE_PROCESS)
+    plan.cast()
+    plan.post_all_gather()
+
+
+def test_a_frozen_weight_needs_no_master(backend: str) -> None:
+    """It is cast once, by whoever has its values, and left alone after that."""
+    frozen, trained = (casts.cast_whole("nvfp4", master_of(seed).view(SHAPE)) for seed in (1, 2))
+    before, master = casts.bytes_of(frozen), master_of(3)
+    plan = CastPlan([frozen, trained], [None, master], [None, 0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    plan.post_all_gather()
+    casts.assert_same_bytes(casts.bytes_of(frozen), before)
+    assert_is_cast_of(trained, master)
+
+
+def test_an_empty_master_owns_nothing() -> None:
+    weight = casts.cast_whole("fp8_current", master_of().view(SHAPE))
+    before = casts.bytes_of(weight)
+    for start in (None, 0, NUMEL, -1, 10 * NUMEL):
+        CastPlan([weight], [torch.empty(0)], [start], ONE_PROCESS).cast()
+    casts.assert_same_bytes(casts.bytes_of(weight), before)
+
+
+@pytest.mark.parametrize("fmt", BLOCKED)
+def test_a_rebound_weight_is_followed(backend: str, fmt: str) -> None:
+    weight, master = QuantizedWeight.empty(SHAPE, fmt), master_of()
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    plan.post_all_gather()
+    old_row, flat = weight.rowwise_data, torch.full((5 * NUMEL,), 0x5A, dtype=torch.uint8)
+    old = old_row.clone()
+    inner = flat[NUMEL : NUMEL + old.numel()].view(old.shape)
+    weight.rebind(rowwise_data=inner)
+    assert weight.rowwise_data.data_ptr() == inner.data_ptr()
+    assert torch.equal(weight.rowwise_data, old)
+    master.copy_(master_of(9))
+    plan.cast()
+    plan.post_all_gather()
+    assert_is_cast_of(weight, master)
+    assert torch.equal(old_row, old)
+    assert (flat[:NUMEL] == 0x5A).all()
+    assert (flat[NUMEL + old.numel() :] == 0x5A).all()
+
+
+def test_a_master_whose_storage_was_replaced_is_followed(backend: str) -> None:
+    weight, parameter = QuantizedWeight.empty(SHAPE, "nvfp4"), torch.nn.Parameter(master_of())
+    plan = CastPlan([weight], [parameter], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    parameter.data = master_of(4)
+    plan.cast()
+    assert_is_cast_of(weight, parameter.detach())
+
+
+def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
+    """Of the same span: a host that makes its shards anew. Another span is refused, and nothing is taken."""
+    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), lcg_matrix(16, 32, 0)
+    flat = torch.from_numpy(master).view(-1)
+    plan = CastPlan([weight], [flat[:100].clone()], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    before = casts.bytes_of(weight)
+    for other in (flat[:101], None):
+        with pytest.raises(
+            ValueError, match=r"weight 0 \(nvfp4 .* was built for a master of 100 elements from 0 on, got"
+        ):
+            plan.move_masters([other])
+    plan.cast()
+    casts.assert_same_bytes(casts.bytes_of(weight), before)
+    plan.move_masters([2 * flat[:100]])
+    plan.cast()
+    doubled = QuantizedWeight.empty((16, 32), "nvfp4")
+    CastPlan([doubled], [2 * flat[:100]], [0], ONE_PROCESS, backend=backend).cast()
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(doubled))
+
+
+def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:
+    weight, master = QuantizedWeight.empty((16, 32), "fp8_current"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    old, moved = weight.rowwise_data, torch.zeros(16, 32, dtype=torch.uint8)
+    expected = old.clone()
+    old.zero_()
+    weight.state.repoint({"rowwise_data": moved})
+    plan.cast()
+    assert torch.equal(moved, expected) and not old.any()
+
+
+def test_masters_in_one_flat_buffer(backend: str) -> None:
+    flat = torch.cat([torch.full((3,), 1e9), master_of(1), torch.full((5,), 1e9), master_of(2), torch.full((2,), 1e9)])
+    masters = [flat[3 : 3 + NUMEL], flat[8 + NUMEL : 8 + 2 * NUMEL]]
+    weights = [QuantizedWeight.empty(SHAPE, fmt) for fmt in ("nvfp4", "fp8_block")]
+    CastPlan(weights, masters, [0, 0], ONE_PROCESS, backend=backend).cast()
+    for weight, master in zip(weights, masters, strict=True):
+        assert_is_cast_of(weight, master)
+
+
+def test_attach_casts_after_every_step() -> None:
+    weight, parameter = QuantizedWeight.empty(SHAPE, "mxfp8"), torch.nn.Parameter(master_of())
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    handle = CastPlan([weight], [parameter], [0], ONE_PROCESS).attach(optimizer)
+    for seed in (1, 2):
+        parameter.grad = master_of(seed)
+        optimizer.step()
+        assert_is_cast_of(weight, parameter.detach())
+    last = casts.bytes_of(weight)
+    handle.remove()
+    optimizer.step()
+    casts.assert_same_bytes(casts.bytes_of(weight), last)
+
+
+def test_skip_leaves_everything(backend: str) -> None:
+    weights, master = [QuantizedWeight.empty(SHAPE, fmt) for fmt in casts.FORMATS], master_of()
+    plan = CastPlan(weights, [master] * len(weights), [0] * len(weights), ONE_PROCESS, backend=backend)
+    plan.cast()
+    before = [casts.bytes_of(weight) for weight in weights]
+    master.mul_(2)
+    plan.cast(skip=torch.tensor([True]))
+    for weight, bytes_ in zip(weights, before, strict=True):
+        casts.assert_same_bytes(casts.bytes_of(weight), bytes_)
+
+
+def test_a_plan_that_shares_a_weight_with_a_newer_one_still_marks_it_stale() -> None:
+    weight, master = QuantizedWeight.empty(SHAPE, "fp8_current"), master_of()
+    older = CastPlan([weight], [master], [0], ONE_PROCESS)
+    newer = CastPlan([weight], [master], [0], ONE_PROCESS)
+    newer.cast()
+    newer.post_all_gather()
+    weight.read(columnwise=True, dtype=torch.float32)
+    older.cast()
+    with pytest.raises(RuntimeError, match="older than its last cast"):
+        weight.read(columnwise=True, dtype=torch.float32)
+    older.post_all_gather()
+    weight.read(columnwise=True, dtype=torch.float32)
+
+
+def test_a_plan_over_cast_and_uncast_weights_knows_which_copies_are_stale() -> None:
+    stale, fresh = QuantizedWeight.empty(SHAPE, "fp8_current"), QuantizedWeight.empty(SHAPE, "fp8_current")
+    quantize_master_weights([stale], [master_of()], [0], ONE_PROCESS)
+    post_all_gather_processing([stale])
+    quantize_master_weights([stale], [master_of(1)], [0], ONE_PROCESS)
+    CastPlan([stale, fresh], [None, master_of()], [None, 0], ONE_PROCESS)
+    with pytest.raises(RuntimeError, match="older than its last cast"):
+        stale.read(columnwise=True, dtype=torch.float32)
+    post_all_gather_processing([stale])
+    stale.read(columnwise=True, dtype=torch.float32)
+
+
+def test_a_copied_weight_has_no_part_in_the_plan() -> None:
+    weight, master = QuantizedWeight.empty(SHAPE, "nvfp4"), master_of()
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+    plan.cast()
+    plan.post_all_gather()
+    twin = copy.deepcopy(weight)
+    before = casts.bytes_of(twin)
+    master.neg_()
+    plan.cast()
+    casts.assert_same_bytes(casts.bytes_of(twin), before)
+    twin.read(columnwise=True, dtype=torch.float32)
+
+
+def test_gradients_are_never_recorded() -> None:
+    weight, parameter = QuantizedWeight.empty(SHAPE, "nvfp4"), torch.nn.Parameter(master_of())
+    CastPlan([weight], [parameter], [0], ONE_PROCESS).cast()
+    assert weight.grad_fn is None
+    assert not any(
+        t.requires_grad for t in (weight.rowwise_data, weight.rowwise_scale_inv, weight.amax) if t is not None
+    )

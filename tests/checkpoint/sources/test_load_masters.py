@@ -1,0 +1,238 @@
+"""An optimizer starts from high-precision weights of any kind: the same masters and bytes as if it had been built on them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests import casts
+from tests.checkpoint.sources.written import KINDS, values
+from tests.optim.faults import OutOfMemory
+from tests.optim.probe import MIXED, PLAIN
+from tests.optim.runs import ADAM, Run, Trainer, boxes, weight_bytes
+from tests.optim.test_resume import snapshot, train
+from zerocast import optim
+from zerocast.optim import ZeroAdamW
+
+SPECS = tuple(
+    spec for spec in MIXED if spec.name in ("norm", "delayed", "block", "nv", "nv_late", "mx", "scalar", "bias")
+)
+RUN = Run(SPECS)
+SHAPES = {spec.name: spec.shape for spec in SPECS}
+
+
+def trained() -> Trainer:
+    """Some other life: moments, steps, delayed scales."""
+    trainer = Trainer(RUN)
+    train(trainer, range(2))
+    return trainer
+
+
+def loads(source: Any, dtype: torch.dtype) -> list[str]:
+    """What differs between a trained optimizer that loaded, and one that was built on these values."""
+    trainer, wanted = trained(), values(SHAPES, dtype)
+    optim.load_masters(trainer.optimizer, source)
+    state = trainer.optimizer.state_dict()
+    different = []
+    for name, master in state["model"].items():
+        for where, part in boxes(master):
+            if part.dtype != torch.float32 or not torch.equal(part, wanted[name].float()[where]):
+                different.append(f"master {name}")
+        moments = state["optim"]["state"][name]
+        left = [part for key in ("exp_avg", "exp_avg_sq") for _, part in boxes(moments[key])]
+        if float(moments["step"]) or any(part.any() for part in left):
+            different.append(f"moments of {name}")
+    built = Trainer(RUN)
+    for spec in SPECS:
+        parameter = built.probe.get_parameter(spec.name)
+        if spec.fmt == PLAIN:
+            parameter.data.copy_(wanted[spec.name])
+        else:
+            parameter.high_precision_init_val = wanted[spec.name].float()  # type: ignore[attr-defined]
+    optimizer = ZeroAdamW(built.probe.named_parameters(), config=RUN.config, **ADAM)
+    optimizer.load_state_dict({**optimizer.state_dict(), "zerocast": {}})  # seeds delayed scaling from the masters
+    for name, held in weight_bytes(built.probe).items():
+        found = weight_bytes(trainer.probe)[name]
+        different += [f"{name} {buffer}" for buffer, value in held.items() if not (found[buffer] == value).all()]
+    report = zerocast.verify(trainer.optimizer)
+    return different + [str(difference) for difference in report.differences]
+
+
+CASES = [*((kind, torch.float32) for kind in KINDS), ("safetensors", torch.bfloat16), ("dcp", torch.float16)]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES)
+def test_any_kind(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    assert loads(KINDS[kind](values(SHAPES, dtype), tmp_path), dtype) == []
+
+
+SEVERAL = [(2, "mapping"), (3, "safetensors_folder")]
+SLOW = [pytest.param(2, "file", marks=pytest.mark.slow), pytest.param(3, "dcp", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("world", "kind"), [*SEVERAL, *SLOW])
+def test_on_several_ranks(ranks: Any, tmp_path: Path, kind: str, world: int) -> None:
+    assert ranks(world)(loads, KINDS[kind](values(SHAPES, torch.float32), tmp_path), torch.float32) == [[]] * world
+
+
+def from_own_checkpoint(path: str) -> list[str]:
+    """Masters alone, out of a checkpoint that has moments and delayed scales too."""
+    trainer, other = trained(), Trainer(RUN)
+    train(other, range(7, 8))
+    optim.save(trainer.optimizer, path)
+    optim.load_masters(other.optimizer, path)
+    wanted, found = trainer.optimizer.state_dict(), other.optimizer.state_dict()
+    pairs = [
+        (n, a, b)
+        for n in SHAPES
+        for (_, a), (_, b) in zip(boxes(found["model"][n]), boxes(wanted["model"][n]), strict=True)
+    ]
+    return [name for name, a, b in pairs if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_from_a_checkpoint_of_an_optimizer(ranks: Any, tmp_path: Path, world: int) -> None:
+    assert ranks(world)(from_own_checkpoint, str(tmp_path / "c")) == [[]] * world
+
+
+def test_training_goes_on_from_it(tmp_path: Path) -> None:
+    """As in a new optimizer over these values, to the bit."""
+    source = KINDS["safetensors"](values(SHAPES, torch.float32), tmp_path)
+    first, second = Trainer(RUN), trained()
+    for trainer in (first, second):
+        optim.load_masters(trainer.optimizer, source)
+    second.scheduler = first.scheduler
+    train(first, range(3))
+    train(second, range(3))
+    casts.assert_same_bytes(snapshot(first), snapshot(second))
+
+
+def spoilt(change: str) -> dict[str, Any]:
+    """Tensors that do not fit in one way."""
+    state: dict[str, Any] = values(SHAPES, torch.float32)
+    if change == "shape":
+        state["nv"] = state["nv"].view(112, 48)
+    elif change == "missing":
+        del state["bias"]
+    elif change == "more":
+        state["rotary.inv_freq"] = torch.zeros(3)
+    elif change == "float64":
+        state["mx"] = state["mx"].double()
+    elif change == "codes":
+        state["mx"] = state["mx"].to(torch.float8_e4m3fn)
+    elif change == "meta":
+        state["mx"] = state["mx"].to("meta")
+    elif change == "quantized":
+        state["mx"] = casts.cast_whole("mxfp8", state["mx"])
+    return state
+
+
+ERRORS = {
+    "shape": r"nv has shape \(112, 48\) there and \(48, 112\) here",
+    "missing": r"bias is missing there, here it has shape \(1,\)",
+    "more": r"rotary\.inv_freq is there and is no master here \(`ignore` passes it over\)",
+    "float64": "mx is float64 there; a master takes float32, bfloat16, float16",
+    "codes": "mx is float8_e4m3fn there",
+}
+IN_MEMORY = {"meta": "mx is meta there", "quantized": "mx is QuantizedWeight there"}
+
+
+def refuses(source: Any) -> str:
+    """What is raised; nothing changed."""
+    trainer = Trainer(RUN)
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match="does not fit the masters") as caught:
+        optim.load_masters(trainer.optimizer, source)
+    casts.assert_same_bytes(snapshot(trainer), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["file", "safetensors", "dcp"])
+def test_what_does_not_fit(tmp_path: Path, kind: str) -> None:
+    for change, message in ERRORS.items():
+        (tmp_path / change).mkdir()
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(refuses(KINDS[kind](spoilt(change), tmp_path / change)))
+
+
+@pytest.mark.parametrize("change", IN_MEMORY)
+def test_what_has_no_elements_to_read(change: str) -> None:
+    assert IN_MEMORY[change] in refuses(spoilt(change))
+
+
+def one_rank_differs() -> str:
+    """Rank 1 is given another mapping."""
+    return refuses(spoilt("shape" if dist.get_rank() == 1 else "none"))
+
+
+def test_one_rank_is_wrong_and_all_say_so(ranks: Any) -> None:
+    first, second = ranks(2)(one_rank_differs)
+    assert first == second
+    assert first.startswith("rank 1: the state dict does not fit the masters: nv has shape")
+
+
+def test_ignore(tmp_path: Path) -> None:
+    trainer = trained()
+    optim.load_masters(trainer.optimizer, KINDS["safetensors"](spoilt("more"), tmp_path), ignore=["*rotary*"])
+
+
+def test_what_lies_beside_a_common_prefix_is_not_passed_over(tmp_path: Path) -> None:
+    state = {f"model.{name}": tensor for name, tensor in values(SHAPES, torch.float32).items()}
+    state["lm_head.weight"] = torch.zeros(3)
+    assert "lm_head.weight is there and is no master here" in refuses(state)
+    del state["lm_head.weight"]
+    (tmp_path / "manifest.json").write_text("somebody else's")
+    optim.load_masters(Trainer(RUN).optimizer, KINDS["safetensors_folder"](state, tmp_path))
+
+
+def test_masters_alone_are_no_whole_checkpoint(tmp_path: Path) -> None:
+    KINDS["dcp"](values(SHAPES, torch.float32), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"holds masters and no optimizer state: zerocast\.optim\.load_masters takes them"
+    ):
+        optim.load(trained().optimizer, tmp_path)
+
+
+def test_a_damaged_checkpoint_is_found_before_anything_changes(tmp_path: Path) -> None:
+    optim.save(trained().optimizer, tmp_path / "c")
+    file = next((tmp_path / "c").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    trainer = trained()
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match="is damaged: its SHA-256 is"):
+        optim.load_masters(trainer.optimizer, tmp_path / "c")
+    casts.assert_same_bytes(snapshot(trainer), before)
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_load_that_breaks_off(every: int) -> None:
+    """Memory runs out: nothing has changed, or the optimizer says so until masters are loaded again."""
+    trainer, left, at = trained(), 0, 0
+    said: list[str] = []
+    while True:
+        before, memory = snapshot(trainer), OutOfMemory(at)
+        try:
+            with memory:
+                optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
+        except RuntimeError as error:
+            said.append(str(error))
+        if trainer.optimizer._weights.plan.freshness.is_torn:
+            left += 1
+            for call in (trainer.optimizer.state_dict, trainer.optimizer.step):
+                with pytest.raises(RuntimeError, match="loading a checkpoint raised half-way"):
+                    call()
+            optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
+            assert zerocast.verify(trainer.optimizer).ok
+            trainer = trained()
+        elif memory.count > at:
+            casts.assert_same_bytes(snapshot(trainer), before, f"operator {at}")
+        else:
+            break
+        at += every
+    assert left
+    assert all("injected" in text for text in said)

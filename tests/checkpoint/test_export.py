@@ -1,0 +1,155 @@
+"""Exports hold the weight: decoded here by the rules of each naming, they give what `dequantize` gives."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from zerocast import Recipe
+from zerocast.checkpoint.export import INDEX, export_safetensors
+
+safetensors = pytest.importorskip("safetensors")
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+class Model(nn.Module):
+    """Matrices with padding in their scale buffers, experts in one weight, a tied head, a bias, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 144)
+        self.up = nn.Linear(144, 272)
+        self.zeros = nn.Linear(32, 32, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 128, 80))
+        self.head = nn.Linear(144, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("kept", torch.arange(3.0))
+        self.register_buffer("dropped", torch.arange(3.0), persistent=False)
+        nn.init.zeros_(self.zeros.weight)
+
+
+def model(fmt: str) -> nn.Module:
+    torch.manual_seed(0)
+    recipe = Recipe({"up.weight": fmt, "zeros.weight": fmt, "experts": fmt})
+    return zerocast.quantize_(Model().to(torch.bfloat16), recipe)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors, by way of the index."""
+    found = {}
+    for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
+        with safetensors.safe_open(folder / file, "pt") as opened:
+            found[name] = opened.get_tensor(name)
+    return found
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Even elements are in the low half of a byte."""
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    return E2M1[codes.long()]
+
+
+def spread(scales: Tensor, rows: int, columns: int, shape: torch.Size) -> Tensor:
+    return scales.float().repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., : shape[-2], : shape[-1]]
+
+
+def compressed(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    assert found[f"{name}_global_scale"].shape == (1,)
+    scale = found[f"{name}_scale"]
+    assert scale.dtype == torch.float8_e4m3fn and scale.shape == (*shape[:-1], shape[-1] // 16)
+    return unpack(found[f"{name}_packed"]) * (spread(scale, 1, 16, shape) / found[f"{name}_global_scale"])
+
+
+def modelopt(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    assert found[f"{name}_scale_2"].shape == ()
+    return unpack(found[name]) * (spread(found[f"{name}_scale"], 1, 16, shape) * found[f"{name}_scale_2"])
+
+
+def deepseek(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    scale = found[f"{name}_scale_inv"]
+    assert found[name].dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    assert scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    return found[name].float() * spread(scale, 128, 128, shape)
+
+
+def plain(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    assert found[name].dtype == torch.bfloat16 and found[name].shape == shape
+    return found[name].float()
+
+
+CASES = [
+    ("compressed-tensors", "nvfp4", compressed),
+    ("modelopt", "nvfp4", modelopt),
+    ("deepseek", "fp8_block", deepseek),
+    ("deepseek", "fp8_block:power_of_2_scale=False", deepseek),
+    *(("bf16", fmt, plain) for fmt in ("nvfp4", "fp8_block", "fp8_current:element=e5m2", "fp8_delayed")),
+]
+
+
+@pytest.mark.parametrize(("naming", "fmt", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("shard_bytes", [10**9, 1])
+def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
+    source = model(fmt)
+    files = export_safetensors(source, tmp_path / "out", naming, shard_bytes)
+    assert sorted(files) == sorted((tmp_path / "out").iterdir())
+    assert len(files) == (2 if shard_bytes > 1 else 7)
+    found = read(tmp_path / "out")
+    for name in ("up.weight", "zeros.weight", "experts"):
+        weight = source.get_parameter(name)
+        decoded, wanted = decode(found, name, weight.shape), weight.dequantize().float()  # type: ignore[operator]
+        assert decoded.shape == wanted.shape
+        torch.testing.assert_close(decoded, wanted, rtol=2**-8, atol=0.0)  # the rounding to bf16 of `dequantize`
+        if naming == "bf16":
+            assert torch.equal(decoded, wanted)
+    assert torch.equal(found["up.bias"], source.get_parameter("up.bias"))
+    assert torch.equal(found["embed.weight"], source.get_parameter("embed.weight"))
+    assert torch.equal(found["kept"], source.get_buffer("kept"))
+    assert not {"head.weight", "dropped"} & set(found)
+    if naming == "deepseek":
+        codes = source.get_parameter("up.weight").rowwise_data  # type: ignore[attr-defined]
+        assert torch.equal(found["up.weight"].view(torch.uint8), codes)
+
+
+def after_training(folder: str) -> None:
+    """Rank 1 exports what all ranks hold, with a gather in flight."""
+    source = model("nvfp4")
+    config = zerocast.ZeroConfig(overlap_all_gather=True)
+    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=0.1, config=config)
+    for parameter in source.parameters():
+        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+    optimizer.step()
+    if torch.distributed.get_rank() == 1:
+        export_safetensors(source, folder, "modelopt")
+        decoded = modelopt(read(Path(folder)), "up.weight", torch.Size((272, 144)))
+        wanted = source.get_parameter("up.weight").dequantize()  # type: ignore[operator]
+        torch.testing.assert_close(decoded, wanted.float(), rtol=2**-8, atol=0.0)
+    torch.distributed.barrier()
+
+
+def test_after_training(ranks, tmp_path):
+    ranks(2)(after_training, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("naming", "fmt", "message"),
+    [
+        ("gguf", "nvfp4", "naming is one of bf16, compressed-tensors, modelopt, deepseek, got 'gguf'"),
+        ("deepseek", "nvfp4", "experts is nvfp4; deepseek has names for fp8_block"),
+        ("modelopt", "fp8_current", "experts is fp8_current; modelopt has names for nvfp4"),
+        ("deepseek", "fp8_block:element=e5m2", "with E2M1 or E4M3 codes: export it as bf16"),
+    ],
+)
+def test_what_has_no_place(tmp_path, naming, fmt, message):
+    with pytest.raises(ValueError, match=message):
+        export_safetensors(model(fmt), tmp_path / "out", naming)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ValueError, match="is not empty: export into a new folder"):
+        export_safetensors(model("nvfp4"), tmp_path)

@@ -1,0 +1,95 @@
+"""A group that zerocast makes waits for as long as the user's group does, on every backend that it has."""
+
+import ast
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests.optim.runs import Run, Trainer
+from tests.workers import Ranks
+from zerocast import ZeroAdamW
+from zerocast.distributed.group import Group, _timeout
+from zerocast.optim import Checkpoints
+
+TIMEOUT = 2.0  # seconds that the user asks for
+
+
+def timeouts(group: Any) -> set[timedelta]:
+    return {group._get_backend(device).options._timeout for device in group._device_types}
+
+
+def duplicates() -> list[set[timedelta]]:
+    """Timeouts of groups made after one with a timeout of its own, and after one whose timeout was changed later."""
+    asked = dist.new_group(timeout=timedelta(seconds=17))
+    found = [timeouts(Group.of(asked).duplicate(backend).handle) for backend in (None, "gloo")]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=19), asked)
+    return [*found, timeouts(Group.of(asked).duplicate().handle)]
+
+
+def test_the_timeout_is_passed_on(ranks: Ranks) -> None:
+    for found in ranks(2)(duplicates):
+        assert found == [{timedelta(seconds=seconds)} for seconds in (17, 17, 19)]
+
+
+def test_one_place_makes_groups() -> None:
+    """Nobody else calls torch for a group, so that no timeout is dropped there."""
+    root = Path(zerocast.__file__).parent.parent
+    makers = {"new_group", "split_group", "new_subgroups", "new_subgroups_by_enumeration"}
+    calls = []
+    for path in [*root.glob("zerocast/**/*.py"), *root.glob("integrations/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            calls += [(path.name, called)] if called.split(".")[-1] in makers else []
+    assert calls == [("group.py", "dist.new_group")]
+
+
+def test_a_timeout_that_cannot_be_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        assert _timeout(mock.Mock(_device_types=[torch.device("cpu")])) is None
+    assert "the timeout of the process group cannot be read" in caplog.text
+
+
+def late(use: Callable[[Any, str], object], folder: str) -> float:
+    """Rank 1 does not come: how long rank 0 waits until it is told."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    trainer = Trainer(Run(), group=group)
+    trainer.step(0)
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises((RuntimeError, dist.DistError)):
+            use(trainer, folder)
+    return time.monotonic() - start
+
+
+def saves(trainer: Trainer, folder: str) -> None:
+    """A checkpoint beside training: the group that its thread writes over."""
+    checkpoints = Checkpoints(folder, asynchronous=True)
+    checkpoints.save(trainer.optimizer, 1)
+    checkpoints.wait()
+
+
+def builds(trainer: Trainer, folder: str) -> None:
+    """A second optimizer of the model: the group of its own."""
+    other = torch.nn.Linear(8, 8)
+    ZeroAdamW(other.named_parameters(), group=trainer.optimizer.process_group)
+
+
+@pytest.mark.notices(
+    "a rank never comes to an asynchronous save, or to a second optimizer",
+    where="ZeroAdamW",
+    answer="the others raise within the timeout of the user's process group",
+)
+@pytest.mark.parametrize("use", [saves, pytest.param(builds, marks=pytest.mark.slow)])
+def test_a_rank_that_never_comes(ranks: Ranks, tmp_path: Path, use: Callable[[Any, str], object]) -> None:
+    waited = ranks(2)(late, use, str(tmp_path / "checkpoints"))[0]
+    assert TIMEOUT * 0.9 <= waited < TIMEOUT + 4.0

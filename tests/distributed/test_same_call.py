@@ -1,0 +1,197 @@
+"""Ranks whose casts meet those of another call: all of them say so, without debug mode and without a collective more."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerocast
+from tests.workers import Ranks
+from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW
+from zerocast.cast import plan
+from zerocast.distributed.agreement import DIGESTS, SameCall
+from zerocast.distributed.group import Group
+
+LR = 1e-2
+
+
+def plans_in_another_order() -> tuple[str, str, bool]:
+    """Two plans of one group: what a rank is told, what a read says then, and whether casts in step go on."""
+    plan._built.clear()  # the numbers of plans, and so digests, are those of every run
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights = [QuantizedWeight.empty((32, 32), "nvfp4") for _ in range(2)]
+    part = 32 * 32 // world
+    plans = [CastPlan([weight], [torch.randn(part)], [rank * part]) for weight in weights]
+    first = plans[::-1] if rank else plans
+    with pytest.raises(RuntimeError) as caught:
+        first[0].cast()
+    with pytest.raises(RuntimeError) as torn:
+        first[0].weights[0].dequantize()
+    for each in (*plans, *plans):
+        each.cast()
+    return str(caught.value), str(torn.value), not any(each.freshness.is_torn for each in plans)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.notices(
+    "plans of one group are cast in another order on a rank",
+    where="CastPlan",
+    answer="raises on all ranks, names both calls",
+)
+def test_plans_in_another_order(ranks: Ranks, world: int) -> None:
+    for told, torn, goes_on in ranks(world)(plans_in_another_order):
+        assert "ranks make different calls: rank 0 casts by plan " in told
+        assert "cast again" in torn
+        assert goes_on
+
+
+class Trained:
+    """A small model on this rank, with an optimizer."""
+
+    def __init__(self) -> None:
+        plan._built.clear()
+        torch.manual_seed(0)
+        place = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        self.model = nn.Sequential(nn.Linear(32, 64, dtype=torch.bfloat16), nn.Linear(64, 32, dtype=torch.bfloat16)).to(
+            place
+        )
+        zerocast.quantize_(self.model, Recipe({"*.weight": "nvfp4"}))
+        self.optimizer = ZeroAdamW(self.model.named_parameters(), lr=LR)
+        self.place = place
+
+    def backward(self) -> None:
+        x: Tensor = torch.ones(4, 32, dtype=torch.bfloat16, device=self.place)
+        self.model(x).float().square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+
+def clips_alone(trained: Trained) -> None:
+    trained.backward()
+    trained.optimizer.clip_grad_norm_(1.0) if dist.get_rank() == 1 else trained.optimizer._reduced_square_sum()
+
+
+def clips_to_another_norm(trained: Trained) -> None:
+    trained.backward()
+    trained.optimizer.clip_grad_norm_(1.0 + dist.get_rank())
+
+
+def schedules_alone(trained: Trained) -> None:
+    trained.backward()
+    for group in trained.optimizer.param_groups:
+        group["lr"] = LR / (1 + dist.get_rank())
+
+
+def is_of_another_step(trained: Trained) -> None:
+    """As after a load of a file that differs between ranks."""
+    trained.backward()
+    trained.optimizer._caller.number += dist.get_rank()
+
+
+MISTAKES: dict[str, Callable[[Trained], None]] = {
+    mistake.__name__: mistake for mistake in (clips_alone, clips_to_another_norm, schedules_alone, is_of_another_step)
+}
+TOLD = {
+    "clips_alone": ("with 0.01 ", "clipped to 1 with 0.01 "),
+    "clips_to_another_norm": ("clipped to 1 with", "clipped to 2 with"),
+    "schedules_alone": ("with 0.01 ", "with 0.005 "),
+    "is_of_another_step": ("in step 3 of ZeroAdamW", "in step 4 of ZeroAdamW"),
+}
+
+
+def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
+    """After two good steps: what a rank is told, what it says of whatever is tried then, whether a load makes it whole."""
+    trained = Trained()
+    for _ in range(2):
+        trained.step()
+    state = {name: _copy(value) for name, value in trained.optimizer.state_dict().items()}
+    MISTAKES[mistake](trained)
+    if late:
+        _travels(trained)
+        trained.optimizer.step()
+    with pytest.raises(RuntimeError) as caught:
+        trained.optimizer.step()
+    said = []
+    for go_on in (trained.optimizer.step, trained.step, trained.optimizer.state_dict):
+        with pytest.raises(RuntimeError) as refused:
+            go_on()
+        said.append(str(refused.value))
+    trained.optimizer.load_state_dict(state)
+    for group in trained.optimizer.param_groups:
+        group["lr"] = LR
+    for _ in range(3):
+        trained.step()
+    return str(caught.value), said, trained.optimizer._weights.plan.freshness.is_torn
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return (
+        value.clone() if type(value) is Tensor else type(value).of(value.flat.clone(), value.span, tuple(value.shape))
+    )
+
+
+def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
+    for told, said, torn in found:
+        rank_0, rank_1 = told.split("rank 1 ")
+        assert "ranks make different calls: rank 0 casts by plan " in rank_0
+        for part, expected in zip((rank_0, rank_1), TOLD[mistake], strict=True):
+            assert expected in part, told
+        assert all(
+            "raised half-way: masters, moments and weights may be of different steps" in text for text in said
+        ), said
+        assert not torn
+
+
+def _travels(trained: Trained) -> None:
+    """On a CPU too, the numbers are looked at before the next step."""
+    same_call: Any = trained.optimizer._weights.plan.packed.same_call
+    if trained.place == "cpu":
+        same_call._is_late, same_call._pinned, same_call._arrived = (
+            True,
+            torch.zeros(2, dtype=torch.bfloat16),
+            mock.Mock(),
+        )
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.notices(
+    "ranks step with other learning rates, clip otherwise, or are of different steps",
+    where="ZeroAdamW",
+    answer="raises on all ranks, names both calls",
+)
+def test_out_of_step(ranks: Ranks, mistake: str, late: bool) -> None:
+    check(ranks(2)(out_of_step, mistake, late), mistake)
+
+
+def calls_one_by_one(texts: list[str]) -> list[str | None]:
+    """What a rank is told of calls that all ranks make together, by the text of this rank."""
+    slots, found = torch.zeros(2, dtype=torch.bfloat16), []
+    same_call = SameCall(Group.of(None), slots)
+    for text in texts:
+        same_call.announce(f"{text} {dist.get_rank() if text == 'differs' else ''}")
+        dist.all_reduce(slots, dist.ReduceOp.MAX)
+        try:
+            same_call.reduced()
+            found.append(None)
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_every_digest_is_exact_in_bf16(ranks: Ranks) -> None:
+    slots = torch.zeros(2, dtype=torch.bfloat16)
+    for digest in range(DIGESTS):
+        torch.linspace(digest, -digest, 2, out=slots)
+        assert slots.tolist() == [digest, -digest]
+    alike = [f"call {index}" for index in range(300)]
+    for found in ranks(2)(calls_one_by_one, [*alike, "differs", *alike]):
+        assert [text is None for text in found] == [True] * 300 + [False] + [True] * 300

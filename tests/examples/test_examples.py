@@ -1,0 +1,279 @@
+"""The examples run: every format, one and two ranks, resuming to the bit, and the demo with what it writes."""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from examples.gpt_pretrain import demo, train
+from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.data import Corpus, standard_library_files
+from examples.gpt_pretrain.launch import Run, RunFailedError
+from examples.gpt_pretrain.measure import bytes_per_parameter
+from examples.gpt_pretrain.model import GPT, GPTConfig
+from examples.gpt_pretrain.run_log import Record, RunLog, read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = GPTConfig(n_layer=1, n_head=2, n_embd=128, context=32)
+TINY_ARGUMENTS = shlex.split("--model.n-layer 1 --model.n-head 2 --model.n-embd 128 --model.context 32 --batch-size 2")
+FORMATS = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    return path
+
+
+def tiny(text: Path, out: Path, **changes: object) -> TrainConfig:
+    config = TrainConfig(model=TINY, data=(text,), out=out, steps=4, batch_size=2, eval_sequences=4, warmup_steps=2)
+    return replace(config, **changes)
+
+
+# --- data and model -------------------------------------------------------------------------------------------------
+
+
+def test_batches_depend_on_seed_step_micro_step_and_rank_only():
+    corpus = Corpus(os.urandom(100_000), context=16)
+    places = [
+        {"seed": seed, "step": step, "micro_step": micro_step, "rank": rank}
+        for seed in (0, 1)
+        for step in (0, 1)
+        for micro_step in (0, 1)
+        for rank in (0, 1)
+    ]
+    batches = [corpus.train_batch(4, **place) for place in places]
+    again = [corpus.train_batch(4, **place) for place in reversed(places)][::-1]
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(batches, again, strict=True))
+    assert len({tuple(batch.tokens.flatten().tolist()) for batch in batches}) == len(places)
+    assert torch.equal(batches[0].tokens[:, 1:], batches[0].targets[:, :-1])
+
+
+def test_ranks_share_out_the_validation_text():
+    corpus = Corpus(os.urandom(100_000), context=16)
+    whole = torch.cat([batch.tokens for batch in corpus.validation_batches(3, 10, rank=0, ranks=1)])
+    parts = [torch.cat([batch.tokens for batch in corpus.validation_batches(3, 10, rank=r, ranks=4)]) for r in range(4)]
+    assert whole.shape == (10, 16)
+    assert sorted(whole.tolist()) == sorted(torch.cat(parts).tolist())
+
+
+def test_no_byte_is_trained_and_validated_on():
+    whole = os.urandom(700_000)
+    corpus = Corpus(whole, context=16)
+    assert len(corpus.train) + len(corpus.validation) == len(whole)
+    assert 0.03 < len(corpus.validation) / len(whole) < 0.08
+
+
+def test_too_little_text_says_so():
+    with pytest.raises(ValueError, match="validation text has 2 bytes, too few for context 16"):
+        Corpus(bytes(30), context=16)
+
+
+def test_the_standard_library_is_text_enough():
+    files = standard_library_files()
+    assert files == standard_library_files()
+    assert sum(file.stat().st_size for file in files) > 2_000_000
+    assert not [file for file in files if "site-packages" in file.parts]
+
+
+def test_model_is_causal_and_starts_at_chance():
+    model = GPT(TINY)
+    assert model.head.weight is model.embed.weight
+    tokens = torch.randint(256, (2, TINY.context))
+    changed = tokens.clone()
+    changed[:, 20:] = 0
+    assert torch.equal(model(tokens)[:, :20], model(changed)[:, :20])
+    targets = torch.randint(256, tokens.shape)
+    assert model.loss(tokens, targets).item() == pytest.approx(math.log(256), abs=0.15)
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_is_the_config():
+    arguments = ["--format", "nvfp4", "--data", "a", "b", "--model.n-layer", "2", "--stage", "1", "--overlap"]
+    config = tyro.cli(TrainConfig, args=arguments)
+    assert config == TrainConfig(
+        format="nvfp4", data=(Path("a"), Path("b")), model=GPTConfig(n_layer=2), stage=1, overlap=True
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_trains_on_one_process(name: str, text: Path, tmp_path: Path):
+    summary = train.main(tiny(text, tmp_path, format=name, steps=30, lr=5e-3))
+    events = read_records(tmp_path / "metrics.jsonl")
+    losses = [record["loss"] for record in events if record["event"] == "train"]
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] - 1
+    assert {record["event"] for record in events} == {"start", "train", "validation", "end"}
+    assert summary["skipped_steps"] == 0
+    assert "weight_gather" not in summary["traffic_bytes_per_parameter"]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_casts_and_phases_are_measured_now_and_then(text: Path, tmp_path: Path):
+    train.main(tiny(text, tmp_path, format="nvfp4", steps=5, measure_every=2, grad_accum=2))
+    measured = [record for record in read_records(tmp_path / "metrics.jsonl") if record["event"] == "measured"]
+    assert [record["step"] for record in measured] == [2, 4]
+    for record in measured:
+        assert len(record["weights"]) == 4
+        assert 0 < record["cast_error"] < 0.2
+        assert 0 < record["unchanged_percent"] < 100
+        phases = [record[f"ms/{name}"] for name in ("forward", "backward", "norm", "step")]
+        assert 0 < min(phases) < sum(phases) < record["ms/total"]
+    assert b"measured/ms/step" in b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+
+
+def test_bytes_are_those_of_the_buffers(text: Path, tmp_path: Path):
+    def forward(name: str, **shape: object) -> float:
+        config = tiny(text, tmp_path, format=name, model=replace(TINY, **shape))
+        return bytes_per_parameter(train.build_model(config, torch.device("cpu")))["forward"]
+
+    embedding = 256 * 128
+    blocks = 12 * 128 * 128
+    norms = 3 * 128
+    count = embedding + blocks + norms
+    assert forward("bf16") == pytest.approx((2 * (embedding + blocks) + 4 * norms) / count)
+    codes_and_scales = blocks / 2 + blocks / 16
+    assert forward("nvfp4") == pytest.approx((2 * embedding + codes_and_scales + 4 * norms) / count, rel=1e-3)
+
+
+def test_resume_without_a_checkpoint_says_so(text: Path, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        train.main(tiny(text, tmp_path, resume=True))
+
+
+def test_a_resumed_log_drops_what_will_be_written_again(tmp_path: Path):
+    for resumed_at in (0, 3):
+        log = RunLog(tmp_path, resumed_at=resumed_at, enabled=True)
+        for step in range(resumed_at, 5):
+            log.write("train", step + 1, loss=float(step), resumed_at=resumed_at)
+        log.close()
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["resumed_at"]) for record in records] == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3)]
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+def torchrun(out: Path, text: Path, *arguments: str) -> list[Record]:
+    fixed = ["--data", str(text), "--eval-sequences", "4", *TINY_ARGUMENTS]
+    with Run(out, [*fixed, *arguments], ranks=2, timeout=120) as run:
+        return run.wait()
+
+
+def what_must_repeat(records: list[Record]) -> list[tuple[object, ...]]:
+    return [(r["event"], r["step"], r["loss"], r.get("grad_norm")) for r in records if "loss" in r]
+
+
+@pytest.mark.slow  # tests/optim/test_resume.py and tests/fsdp2/test_example.py resume in every run
+@pytest.mark.timeout(400)
+def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path):
+    arguments = [
+        "--format",
+        "nvfp4",
+        "--steps",
+        "6",
+        "--checkpoint-every",
+        "3",
+        "--eval-every",
+        "3",
+        "--grad-accum",
+        "2",
+        "--deterministic",
+        "--measure-every",
+        "3",
+    ]
+    whole = torchrun(tmp_path / "whole", text, *arguments)
+    assert 0.5 < whole[-1]["traffic_bytes_per_parameter"]["weight_gather"] < 1.0
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000006")
+    resumed = torchrun(tmp_path / "again", text, *arguments, "--resume", "--overlap")
+    assert [r["step"] for r in resumed if r["event"] == "start"] == [0, 3]
+    assert what_must_repeat(resumed) == what_must_repeat(whole)
+    assert resumed[-1]["traffic_bytes_per_parameter"] == whole[-1]["traffic_bytes_per_parameter"]
+    sampled = [[r for r in records if r["event"] == "measured"] for records in (whole, resumed)]
+    assert [[r["step"] for r in records] for records in sampled] == [[3, 6], [3, 6]]
+    assert sampled[0][1]["weights"] == sampled[1][1]["weights"]  # its codes before are those of the checkpoint
+
+    other = tiny(text, tmp_path / "again", format="fp8_block", steps=8, resume=True)
+    assert train.main(other)["train_loss"] < 6  # one rank, another format
+
+
+@pytest.mark.timeout(400)
+def test_demo_writes_table_picture_and_json(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--out", str(tmp_path), "--formats", "bf16", "nvfp4", "--steps", "12", "--data", str(text)]
+    assert demo.main([*arguments, *TINY_ARGUMENTS]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["runs"]) == ["bf16", "nvfp4"]
+    assert results["settings"]["ranks"] == 2
+    out = capsys.readouterr().out
+    for name, run in results["runs"].items():
+        assert [step for step, _ in run["train_curve"]] == list(range(1, 13))
+        row = next(line.split() for line in out.splitlines() if line.split()[:1] == [name] and "step" not in line)
+        weights = run["weight_bytes_per_parameter"]
+        numbers = (run["train_loss"], run["validation_loss"], run["validation_gap_to_bf16"])
+        assert row[1:4] == [f"{numbers[0]:.4f}", f"{numbers[1]:.4f}", f"{numbers[2]:+.4f}"]
+        nbytes = (weights["forward"], weights["resident"], run["all_gather_bytes_per_parameter"])
+        assert row[4:7] == [f"{value:.3f}" for value in nbytes]
+    gathered = {name: run["all_gather_bytes_per_parameter"] for name, run in results["runs"].items()}
+    assert gathered["nvfp4"] < 0.5 * gathered["bf16"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(200)
+def test_demo_shows_the_console_of_a_run_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert demo.main(["--out", str(tmp_path), "--steps", "0"]) == 1
+    assert "steps must be at least 1, got 0" in capsys.readouterr().out
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_run_that_takes_too_long_is_ended(text: Path, tmp_path: Path):
+    run = Run(tmp_path, ["--data", str(text), *TINY_ARGUMENTS], ranks=2, timeout=0.5)
+    with pytest.raises(RunFailedError, match=r"took more than 0 s|took more than 1 s"), run:
+        run.wait()
+    assert run.has_ended
+
+
+def test_a_slow_machine_gets_fewer_steps():
+    def records(step_seconds: float) -> list[Record]:
+        steps = [{"event": "train", "step_seconds": step_seconds} for _ in range(demo.PACE_STEPS)]
+        return [{"event": "start", "config": {"steps": 300}}, *steps]
+
+    demo.check_pace(records(0.25), seconds=90)
+    demo.check_pace(records(9.0)[:-1], seconds=90)  # too early to tell
+    with pytest.raises(demo.TooSlowError) as caught:
+        demo.check_pace(records(0.8), seconds=90)
+    assert caught.value.steps == 100
+
+
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("launcher", "example"),
+    [
+        ([], "minimal_zero"),
+        pytest.param(TWO_RANKS, "minimal_zero", marks=pytest.mark.slow),
+        pytest.param(TWO_RANKS, "minimal_fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_minimal(launcher: list[str], example: str):
+    command = [sys.executable, *launcher, f"examples/{example}.py"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < 0.1 * losses[0] + 0.01

@@ -1,0 +1,54 @@
+"""Writes own_goldens.json: casts that formats.md section 6 has no values for, from the numpy model alone.
+
+Run `python -m tests.formats.own_goldens` after a deliberate change of the formats, and read the difference.
+"""
+
+import hashlib
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.formats import model
+from tests.matrices import F32, matrix
+
+PATH = Path(__file__).with_name("own_goldens.json")
+CONTENTS = ("lcg", "wide", "nan", "inf", "minus_inf", "zero_blocks", "subnormal", "finite_bits")
+NOMINAL = ("bfloat16", "float16", "float32")
+CASES: tuple[tuple[str, model.Settings], ...] = (
+    ("fp8_delayed", model.Settings(scale=64.0)),
+    ("fp8_delayed", model.Settings(element="e5m2", scale=0.5)),
+    ("fp8_current", model.Settings()),
+    ("fp8_current", model.Settings(element="e5m2", power_of_2_scale=True)),
+    ("fp8_block", model.Settings(power_of_2_scale=True)),
+    ("fp8_block", model.Settings(element="e5m2", amax_epsilon=2.0)),
+    ("mxfp8", model.Settings()),
+    ("nvfp4", model.Settings()),
+)
+SHAPE = (160, 192)
+
+
+def master(content: str) -> F32:
+    """The input of a golden."""
+    return matrix(content, *SHAPE, seed=11)
+
+
+def golden(name: str, nominal: str, content: str, settings: model.Settings) -> dict[str, Any]:
+    """One entry: what to cast, and the sha of each buffer."""
+    buffers = model.Cast(name, nominal, settings).of(master(content))
+    shas = {key: hashlib.sha256(np.ascontiguousarray(b).tobytes()).hexdigest()[:16] for key, b in buffers.items()}
+    return {"format": name, "nominal": nominal, "content": content, "settings": asdict(settings), **shas}
+
+
+def main() -> None:
+    """Write all of them."""
+    drawn = itertools.product(CASES, NOMINAL, CONTENTS)
+    entries = [json.dumps(golden(name, nominal, content, settings)) for (name, settings), nominal, content in drawn]
+    PATH.write_text("[\n " + ",\n ".join(entries) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()

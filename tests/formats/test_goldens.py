@@ -1,0 +1,161 @@
+"""The golden values of formats.md section 6, every one, through a whole plan on every backend."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import casts, stages
+from tests.matrices import TINY, lcg_matrix
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.distributed.group import ONE_PROCESS
+
+GOLDENS: dict[str, Any] = json.loads(Path(__file__).with_name("goldens.json").read_text())
+TINY_MASTER = torch.from_numpy(TINY)
+
+
+def lcg(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(lcg_matrix(rows, columns, seed))
+
+
+def hexes(tensor: torch.Tensor | None) -> str:
+    assert tensor is not None
+    return casts.raw(tensor).tobytes().hex()
+
+
+def assert_floats(found: torch.Tensor | None, bits: list[str]) -> None:
+    assert found is not None
+    assert hexes(found) == hexes(stages.floats(bits))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("144x272", (144, 272, 0)), ("32x64s1", (32, 64, 1)), ("32x80s2", (32, 80, 2))]
+)
+def test_input_generator(name: str, shape: tuple[int, int, int]) -> None:
+    assert casts.sha(lcg(*shape)) == GOLDENS["input_sha"][name]
+
+
+def test_delayed(backend_anywhere: str) -> None:
+    golden = GOLDENS["delayed_2x4_scale64"]
+    weight = casts.cast_whole("fp8_delayed", TINY_MASTER, backend=backend_anywhere, scale=64.0)
+    assert hexes(weight.rowwise_data) == golden["data"]
+    assert_floats(weight.rowwise_scale_inv, golden["scale_inv"])
+    assert_floats(weight.amax, golden["amax"])
+
+
+def test_delayed_history(backend: str) -> None:
+    golden = GOLDENS["delayed_update_max"]
+    weight = QuantizedWeight.empty((2, 4), "fp8_delayed:amax_history_len=4")
+    assert weight.amax_history is not None and weight.scale is not None
+    weight.amax_history.copy_(torch.tensor([6.0, 1.0, 8.0, 2.0]))
+    weight.scale.fill_(64.0)
+    plan = CastPlan([weight], [TINY_MASTER.view(-1)], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    assert weight.amax_history.tolist() == golden["history"]
+    assert_floats(weight.scale, golden["scale"])
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_current(backend_anywhere: str, pow2: bool) -> None:
+    golden = GOLDENS[f"current_2x4_pow2={int(pow2)}"]
+    weight = casts.cast_whole(f"fp8_current:power_of_2_scale={pow2}", TINY_MASTER, backend=backend_anywhere)
+    assert hexes(weight.rowwise_data) == golden["data"]
+    assert_floats(weight.rowwise_scale_inv, golden["scale_inv"])
+
+
+def test_block_tiny(backend_anywhere: str) -> None:
+    golden = GOLDENS["block128_2x4"]
+    weight = casts.cast_whole("fp8_block", TINY_MASTER, backend=backend_anywhere)
+    assert hexes(weight.rowwise_data) == golden["data"]
+    assert_floats(weight.rowwise_scale_inv, golden["scale_inv"])
+
+
+@pytest.mark.long_interpreted
+@pytest.mark.parametrize("pow2", [False, True])
+def test_block(backend_anywhere: str, pow2: bool) -> None:
+    golden = GOLDENS[f"block128_144x272_pow2={int(pow2)}"]
+    weight = casts.cast_whole(f"fp8_block:power_of_2_scale={pow2}", lcg(144, 272, 0), backend=backend_anywhere)
+    assert weight.rowwise_scale_inv is not None
+    assert list(weight.rowwise_scale_inv.shape) == golden["shape"]
+    assert_floats(weight.rowwise_scale_inv, golden["scale_inv"])
+    assert casts.sha(weight.rowwise_data) == golden["data_sha"]
+
+
+def test_mxfp8(backend_anywhere: str) -> None:
+    golden = GOLDENS["mxfp8_32x64"]
+    weight = casts.cast_whole("mxfp8", lcg(32, 64, 1), backend=backend_anywhere)
+    row, column = weight.rowwise_scale_inv, weight.columnwise_scale_inv
+    assert row is not None and column is not None and weight.columnwise_data is not None
+    assert [hexes(r[:2]) for r in row[:4]] == golden["row_scale_rows0_3"]
+    assert hexes(column[0, :8]) == golden["col_scale_first8"]
+    assert hexes(weight.rowwise_data[0, :8]) == golden["row_data_first8"]
+    assert hexes(weight.columnwise_data[0, :8]) == golden["col_data_first8"]
+    found = [casts.sha(t) for t in (weight.rowwise_data, row, weight.columnwise_data, column)]
+    assert found == [golden[key] for key in ("data_sha", "scale_sha", "cdata_sha", "cscale_sha")]
+
+
+def test_nvfp4(backend_anywhere: str) -> None:
+    golden = GOLDENS["nvfp4_2d_32x80"]
+    weight = casts.cast_whole("nvfp4", lcg(32, 80, 2), backend=backend_anywhere)
+    row, column = weight.rowwise_scale_inv, weight.columnwise_scale_inv
+    assert row is not None and column is not None and weight.columnwise_data is not None
+    assert_floats(weight.amax, golden["amax"])
+    assert [hexes(r[:5]) for r in row[:32:16]] == golden["tile_scale"]
+    assert hexes(weight.rowwise_data[0, :8]) == golden["row0"]
+    found = [casts.sha(t) for t in (weight.rowwise_data, row, weight.columnwise_data, column)]
+    assert found == [golden[key] for key in ("data_sha", "scale_sha", "cdata_sha", "cscale_sha")]
+
+
+@pytest.mark.parametrize("golden", GOLDENS["nvfp4_block_scale_order"], ids=lambda g: str(g["te"]))
+def test_nvfp4_scale_order(backend_anywhere: str, golden: dict[str, Any]) -> None:
+    stored, amax = stages.scales(backend_anywhere, "nvfp4", torch.tensor([golden["block_amax"], golden["global_amax"]]))
+    assert amax.item() == golden["global_amax"]
+    assert stored[0].item() == golden["te"]
+
+
+def test_nvfp4_encode_order(backend_anywhere: str) -> None:
+    golden = GOLDENS["nvfp4_encode_order"]
+    master = torch.zeros(16, 32)
+    master[0, :5] = torch.tensor([*golden["x"], golden["block_amax"]])
+    master[0, 16] = golden["global_amax"]
+    weight = casts.cast_whole("nvfp4", master, backend=backend_anywhere)
+    assert weight.rowwise_scale_inv is not None
+    assert weight.rowwise_scale_inv[0, 0].item() == golden["scale_code"]
+    low, high = weight.rowwise_data[0, :2] & 15, weight.rowwise_data[0, :2] >> 4
+    assert hexes(torch.stack((low, high), -1)) == golden["te_codes"]
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
+def test_special_values(backend_anywhere: str, element: str) -> None:
+    x = torch.tensor([float(value) for value in GOLDENS["specials"]["x"]])
+    assert hexes(stages.encode(backend_anywhere, element, x)) == GOLDENS["specials"][element]
+
+
+def test_e2m1_ties(backend_anywhere: str) -> None:
+    golden = GOLDENS["e2m1_ties"]
+    assert hexes(stages.encode(backend_anywhere, "e2m1", torch.tensor(golden["x"]))) == golden["codes"]
+
+
+def test_e8m0_of_amax(backend_anywhere: str) -> None:
+    golden = GOLDENS["e8m0_of_amax"]
+    amaxes = torch.tensor([float(value) for value in golden["amax"]])
+    assert hexes(stages.scales(backend_anywhere, "mxfp8", amaxes)[0]) == golden["code"]
+
+
+@pytest.mark.parametrize(("pow2", "key"), [(True, "scale"), (False, "scale_f32")])
+def test_block_scale_of_amax(backend_anywhere: str, pow2: bool, key: str) -> None:
+    golden = GOLDENS["block_scale_pow2_of_amax"]
+    amaxes = torch.tensor([float(value) for value in golden["amax"]])
+    stored, _ = stages.scales(backend_anywhere, f"fp8_block:power_of_2_scale={pow2}", amaxes)
+    expected = torch.from_numpy(np.float32(1) / stages.floats(golden[key]).numpy())
+    assert hexes(stored) == hexes(expected)
+
+
+def test_identity(backend_anywhere: str) -> None:
+    master = lcg(5, 7, 3)
+    weight = casts.cast_whole("identity", master, backend=backend_anywhere)
+    assert hexes(weight.rowwise_data) == hexes(master.bfloat16())
+    assert weight.rowwise_scale_inv is weight.columnwise_data is weight.columnwise_scale_inv is weight.amax is None

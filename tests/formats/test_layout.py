@@ -1,0 +1,129 @@
+"""Integer arithmetic of shapes, spans and bytes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.casts import FORMATS
+from zerocast import get_format
+from zerocast.formats.layout import (
+    Span,
+    amax_counts,
+    amax_grid,
+    buffers,
+    byte_range,
+    check_shape,
+    matrix_shape,
+    round_up,
+)
+
+BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0}
+
+
+@given(value=st.integers(0, 10**12), multiple=st.integers(1, 10**6))
+def test_round_up(value: int, multiple: int) -> None:
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - value < multiple
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"), [((4, 6), (4, 6)), ((2, 3, 5), (6, 5)), ((7,), (1, 7)), ((2, 2, 2, 2), (8, 2))]
+)
+def test_matrix_shape(shape: tuple[int, ...], matrix: tuple[int, int]) -> None:
+    assert matrix_shape(shape) == matrix
+
+
+@given(a=st.tuples(st.integers(0, 50), st.integers(0, 50)), b=st.tuples(st.integers(0, 50), st.integers(0, 50)))
+def test_intersection(a: tuple[int, int], b: tuple[int, int]) -> None:
+    first, second = (Span(min(pair), max(pair)) for pair in (a, b))
+    common = first.intersect(second)
+    elements = set(range(first.start, first.stop)) & set(range(second.start, second.stop))
+    assert set(range(common.start, common.stop)) == elements
+    assert common.numel == len(elements)
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_boxes_tile_the_span_in_order(data: st.DataObject, shape: list[int]) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    span = Span(start, data.draw(st.integers(start, numel)))
+    boxes = list(span.boxes(shape))
+    grid = np.arange(numel).reshape(shape)
+    covered = [grid[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
+    assert np.concatenate([*covered, []]).tolist() == list(range(span.start, span.stop))
+    if len(shape) == 2:
+        assert len(boxes) <= 3
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@given(data=st.data())
+def test_byte_ranges_cover_what_is_owned(fmt: str, data: st.DataObject) -> None:
+    """Neighbours' ranges meet without a gap, and overlap in the one byte that an odd 4-bit cut shares."""
+    spec, numel = get_format(fmt), 32 * 64
+    inner = sorted(data.draw(st.lists(st.integers(0, numel), min_size=2, max_size=2)))
+    size = BYTES_PER_CODE.get(spec.name, 1.0)
+    cuts = [0, *inner, numel]
+    spans = [Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    ranges = [byte_range(spec, (32, 64), span, torch.bfloat16) for span in spans]
+    for span, (first, last) in zip(spans, ranges, strict=True):
+        assert first == math.floor(span.start * size)
+        assert last == (math.ceil(span.stop * size) if span.numel else first)
+    held = [r for r, span in zip(ranges, spans, strict=True) if span.numel]
+    assert held[0][0] == 0
+    assert held[-1][1] == numel * size
+    for (_, last), (first, _) in zip(held, held[1:], strict=False):
+        assert last - first in ({0, 1} if size < 1 else {0})
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 2049), (2048, 2050)])
+def test_spans_outside_the_weight(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="outside a weight"):
+        byte_range(get_format("nvfp4"), (32, 64), Span(start, stop), torch.bfloat16)
+
+
+def test_identity_bytes_follow_the_nominal_dtype() -> None:
+    identity = get_format("identity")
+    assert byte_range(identity, (4, 4), Span(3, 5), torch.float32) == (12, 20)
+    assert byte_range(identity, (4, 4), Span(3, 5), torch.float16) == (6, 10)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "counts"),
+    [
+        ("fp8_current", (1, 0)),
+        ("fp8_block", (2 * 3, 0)),
+        ("mxfp8", (160 * 9, 5 * 288)),
+        ("nvfp4", (10 * 18, 0)),
+        ("identity", (0, 0)),
+    ],
+)
+def test_amaxes_are_packed_without_padding(fmt: str, counts: tuple[int, int]) -> None:
+    assert amax_counts(get_format(fmt), 160, 288) == counts
+
+
+def test_edge_blocks_count() -> None:
+    assert amax_grid((128, 128), 129, 128) == (2, 1)
+    assert amax_grid(None, 129, 128) == (1, 1)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_padding_is_zero_or_one(fmt: str) -> None:
+    """1.0 in FP32 scales, 0 in bytes and amaxes."""
+    for name, buffer in buffers(get_format(fmt), (160, 96), torch.bfloat16).items():
+        if buffer is not None:
+            scale = name.endswith("scale_inv") or name == "scale"
+            assert buffer.padding == (1.0 if scale and buffer.dtype is torch.float32 else 0.0)
+
+
+def test_weights_of_more_dimensions() -> None:
+    """Experts are taken as one matrix whose blocks end where an expert ends."""
+    check_shape(get_format("nvfp4"), (3, 32, 48))
+    check_shape(get_format("fp8_block"), (3, 256, 70))
+    check_shape(get_format("fp8_current"), (3, 5, 7))
+    with pytest.raises(ValueError, match="would span two matrices"):
+        check_shape(get_format("nvfp4"), (2, 24, 48))

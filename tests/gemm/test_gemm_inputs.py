@@ -1,0 +1,257 @@
+"""Quantized inputs: the bytes of the specification. Swizzled scales: the order of the specification, made once a cast."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests import casts, devices
+from tests.formats import model
+from tests.matrices import CONTENTS, matrix
+from tests.scaled_mm import places
+from zerocast import CastPlan, QuantizedWeight, backends, get_format
+from zerocast.backends import reference
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats.element import E4M3, FP8
+from zerocast.gemm import inputs
+from zerocast.gemm.swizzle import of_weight, swizzle
+
+FINITE = [name for name in CONTENTS if name not in ("nan", "all_nan", "inf", "minus_inf", "bits")]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def drawn(content: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
+    x = torch.from_numpy(matrix(content, *shape, seed)).to(dtype)
+    return torch.where(x.isfinite(), x, 1.0)  # fp16 overflows
+
+
+class OnGpu:
+    """A module of kernels for tensors of the CPU."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def per_tensor(self, x: Tensor, element: Any) -> list[Tensor]:
+        return [found.cpu() for found in self._kernels.per_tensor(devices.to_gpu(x), element)]
+
+    def groups(self, x: Tensor, *options: Any) -> list[Tensor]:
+        return [found.cpu() for found in self._kernels.groups(devices.to_gpu(x), *options)]
+
+
+ON_A_GPU = [pytest.param(f"{name} on a GPU", marks=pytest.mark.gpu) for name in ("cuda", "triton")]
+
+
+@pytest.fixture(params=["torch", "triton", *ON_A_GPU])
+def quantizers(request: pytest.FixtureRequest) -> Any:
+    """The plain operations, the kernels in Triton's interpreter, and all kernels where there is a GPU."""
+    if request.param == "torch":
+        return inputs
+    if request.param.endswith("on a GPU"):
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        name = request.param.split()[0]
+        if reason := backends.why_not(name, torch.device("cuda")):
+            pytest.skip(reason)
+        return OnGpu(importlib.import_module(f"zerocast.gemm.{name}_inputs"))
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton is interpreted when TRITON_INTERPRET=1 is set before it is imported")
+    return importlib.import_module("zerocast.gemm.triton_inputs")
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert np.array_equal(casts.raw(found), casts.raw(expected))
+
+
+@pytest.mark.parametrize("content", FINITE)
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_per_tensor_bytes_are_those_of_a_cast(quantizers: Any, element: str, content: str, seed: int) -> None:
+    for dtype in DTYPES:
+        x = drawn(content, (24, 80), dtype, seed)
+        codes, scale_inv = quantizers.per_tensor(x, FP8[element])
+        expected = reference.quantize(get_format("fp8_current", element=element), x, dtype)
+        assert_same(codes.view(torch.uint8), expected.rowwise_data)
+        assert expected.rowwise_scale_inv is not None
+        assert_same(scale_inv, expected.rowwise_scale_inv)
+
+
+@pytest.mark.parametrize("content", FINITE)
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_group_bytes_are_those_of_a_cast(quantizers: Any, power_of_2: bool, content: str, seed: int) -> None:
+    """A matrix of one row has blocks of 1x128."""
+    fmt = get_format("fp8_block", power_of_2_scale=power_of_2)
+    for dtype in DTYPES:
+        x = drawn(content, (9, 384), dtype, seed)
+        codes, scale_inv = quantizers.groups(x, 128, E4M3, power_of_2)
+        for row in range(len(x)):
+            expected = reference.quantize(fmt, x[row : row + 1], dtype)
+            assert_same(codes[row : row + 1].view(torch.uint8), expected.rowwise_data)
+            assert expected.rowwise_scale_inv is not None
+            assert_same(scale_inv[row : row + 1], expected.rowwise_scale_inv[:, :3])
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (3, 640), (1500, 1152)])
+def test_inputs_of_any_size_and_alignment(quantizers: Any, shape: tuple[int, int], seed: int) -> None:
+    """Larger than what a thread block takes, odd numbers of rows, and storage that begins between two vectors."""
+    if isinstance(quantizers, ModuleType) and quantizers is not inputs:
+        shape = min(shape[0], 70), min(shape[1], 256)  # interpreted
+    x = drawn("wide", (shape[0] + 1, shape[1]), torch.bfloat16, seed).view(-1)[1 : 1 + shape[0] * shape[1]].view(shape)
+    for element in FP8.values():
+        both = zip(quantizers.per_tensor(x, element), inputs.per_tensor(x, element), strict=True)
+        both = [
+            *both,
+            *zip(quantizers.groups(x, 128, element, True), inputs.groups(x, 128, element, True), strict=True),
+        ]
+        for found, expected in both:
+            assert_same(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) -> None:
+    x = drawn("wide", (7, 13), torch.bfloat16, seed)
+    for found, expected in zip(quantizers.per_tensor(x, E4M3), inputs.per_tensor(x, E4M3), strict=True):
+        assert_same(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+COMPILE = """
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from zerocast.gemm import triton_inputs
+
+KERNELS = {
+    triton_inputs._groups: (
+        dict(x="*bf16", codes="*u8", scale_inv="*fp32", rows="i32", columns="i32"),
+        dict(WIDTH=128, ROWS=32, MANTISSA=3, LARGEST=448.0, POWER_OF_2=True),
+    ),
+    triton_inputs._whole: (
+        dict(x="*bf16", amax="*fp32", codes="*u8", scale_inv="*fp32", numel="i64"),
+        dict(ELEMENTS=4096, MANTISSA=2, LARGEST=57344.0),
+    ),
+}
+for kernel, (arguments, constants) in KERNELS.items():
+    signature = arguments | {name: "constexpr" for name in constants}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    print(sorted(set(re.findall(r"(?:fma|div)[.][a-z0-9.]*f32", compiled.asm["ptx"]))))
+"""
+
+
+def test_the_kernels_for_hopper_divide_exactly_and_contract_nothing(tmp_path: Path) -> None:
+    """What the interpreter cannot show; compiling needs no GPU."""
+    pytest.importorskip("triton")
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["['div.rn.f32']"] * 2
+
+
+def settings(cast: str) -> Any:
+    return model.Cast(cast, "bfloat16", model.Settings())
+
+
+def test_mxfp8_bytes_are_those_of_the_model(seed: int) -> None:
+    x = drawn("wide", (64, 96), torch.bfloat16, seed)
+    codes, scales = inputs.mxfp8(x)
+    expected = settings("mxfp8").of(x.float().numpy())
+    assert np.array_equal(casts.raw(codes), expected["rowwise_data"].reshape(-1))
+    assert np.array_equal(casts.raw(scales), expected["rowwise_scale_inv"].reshape(-1))
+
+
+def test_nvfp4_bytes_are_those_of_the_model(seed: int) -> None:
+    """Where the 16 rows of a tile are alike, its 16x16 blocks are 1x16 blocks."""
+    x = drawn("normal", (4, 96), torch.bfloat16, seed).repeat_interleave(16, 0)
+    data, scales, factor = inputs.nvfp4(x)
+    expected = settings("nvfp4").of(x.float().numpy())
+    assert np.array_equal(casts.raw(data), expected["rowwise_data"].reshape(-1))
+    assert np.array_equal(casts.raw(scales), expected["rowwise_scale_inv"].reshape(-1))
+    assert factor.item() == np.float32(expected["amax"].reshape(-1).view(np.float32)[0] * np.float32(1 / 2688))
+
+
+def test_nvfp4_blocks_are_rows() -> None:
+    x = torch.ones(16, 32).bfloat16()
+    x[5, 16:] = 6.0
+    _, scales, _ = inputs.nvfp4(x)
+    assert scales[5, :2].tolist() != scales[4, :2].tolist()
+    assert (scales[5, 1] > scales[5, 0]) and scales.shape == (128, 4) and not scales[16:].any()
+
+
+def test_rows_of_any_number() -> None:
+    """Activations are not held to the multiples that weights are."""
+    assert inputs.mxfp8(torch.randn(5, 64))[1].shape == (128, 4)
+    assert inputs.nvfp4(torch.randn(130, 64))[1].shape == (256, 4)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_group_that_is_not_finite_is_no_number(quantizers: Any, bad: float) -> None:
+    x = torch.randn(4, 256)
+    x[2, 130] = bad
+    for power_of_2 in (False, True):
+        codes, scale_inv = quantizers.groups(x, 128, E4M3, power_of_2)
+        assert scale_inv.isnan().nonzero().tolist() == [[2, 1]]
+        assert codes[2, 128:].float().isnan().all() and codes[:2].float().isfinite().all()
+    codes, scale_inv = quantizers.per_tensor(x, E4M3)
+    assert scale_inv.isnan() and codes.float().isnan().all()
+    _, scales = inputs.mxfp8(x)
+    assert (scales == 0xFF).nonzero().tolist() == [[2, 4]]
+    assert inputs.nvfp4(x)[2].isnan()
+
+
+# --- swizzled scales --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (128, 12), (256, 4), (384, 20)])
+def test_the_order_of_swizzled_scales(shape: tuple[int, int]) -> None:
+    scales = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape)
+    assert torch.equal(swizzle(scales)[places(*shape)], scales)
+
+
+def test_the_first_tile_written_out() -> None:
+    """Sixteen places by hand, so that the formula in the test and the one in the library cannot be wrong together."""
+    scales = (torch.arange(128)[:, None] * 10 + torch.arange(8)).int()
+    flat = swizzle(scales)
+    assert flat[:16].tolist() == [0, 1, 2, 3, 320, 321, 322, 323, 640, 641, 642, 643, 960, 961, 962, 963]
+    assert flat[16:20].tolist() == [10, 11, 12, 13]
+    assert flat[512:516].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+def test_scales_are_swizzled_once_a_cast(fmt: str) -> None:
+    weight, master = QuantizedWeight.empty((64, 96), fmt), torch.randn(64 * 96)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+
+    def both() -> list[Tensor]:
+        found = []
+        for columnwise in (False, True):
+            _, scale_inv = weight.direction(columnwise)
+            assert scale_inv is not None
+            turned = columnwise and fmt == "mxfp8"
+            found.append(of_weight(weight, columnwise))
+            expected = swizzle(scale_inv.t().contiguous() if turned else scale_inv)
+            assert torch.equal(found[-1], expected), "fresh"
+        return found
+
+    plan.cast()
+    plan.post_all_gather()
+    first = both()
+    assert all(a is b for a, b in zip(first, both(), strict=True))
+    master.mul_(torch.logspace(-3, 3, master.numel()))
+    plan.cast()
+    plan.post_all_gather()
+    second = both()
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    weight.copy_(casts.cast_whole(fmt, torch.randn(64, 96)))  # a state dict is loaded: no cast happened
+    if fmt == "nvfp4":
+        plan.post_all_gather()
+    assert not any(torch.equal(a, b) for a, b in zip(second, both(), strict=True))

@@ -1,0 +1,111 @@
+"""zerocast.verify of a CastPlan over masters of the user's own: every wrong byte on any rank, with odd cuts and delayed scales."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocast
+from tests import casts
+from tests.cast.test_collectives import SHAPE, cut, every_format
+from tests.sharded import Sharded, Weight
+from tests.workers import Ranks
+from zerocast import CastPlan, QuantizedWeight, VerificationError, verify
+
+Found = tuple[str, int, str, int, int]
+
+
+def every_buffer(cases: tuple[Weight, ...], culprit: int) -> tuple[bool, list[Found], list[Found]]:
+    """Whether all is well after two casts; what is said of a flipped byte in each buffer, and what should be."""
+    here = Sharded(cases, dist.get_rank())
+    plan = CastPlan(here.weights, here.masters, here.starts)
+    quiet = True
+    for step in range(2):
+        here.set_masters(step)
+        plan.cast()
+        here.gather()
+        plan.post_all_gather()
+        quiet = quiet and verify(plan).ok
+    found, wanted = [], []
+    for index, weight in enumerate(here.weights):
+        for buffer, tensor in weight.state.buffers.items():
+            if tensor is None or (buffer == "columnwise_scale_inv" and tensor.shape == (1,)):
+                continue  # one scale serves both directions
+            at = (tensor.numel() * tensor.element_size() - 1) * (index % 2)
+            flat = tensor.view(-1).view(torch.uint8)
+            flat[at] ^= dist.get_rank() == culprit
+            found += [(d.name, d.rank, d.buffer, d.wrong, d.offset) for d in verify(plan).differences[:1]]
+            flat[at] ^= dist.get_rank() == culprit
+            wanted.append((f"weight {index}", culprit, buffer, 1, at))
+    return quiet and verify(plan).ok, found, wanted
+
+
+def test_every_byte_counts(ranks: Ranks) -> None:
+    for quiet, found, wanted in ranks(2)(every_buffer, every_format(2, 3)[::4], 1):
+        assert quiet
+        assert found == wanted
+
+
+def test_a_model_whose_masters_a_plan_casts() -> None:
+    """Weights have the names of the model; a weight without a master is not compared and said so."""
+    model = nn.Sequential(*(nn.Linear(64, 32, bias=False) for _ in range(3)))
+    zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
+    weights = [layer.weight for layer in model]
+    plan = CastPlan(weights, [torch.randn(2048), torch.randn(2048), None], [0, 0, None])
+    assert not verify(model).ok, "not cast yet"
+    plan.cast()
+    plan.post_all_gather()
+    report = verify(model)
+    assert report.ok
+    assert (report.weights, report.without_masters) == (2, ("weight 2",))
+    weights[1].rowwise_data[3, 1] ^= 1
+    with pytest.raises(VerificationError, match=r"1\.weight \(nvfp4\) on rank 0: rowwise_data .* first at 97"):
+        verify(model).raise_for_differences()
+
+
+def gaps() -> tuple[int, tuple[str, ...]]:
+    """Elements that nobody has a master of: no cast of them is known."""
+    weights = [QuantizedWeight.empty(SHAPE, fmt) for fmt in ("fp8_block", "nvfp4")]
+    first, last = cut(2)[dist.get_rank()]
+    numel = last - first
+    plan = CastPlan(weights, [torch.randn(numel), torch.randn(numel - 32)], [first, first])
+    plan.cast()
+    for weight in weights:
+        data = weight.rowwise_data.view(-1)
+        zerocast.distributed.group.Group.of(None).all_gather_into(data, data.view(2, -1)[dist.get_rank()])
+    plan.post_all_gather()
+    report = verify(plan)
+    assert report.ok
+    return report.weights, report.without_masters
+
+
+def test_weights_with_gaps_are_left_out(ranks: Ranks) -> None:
+    assert ranks(2)(gaps) == [(1, ("weight 1",))] * 2
+
+
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+def test_delayed_scales_are_those_of_the_cast(fmt: str) -> None:
+    """A cast that was skipped leaves bytes, and the scale that they were cast with."""
+    weight, master = QuantizedWeight.empty(SHAPE, fmt), torch.randn(SHAPE[0] * SHAPE[1])
+    plan = CastPlan([weight], [master], [0])
+    for skip in (None, torch.tensor([False]), torch.tensor([True])):
+        plan.cast(skip)
+        plan.post_all_gather()
+        assert verify(plan).ok
+        if skip is None:
+            master.mul_(1.3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fmt", casts.FORMATS)
+def test_masters_that_are_not_finite_are_counted(fmt: str, value: float) -> None:
+    """They are cast like any other value, the same on every rank, which is no difference; the report names them."""
+    weight, master = QuantizedWeight.empty(SHAPE, fmt), torch.randn(SHAPE[0] * SHAPE[1])
+    master[[5, 77]] = value
+    plan = CastPlan([weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather()
+    report = verify(plan)
+    assert report.ok
+    assert report.not_finite == (("weight 0", 2),)
+    assert "the master of weight 0 has 2 elements that are NaN or Inf" in str(report)

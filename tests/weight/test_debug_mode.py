@@ -1,0 +1,222 @@
+"""Debug mode: a weight that is older than its masters is not read, and the error says which call is missing."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocast
+from tests import casts
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
+from zerocast.distributed.group import Group
+
+STALE = "weight of shape (32, 64) is stale"
+
+
+@pytest.fixture
+def debug() -> Iterator[None]:
+    zerocast.set_debug(True)
+    yield
+    zerocast.set_debug(False)
+
+
+def weight_and_master(fmt: str = "nvfp4", **plan: Any) -> tuple[QuantizedWeight, Tensor, CastPlan]:
+    weight = QuantizedWeight.empty((32, 64), fmt)
+    master = torch.randn(32 * 64)
+    return weight, master, CastPlan([weight], [master], [0], **plan)
+
+
+def read(weight: QuantizedWeight) -> None:
+    """A forward and a backward pass."""
+    x = torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.linear(x, weight).sum().backward()
+
+
+def refusal(weight: QuantizedWeight) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        read(weight)
+    with pytest.raises(RuntimeError):
+        weight.dequantize()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fmt", casts.FORMATS[:-1])
+def test_a_weight_that_was_never_cast(debug, fmt):
+    weight, _, plan = weight_and_master(fmt)
+    assert "has never been cast: call plan.cast()" in refusal(weight)
+    plan.cast()
+    plan.post_all_gather()
+    read(weight)
+
+
+OPTIMIZERS: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
+    "foreach": lambda p: torch.optim.AdamW([p], foreach=True),
+    "fused": lambda p: torch.optim.AdamW([p], fused=True),
+    "loop": lambda p: torch.optim.AdamW([p], foreach=False),
+    "sgd": lambda p: torch.optim.SGD([p], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_step_without_a_cast(debug, make, detached):
+    weight, master, plan = weight_and_master()
+    parameter = master.detach().requires_grad_() if detached else master.requires_grad_()
+    optimizer = make(parameter)
+    plan.cast()
+    plan.post_all_gather()
+    read(weight)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert STALE in refusal(weight)
+    assert "call plan.cast() after the masters change" in refusal(weight)
+    plan.cast()
+    plan.post_all_gather()
+    read(weight)
+
+
+def test_an_attached_plan_is_fresh_after_each_step(debug):
+    weight, master, plan = weight_and_master()
+    parameter = master.detach().requires_grad_()
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    handle = plan.attach(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        optimizer.step(lambda: 0.0)
+        plan.post_all_gather()
+        read(weight)
+    handle.remove()
+    optimizer.step()
+    assert STALE in refusal(weight)
+
+
+def test_a_closure_may_read_during_the_step(debug):
+    weight, master, plan = weight_and_master()
+    parameter = master.detach().requires_grad_()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    plan.attach(optimizer)
+    plan.cast()
+    plan.post_all_gather()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step(lambda: read(weight))
+
+
+def test_a_write_by_hand(debug):
+    weight, master, plan = weight_and_master()
+    plan.cast()
+    plan.post_all_gather()
+    master[3] = 1.0
+    assert "its masters have been written since its last cast" in refusal(weight)
+
+
+def test_other_optimizers_and_masters_do_not_matter(debug):
+    weight, _, plan = weight_and_master()
+    plan.cast()
+    plan.post_all_gather()
+    other = torch.zeros(4, requires_grad=True)
+    other.grad = torch.ones(4)
+    torch.optim.AdamW([other]).step()
+    read(weight)
+
+
+def test_without_debug_mode_nothing_is_asked():
+    weight, master, plan = weight_and_master()
+    plan.cast()
+    plan.post_all_gather()
+    master.add_(1)
+    read(weight)
+    zerocast.set_debug(True)
+    read(weight)  # the last cast was not watched
+    zerocast.set_debug(False)
+
+
+def sharded() -> list[str]:
+    """A cast whose bytes nobody has gathered yet."""
+    zerocast.set_debug(True)
+    try:
+        rank, weight = dist.get_rank(), QuantizedWeight.empty((32, 64), "nvfp4")
+        plan = CastPlan([weight], [torch.randn(1024)], [1024 * rank])
+        plan.cast()
+        said = [refusal(weight)]
+        data = weight.rowwise_data.view(-1)
+        Group.of(None).all_gather_into(data, data.view(2, -1)[rank])
+        said.append(refusal(weight))
+        plan.post_all_gather()
+        read(weight)
+    finally:
+        zerocast.set_debug(False)
+    return said
+
+
+def test_a_cast_without_a_gather(ranks):
+    for said in ranks(2)(sharded):
+        assert len(said) == 2
+        for text in said:
+            assert "holds this rank's part of the last cast only: call plan.cast()" in text
+            assert "plan.post_all_gather()" in text
+
+
+def on_demand() -> None:
+    """With processing on demand, a read after the gather needs no call."""
+    zerocast.set_debug(True)
+    try:
+        rank, weight = dist.get_rank(), QuantizedWeight.empty((32, 64), "nvfp4")
+        zerocast.quantize_master_weights(
+            [weight], [torch.randn(1024)], [1024 * rank], manual_post_all_gather_processing=False
+        )
+        data = weight.rowwise_data.view(-1)
+        Group.of(None).all_gather_into(data, data.view(2, -1)[rank])
+        read(weight)
+    finally:
+        zerocast.set_debug(False)
+
+
+def test_processing_on_demand(ranks):
+    ranks(2)(on_demand)
+
+
+def trains(overlap: bool) -> str:
+    """ZeroAdamW keeps its weights fresh; masters that are written behind its back are noticed."""
+    zerocast.set_debug(True)
+    try:
+        model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
+        optimizer = ZeroAdamW(model.named_parameters(), config=zerocast.ZeroConfig(overlap_all_gather=overlap))
+        for _ in range(2):
+            read(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        read(model.weight)
+        state = optimizer.state_dict()
+        master = state["model"]["weight"]
+        flat = getattr(master, "flat", master)
+        flat.add_(1.0)
+        said = refusal(model.weight)
+        optimizer.load_state_dict(state)
+        read(model.weight)
+    finally:
+        zerocast.set_debug(False)
+    return said
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_zero_adamw(ranks, overlap):
+    for said in [trains(overlap), *ranks(2)(trains, overlap)]:
+        assert STALE in said
+        assert "optimizer.load_state_dict(...)" in said
+
+
+def test_weights_do_not_keep_masters_alive():
+    model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
+    optimizer = ZeroAdamW(model.named_parameters())
+    master = weakref.ref(optimizer._masters.master)
+    del optimizer
+    gc.collect()
+    assert master() is None
+    read(model.weight)

@@ -1,0 +1,720 @@
+"""Who trains a quantized weight: gradients that nobody takes, two owners of one weight, weights without a value."""
+
+import contextlib
+import copy
+import gc
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from tests.workers import Ranks
+from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, quantize_
+from zerocast.checkpoint import export
+from zerocast.distributed.group import ONE_PROCESS, Group
+from zerocast.optim import idle
+from zerocast.weight import owners
+
+ORPHANS = "quantized weights got gradients and no optimizer trains them"
+ALL = Recipe({"*.weight": "nvfp4"})
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """What one test left without an owner is not the next one's."""
+    gc.collect()
+    owners._read.clear()
+    yield
+    owners._read.clear()
+
+
+def network(quantized: bool = True) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    return quantize_(model, ALL) if quantized else model  # type: ignore[return-value]
+
+
+def backward(model: Callable[[Tensor], Tensor]) -> None:
+    model(torch.randn(4, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+
+
+def bytes_of(model: nn.Module) -> list[Tensor]:
+    return [p.rowwise_data.clone() for p in model.parameters() if isinstance(p, QuantizedWeight)]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    for _ in range(count):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# A gradient that nobody takes
+
+
+def quantized_too_late(model: nn.Sequential) -> torch.optim.Optimizer:
+    plain = network(quantized=False)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    model[0], model[1] = quantize_(plain, ALL)  # type: ignore[misc]
+    return optimizer
+
+
+def sharded_too_early(model: nn.Sequential) -> torch.optim.Optimizer:
+    plain = network(quantized=False)
+    optimizer = ZeroAdamW(plain.named_parameters(), group=ONE_PROCESS)
+    model[0], model[1] = quantize_(plain, ALL)  # type: ignore[misc]
+    return optimizer
+
+
+def assigned(model: nn.Sequential) -> torch.optim.Optimizer:
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    model.load_state_dict(network().state_dict(), assign=True)
+    return optimizer
+
+
+def assigned_its_own(model: nn.Sequential) -> torch.optim.Optimizer:
+    """The new parameters stand for the same bytes."""
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    model.load_state_dict(model.state_dict(), assign=True)
+    return optimizer
+
+
+def replaced(model: nn.Sequential) -> torch.optim.Optimizer:
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    model[1].weight = nn.Parameter(copy.deepcopy(model[1].weight))
+    return optimizer
+
+
+def over_the_weights(model: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def of_biases(model: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.SGD([layer.bias for layer in model], lr=1e-3)
+
+
+def dropped(model: nn.Sequential) -> torch.optim.Optimizer:
+    del ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)._config
+    gc.collect()
+    return of_biases(model)
+
+
+def partly_taken_over(model: nn.Sequential) -> torch.optim.Optimizer:
+    model.first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    return ZeroAdamW(model[1].named_parameters(), group=ONE_PROCESS)
+
+
+LEFT_ALONE = [
+    quantized_too_late,
+    sharded_too_early,
+    assigned,
+    assigned_its_own,
+    replaced,
+    over_the_weights,
+    of_biases,
+    dropped,
+    partly_taken_over,
+]
+
+
+@pytest.mark.notices(
+    "an optimizer that was built before quantize_, load_state_dict(assign=True) or a replaced parameter steps",
+    where="Weights",
+    answer="raises at its step: the weights got gradients and no optimizer trains them",
+)
+@pytest.mark.parametrize("build", LEFT_ALONE)
+def test_a_gradient_that_nobody_takes(build: Callable[[nn.Sequential], torch.optim.Optimizer]) -> None:
+    model = network()
+    optimizer = build(model)
+    backward(model)
+    before = [p.detach().clone() for p in model.parameters() if not isinstance(p, QuantizedWeight)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{ORPHANS}|SGD cannot step parameter 0"):
+            optimizer.step()
+        backward(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, (layer.bias for layer in model), strict=True))
+
+
+@pytest.mark.parametrize("build", [assigned, of_biases])
+def test_a_compiled_model_is_seen_too(build: Callable[[nn.Sequential], torch.optim.Optimizer]) -> None:
+    model = network()
+    optimizer = build(model)
+    backward(torch.compile(model, backend="aot_eager", fullgraph=True))
+    with pytest.raises(RuntimeError, match=ORPHANS):
+        optimizer.step()
+
+
+def test_a_step_without_torchs_hooks_looks_too() -> None:
+    """As a captured step does."""
+    model = network()
+    optimizer = assigned(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match=ORPHANS):
+        optimizer._before()  # type: ignore[attr-defined]
+
+
+def on_every_rank() -> str:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = assigned(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match=ORPHANS) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_all_ranks_raise(ranks: Callable[[int], Ranks]) -> None:
+    assert len(set(ranks(2)(on_every_rank))) == 1
+
+
+def test_a_weight_that_is_frozen_after_the_error_needs_no_owner() -> None:
+    model = network()
+    optimizer = of_biases(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match=ORPHANS):
+        optimizer.step()
+    for layer in model:
+        layer.weight.requires_grad_(False)
+    optimizer.step()
+    steps(model, optimizer)
+
+
+# What must not trip it
+
+
+def with_zero() -> None:
+    model = network()
+    steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
+
+
+def with_stage_1() -> None:
+    model = network()
+    steps(model, ZeroAdamW(model.named_parameters(), group=ONE_PROCESS, stage=1))
+
+
+def two_in_turn() -> None:
+    """A GAN: the generator's backward pass leaves gradients on what the other optimizer owns."""
+    generator, judge = network(), network()
+    ours, theirs = (ZeroAdamW(m.named_parameters(), group=ONE_PROCESS) for m in (generator, judge))
+    for _ in range(2):
+        backward(judge)
+        theirs.step()
+        theirs.zero_grad()
+        backward(lambda x: judge(generator(x)))
+        ours.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+
+
+def ema_copy() -> None:
+    model = network()
+    average = copy.deepcopy(model)
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    for _ in range(2):
+        with torch.no_grad():
+            average(torch.randn(2, 32, dtype=torch.bfloat16))
+        average(torch.randn(2, 32, dtype=torch.bfloat16))  # not even under no_grad
+        average.load_state_dict(model.state_dict())
+        steps(model, optimizer, 1)
+
+
+def adapters() -> None:
+    base = network().requires_grad_(False)
+    adapter = nn.Linear(32, 32).bfloat16()
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
+    for _ in range(2):
+        backward(lambda x: base(adapter(x)))
+        optimizer.step()
+
+
+def student_and_teacher() -> None:
+    teacher, student = network(), network()
+    optimizer = ZeroAdamW(student.named_parameters(), group=ONE_PROCESS)
+    for _ in range(2):
+        x = torch.randn(2, 32, dtype=torch.bfloat16)
+        (student(x) - teacher(x).detach()).float().square().mean().backward()
+        optimizer.step()
+
+
+def second_model() -> None:
+    models = network(), network(quantized=False)
+    optimizers = ZeroAdamW(models[0].named_parameters(), group=ONE_PROCESS), torch.optim.SGD(models[1].parameters())
+    for _ in range(2):
+        for model in models:
+            backward(model)
+        optimizers[1].step()
+    optimizers[0].step()
+
+
+def every_third_step() -> None:
+    model, head = network(), nn.Linear(32, 32).bfloat16()
+    slow = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    fast = torch.optim.SGD(head.parameters(), lr=1e-3)
+    for step in range(6):
+        backward(lambda x: head(model(x)))
+        fast.step()
+        if step % 3 == 2:
+            slow.step()
+            slow.zero_grad()
+
+
+def built_again() -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    steps(model, optimizer)
+    del optimizer
+    backward(model)  # before there is a new one
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    steps(model, optimizer)
+
+
+def checkpointed() -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
+    y: Any = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    y.float().sum().backward()
+    optimizer.step()
+
+
+def moved() -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    model._apply(lambda t: t.clone())  # as Module.to another device and back
+    steps(model, optimizer)
+
+
+def compiled() -> None:
+    model = network()
+    steps(torch.compile(model, backend="aot_eager"), ZeroAdamW(model.named_parameters(), group=ONE_PROCESS))
+
+
+def own_masters(attach: bool) -> None:
+    model = network()
+    weights = [layer.weight for layer in model]
+    flat = nn.Parameter(torch.randn(2 * 32 * 32))  # one parameter, of which the masters are views
+    plan = CastPlan(weights, list(flat.detach().chunk(2)), [0, 0], ONE_PROCESS)
+    optimizer = torch.optim.SGD([flat], lr=1e-3)
+    if attach:
+        plan.attach(optimizer)
+    for _ in range(2):
+        backward(model)
+        flat.grad = torch.cat([w.grad.reshape(-1).float() for w in weights])
+        optimizer.step()
+        if not attach:
+            plan.cast()
+        plan.post_all_gather()
+
+
+def transformer_engines_names() -> None:
+    """The plan dies after every call."""
+    model = network()
+    masters = [nn.Parameter(torch.randn(32 * 32)) for _ in model]
+    optimizer = torch.optim.SGD(masters, lr=1e-3)
+    for _ in range(2):
+        zerocast.quantize_master_weights([m.weight for m in model], masters, [0, 0], ONE_PROCESS)
+        zerocast.post_all_gather_processing([m.weight for m in model])
+        gc.collect()
+        backward(model)
+        optimizer.step()
+
+
+LEGAL = [
+    with_zero,
+    with_stage_1,
+    two_in_turn,
+    ema_copy,
+    adapters,
+    student_and_teacher,
+    second_model,
+    every_third_step,
+    built_again,
+    checkpointed,
+    moved,
+    compiled,
+    lambda: own_masters(attach=True),
+    lambda: own_masters(attach=False),
+    transformer_engines_names,
+]
+
+
+@pytest.mark.parametrize("train", LEGAL)
+def test_what_has_an_owner_trains(train: Callable[[], None]) -> None:
+    train()
+
+
+def test_a_step_looks_at_no_weight_that_has_an_owner() -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    backward(model)
+    assert not owners._read
+    optimizer.step()
+
+
+@pytest.mark.notices(
+    "a parameter gets no gradient in 100 backward passes (unused, frozen, or replaced in the model)",
+    where="ZeroAdamW",
+    answer="warns once",
+)
+def test_parameters_without_gradients_are_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "PATIENCE", 10)
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    backward(model)
+    optimizer.step()
+    with caplog.at_level(logging.WARNING):
+        for passes in range(20):
+            if passes == 5:
+                backward(model)  # all of them once more
+            backward(model[0])
+            optimizer.step()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "2 parameters of a ZeroAdamW got no gradient on this rank in 10 backward passes, the first is 1."
+    )
+
+
+def test_dead_owners_are_forgotten() -> None:
+    trained, claims = len(owners._trained), len(owners._claims)
+    model = network()
+    for _ in range(3):
+        optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    assert len(owners._claims) == claims + 1
+    del optimizer
+    gc.collect()
+    assert (len(owners._trained), len(owners._claims)) == (trained, claims)
+
+
+# A weight without a value
+
+READS: dict[str, Callable[[QuantizedWeight, Path], object]] = {
+    "dequantize": lambda w, folder: w.dequantize(),
+    "linear": lambda w, folder: nn.functional.linear(torch.randn(2, 32, dtype=w.dtype), w),
+    "linear of its transpose": lambda w, folder: torch.randn(2, 32, dtype=w.dtype) @ w.t(),
+    "linear of a detached weight": lambda w, folder: nn.functional.linear(
+        torch.randn(2, 32, dtype=w.dtype), w.detach()
+    ),
+    "matmul": lambda w, folder: torch.randn(2, 32, dtype=w.dtype) @ w,
+    "a compiled product": lambda w, folder: torch.compile(nn.functional.linear, backend="aot_eager")(
+        torch.randn(2, 32, dtype=w.dtype), w
+    ),
+    "a compiled product that has met others": lambda w, folder: warm(torch.randn(2, 32, dtype=w.dtype), w),
+    "direction": lambda w, folder: w.direction(columnwise=False),
+    "columnwise": lambda w, folder: w.direction(columnwise=True),
+    "a copy of a copy": lambda w, folder: copy.deepcopy(w).dequantize(),
+    "a copy that was pickled": lambda w, folder: pickle.loads(pickle.dumps(w)).dequantize(),
+    "a clone": lambda w, folder: w.clone().dequantize(),
+    "another weight's copy_": lambda w, folder: casts.cast_whole(w.format, torch.randn(32, 32)).copy_(w),
+    "rebind": lambda w, folder: (w.rebind(torch.zeros_like(w.rowwise_data)), w.dequantize()),
+    "export": lambda w, folder: export.export_safetensors(module_of(w), folder),
+    "post_all_gather": lambda w, folder: CastPlan([w], [None], [None], ONE_PROCESS).post_all_gather(),
+    "post_all_gather_processing": lambda w, folder: zerocast.post_all_gather_processing([w]),
+    "the masters of an optimizer": lambda w, folder: ZeroAdamW([("w", nn.Parameter(w))], group=ONE_PROCESS),
+    "a plan that has no master of it": lambda w, folder: (beside(w).cast(), w.dequantize()),
+}
+
+
+def module_of(weight: QuantizedWeight) -> nn.Module:
+    module = nn.Linear(32, 32, bias=False)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def warm(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """The graph is there before the weight is."""
+    product = torch.compile(nn.functional.linear, backend="aot_eager")
+    product(x, casts.cast_whole(weight.format, torch.randn(32, 32)))
+    return product(x, weight)
+
+
+def beside(weight: QuantizedWeight) -> CastPlan:
+    other = QuantizedWeight.empty((32, 32), weight.format)
+    return CastPlan([other, weight], [torch.randn(32 * 32), None], [0, None], ONE_PROCESS)
+
+
+@pytest.mark.notices(
+    "a weight of QuantizedWeight.empty is read before it has a value", where="Weights", answer="raises"
+)
+@pytest.mark.parametrize(
+    ("read", "fmt"),
+    [(read, "nvfp4") for read in READS]
+    + [(read, fmt) for read in READS for fmt in ("fp8_delayed", "mxfp8", "identity") if "compiled" not in read],
+)
+def test_a_weight_without_a_value_is_not_read(read: str, fmt: str, tmp_path: Path) -> None:
+    weight = QuantizedWeight.empty((32, 32), fmt)
+    with pytest.raises(RuntimeError, match=r"(has|was) never (been )?cast|before the first cast"):
+        READS[read](weight, tmp_path)
+
+
+FILLS: dict[str, Callable[[QuantizedWeight], QuantizedWeight]] = {
+    "a plan": lambda w: (CastPlan([w], [torch.randn(32 * 32)], [0], ONE_PROCESS).cast(), w)[1],
+    "a call": lambda w: (zerocast.quantize_master_weights([w], [torch.randn(32 * 32)], [0], ONE_PROCESS), w)[1],
+    "copy_": lambda w: w.copy_(casts.cast_whole(w.format, torch.randn(32, 32))),
+    "its own buffers": lambda w: QuantizedWeight.of_buffers(
+        w.shape, w.format, w.dtype, {n: b for n, b in w.state.buffers.items() if b is not None}
+    ),
+    "pickle": lambda w: pickle.loads(pickle.dumps(FILLS["a plan"](w))),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_weight_with_a_value_is_read(fill: str) -> None:
+    assert FILLS[fill](QuantizedWeight.empty((32, 32), "nvfp4")).dequantize().isfinite().all()
+
+
+def test_masters_may_start_from_a_value_that_was_never_cast() -> None:
+    w = QuantizedWeight.empty((32, 32), "nvfp4")
+    w.high_precision_init_val = torch.randn(32, 32)
+    optimizer = ZeroAdamW([("w", nn.Parameter(w))], group=ONE_PROCESS)
+    assert optimizer.state_dict()["model"]["w"].abs().sum() > 0
+
+
+def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
+    weight = casts.cast_whole("nvfp4", torch.randn(32, 32))
+    product, x = torch.compile(nn.functional.linear, backend="aot_eager"), torch.randn(2, 32, dtype=weight.dtype)
+    product(x, weight)
+    with contextlib.suppress(KeyError), weight.state.freshness.writing("a cast", "cast again"):
+        raise KeyError
+    with pytest.raises(RuntimeError, match="raised half-way"):
+        product(x, weight)
+
+
+# Two owners of one weight
+
+
+class Plan:
+    """A weight, the masters of its two halves in one flat tensor, and a plan over some of it."""
+
+    def __init__(self, weight: QuantizedWeight, first: int = 0, last: int = 32 * 32) -> None:
+        self.master = nn.Parameter(torch.randn(last - first))
+        self.plan = CastPlan([weight], [self.master], [first], ONE_PROCESS)
+        self.optimizer = torch.optim.SGD([self.master], lr=0.1)
+
+    def attach(self) -> Any:
+        return self.plan.attach(self.optimizer)
+
+
+def weight() -> QuantizedWeight:
+    return nn.Parameter(casts.cast_whole("nvfp4", torch.randn(32, 32)))  # type: ignore[return-value]
+
+
+@pytest.mark.notices(
+    "a plan is attached over elements that another attached plan casts",
+    where="CastPlan",
+    answer="raises, nothing changed",
+)
+def test_two_attached_plans() -> None:
+    w = weight()
+    first, second = Plan(w), Plan(w, 512)
+    handle = first.attach()
+    with pytest.raises(ValueError, match="a CastPlan that is attached to SGD writes weights of this CastPlan"):
+        second.attach()
+    assert not second.optimizer._optimizer_step_post_hooks
+    handle.remove()
+    second.attach()
+
+
+def test_plans_of_other_elements_stand_beside_each_other() -> None:
+    w = weight()
+    plans = Plan(w, 0, 512), Plan(w, 512)
+    for plan in plans:
+        plan.attach()
+
+
+def test_an_unattached_plan_gives_way() -> None:
+    w = weight()
+    first, second = Plan(w), Plan(w)
+    first.plan.cast()
+    handle = second.attach()
+    handle.remove()
+    first.attach()
+
+
+def test_dropping_an_optimizer_frees_its_weights() -> None:
+    w = weight()
+    first, second = Plan(w), Plan(w)
+    first.attach()
+    first.optimizer.cycle = first.optimizer  # type: ignore[attr-defined]  # as schedulers make
+    del first.optimizer
+    second.attach()
+
+
+@pytest.mark.notices(
+    "a ZeroAdamW is built over weights that an attached plan casts", where="ZeroAdamW", answer="raises, nothing changed"
+)
+def test_a_zero_adamw_over_an_attached_plan() -> None:
+    w = weight()
+    plan = Plan(w)
+    handle = plan.attach()
+    place, freshness = w.rowwise_data.data_ptr(), w.state.freshness
+    with pytest.raises(
+        RuntimeError, match="a CastPlan that is attached to SGD writes weights that a ZeroAdamW is built over"
+    ):
+        ZeroAdamW([("w", w)], group=ONE_PROCESS)
+    assert (w.rowwise_data.data_ptr(), w.state.freshness) == (place, freshness)
+    handle.remove()
+    ZeroAdamW([("w", w)], group=ONE_PROCESS)
+
+
+@pytest.mark.notices(
+    "a plan is attached over weights of a living ZeroAdamW", where="CastPlan", answer="raises, nothing changed"
+)
+def test_an_attached_plan_over_a_zero_adamw() -> None:
+    w = weight()
+    optimizer = ZeroAdamW([("w", w)], group=ONE_PROCESS)
+    plan = Plan(w)
+    with pytest.raises(ValueError, match="a ZeroAdamW writes weights of this CastPlan"):
+        plan.attach()
+    del optimizer
+    plan.attach()
+
+
+# The optimizer of an attached plan
+
+ELSEWHERE: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
+    "other parameters": lambda m: torch.optim.SGD([nn.Parameter(torch.randn(4))]),
+    "a copy": lambda m: torch.optim.SGD([m.detach().clone()]),
+    "the model": lambda m: torch.optim.SGD(network().parameters()),
+}
+OVER: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
+    "the masters": lambda m: torch.optim.SGD([m]),
+    "a view of them": lambda m: torch.optim.SGD([m.detach().view(2, -1)[1]]),
+    "masters in its state": lambda m: with_master_in_state(m),
+    "tensors without storage": lambda m: torch.optim.SGD([torch.empty(4, device="meta")]),
+}
+
+
+def with_master_in_state(master: Tensor) -> torch.optim.Optimizer:
+    rounded = nn.Parameter(master.detach().bfloat16())
+    optimizer = torch.optim.SGD([rounded])
+    optimizer.state[rounded]["master_param"] = master
+    return optimizer
+
+
+@pytest.mark.notices(
+    "plan.attach(optimizer) over none of the plan's masters", where="CastPlan", answer="raises, nothing changed"
+)
+@pytest.mark.parametrize("build", ELSEWHERE)
+def test_an_optimizer_of_something_else(build: str) -> None:
+    plan = Plan(weight())
+    optimizer = ELSEWHERE[build](plan.master)
+    with pytest.raises(ValueError, match=r"this CastPlan casts 1 masters and this SGD steps over \d+ other storages"):
+        plan.plan.attach(optimizer)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("build", OVER)
+def test_an_optimizer_of_the_masters(build: str) -> None:
+    plan = Plan(weight())
+    plan.plan.attach(OVER[build](plan.master))
+
+
+def test_a_plan_is_attached_once() -> None:
+    plan = Plan(weight())
+    handle = plan.attach()
+    with pytest.raises(ValueError, match="this CastPlan is attached to this SGD already"):
+        plan.attach()
+    handle.remove()
+    plan.attach()
+
+
+def two_optimizers() -> tuple[CastPlan, list[torch.optim.Optimizer]]:
+    masters = [nn.Parameter(torch.randn(32 * 32)) for _ in range(2)]
+    plan = CastPlan([weight(), weight()], masters, [0, 0], ONE_PROCESS)
+    return plan, [torch.optim.SGD([master]) for master in masters]
+
+
+def test_several_optimizers_may_share_the_masters(caplog: pytest.LogCaptureFixture) -> None:
+    plan, optimizers = two_optimizers()
+    for optimizer in optimizers:
+        plan.attach(optimizer)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not caplog.records
+
+
+@pytest.mark.notices(
+    "masters of an attached plan that no attached optimizer steps over",
+    where="CastPlan",
+    answer="warns at the first step",
+)
+def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) -> None:
+    plan, optimizers = two_optimizers()
+    plan.attach(optimizers[0])
+    with caplog.at_level(logging.WARNING):
+        optimizers[0].step()
+        optimizers[0].step()
+    assert [r.getMessage() for r in caplog.records] == [
+        "no attached optimizer steps over the masters of weights [1]: they stay as they are"
+    ]
+
+
+def attached_on_ranks() -> list[str]:
+    """Rank 1 alone attaches another optimizer; then rank 2 owns nothing, which is no mistake."""
+    group = Group.of(None)
+    said, w = [], weight()
+    first, last = [(0, 512), (512, 1024), (0, 0)][group.rank]
+    master = nn.Parameter(torch.randn(last - first))
+    plan = CastPlan([w], [master], [first], group)
+    wrong = torch.optim.SGD([nn.Parameter(torch.randn(4))]) if group.rank == 1 else torch.optim.SGD([master])
+    try:
+        plan.attach(wrong)
+    except ValueError as error:
+        said.append(str(error))
+    plan.attach(torch.optim.SGD([master]))
+    return said
+
+
+def test_every_rank_raises_what_one_has_found(ranks: Callable[[int], Ranks]) -> None:
+    (said,) = {tuple(said) for said in ranks(3)(attached_on_ranks)}
+    assert len(said) == 1
+    assert said[0].startswith("rank 1: this CastPlan casts 1 masters")
+
+
+# A ZeroAdamW that was taken over
+
+
+@pytest.mark.notices(
+    "a ZeroAdamW whose parameters a newer one has loads a state or steps",
+    where="ZeroAdamW",
+    answer="raises, nothing changed",
+)
+@pytest.mark.parametrize("through", ["load_state_dict", "load", "load_masters", "step", "capture", "replay"])
+def test_an_optimizer_that_was_taken_over_writes_no_weights(through: str, tmp_path: Path) -> None:
+    model = network()
+    first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    zerocast.optim.save(first, tmp_path / "state")
+    state, masters = copy.deepcopy(first.state_dict()), {n: torch.randn(p.shape) for n, p in model.named_parameters()}
+    second = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    steps(model, second, 1)
+    before = bytes_of(model)
+    calls: dict[str, Callable[[], object]] = {
+        "load_state_dict": lambda: first.load_state_dict(state),
+        "load": lambda: zerocast.optim.load(first, tmp_path / "state"),
+        "load_masters": lambda: zerocast.optim.load_masters(first, masters),
+        "step": first.step,
+        "capture": first.capture,
+        "replay": first._before,  # the host's part, which comes first
+    }
+    with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
+        calls[through]()
+    assert all(torch.equal(a, b) for a, b in zip(before, bytes_of(model), strict=True))
+    steps(model, second, 1)
+
+
+def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too() -> None:
+    model = network()
+    first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    model.load_state_dict(model.state_dict(), assign=True)
+    second = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
+    with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
+        first.step()
+    steps(model, second)

@@ -1,0 +1,329 @@
+"""What is said in place of an operator that is not defined on a QuantizedWeight: every operator of this torch, and real calls."""
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import utils
+from torch.nn.utils import parametrizations, prune
+
+import zerocast
+from tests import casts
+from tests.workers import Ranks
+from zerocast import QuantizedWeight
+from zerocast.weight import unsupported, weight
+
+CALLS = r"dequantize\(|quantize_|zerocast\.(ZeroAdamW|CastPlan|fsdp2\.prepare|export|optim)"
+FAMILIES = {name: text for name, text in vars(unsupported).items() if name.isupper() and isinstance(text, str)}
+
+
+def model(fmt: str = "nvfp4", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)).to(dtype)
+    zerocast.quantize_(layers, zerocast.Recipe({"*.weight": fmt}))
+    return layers
+
+
+def plain() -> QuantizedWeight:
+    found = model()[0].weight.detach()
+    assert isinstance(found, QuantizedWeight)
+    return found
+
+
+def experts() -> QuantizedWeight:
+    return casts.cast_whole("nvfp4", torch.ones(4, 32, 64), torch.bfloat16)
+
+
+def operators() -> Iterator[Any]:
+    """Every operator of this torch that Python can name, which are those that it can be dispatched to."""
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, name = qualified.partition("::")
+        name, _, overload = name.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        found = getattr(packet, overload or "default", None)
+        if found is not None and namespace != "zerocast":
+            yield found
+
+
+def tensor_places(operator: Any) -> list[str]:
+    return [a.name for a in operator._schema.arguments if "Tensor" in str(a.type)]
+
+
+def said(operator: Any, place: str) -> str:
+    """The message for a weight at one place among the arguments."""
+    argument = next(a for a in operator._schema.arguments if a.name == place)
+    value: Any = [WEIGHT] if "List" in str(argument.type) else WEIGHT
+    with pytest.raises(RuntimeError) as caught:
+        QuantizedWeight.__torch_dispatch__(operator, (), (), {place: value})
+    return str(caught.value)
+
+
+WEIGHT = plain()
+
+
+@pytest.mark.notices(
+    "an operator without a meaning for a quantized weight",
+    where="Weights",
+    answer="raises, and names the call that does the job",
+)
+def test_every_operator_of_this_torch_has_a_handler_or_names_a_call() -> None:
+    seen, used = 0, set()
+    for operator in operators():
+        if operator in weight._HANDLERS:
+            continue
+        for place in tensor_places(operator):
+            message = said(operator, place)
+            assert message.startswith(f"{operator} is not defined on a QuantizedWeight: "), operator
+            assert re.search(CALLS, message), message
+            assert len(message) < 330, message
+            used.add(message.partition("QuantizedWeight: ")[2])
+            seen += 1
+    assert seen > 5000
+    assert {name for name, text in FAMILIES.items() if text not in used} == {"FLAT"}  # of views that have a handler
+
+
+def test_who_writes_and_who_views_is_read_from_the_schema() -> None:
+    """An operator of a later torch belongs where its schema puts it, whatever it is called."""
+    instead_of_values = set(FAMILIES.values()) - {unsupported.VALUES, unsupported.PRODUCT}
+    written = viewed = 0
+    for operator in operators():
+        if operator in weight._HANDLERS or operator.namespace != "aten":
+            continue
+        for argument in operator._schema.arguments:
+            if argument.alias_info is None or "Tensor" not in str(argument.type):
+                continue
+            assert said(operator, argument.name).partition("QuantizedWeight: ")[2] in instead_of_values, operator
+            written, viewed = written + argument.alias_info.is_write, viewed + (not argument.alias_info.is_write)
+    assert written > 1000 and viewed > 60
+
+
+def test_an_operator_of_a_later_torch() -> None:
+    with torch.library._scoped_library("zerocast_later", "DEF") as library:
+        library.define("write(Tensor(a!) self) -> Tensor(a!)")
+        library.define("view(Tensor(a) self) -> Tensor(a)")
+        library.define("read(Tensor self) -> Tensor")
+        ops = torch.ops.zerocast_later
+        for operator, text in ((ops.write, "WRITE"), (ops.view, "VIEW"), (ops.read, "VALUES")):
+            with pytest.raises(RuntimeError, match=re.escape(FAMILIES[text])):
+                operator(plain())
+
+
+class PeftLinear(nn.Module):
+    """What peft's LoRA layer does when it merges."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 4, bias=False, dtype=torch.bfloat16)
+        self.lora_B = nn.Linear(4, base.out_features, bias=False, dtype=torch.bfloat16)
+
+    def merge(self, safe_merge: bool) -> None:
+        base: Any = self.base_layer
+        delta = (self.lora_B.weight @ self.lora_A.weight).detach()
+        if safe_merge:
+            merged = base.weight.data.clone()
+            merged += delta
+            base.weight.data = merged
+        else:
+            base.weight.data += delta
+
+
+def save_pretrained(saved: nn.Module) -> None:
+    """What transformers asks of every tensor before it saves."""
+    for tensor in saved.state_dict().values():
+        try:
+            tensor.untyped_storage().data_ptr()
+        except Exception:
+            tensor.storage().data_ptr()
+
+
+def safetensors_file(saved: nn.Module) -> None:
+    pytest.importorskip("safetensors.torch").save(dict(saved.state_dict()))
+
+
+REAL: dict[str, tuple[Callable[[], Any], str]] = {
+    "peft merge": (lambda: PeftLinear(model()[0]).merge(False), "WRITE"),
+    "peft safe merge": (lambda: PeftLinear(model()[0]).merge(True), "WRITE"),
+    "save_pretrained": (lambda: save_pretrained(model()), "STORAGE"),
+    "safetensors": (lambda: safetensors_file(model()), "STORAGE"),
+    "data_ptr": (lambda: plain().data_ptr(), "STORAGE"),
+    "storage": (lambda: plain().storage(), "STORAGE"),
+    "numpy": (lambda: plain().numpy(), "VALUES"),
+    "numpy array": (lambda: np.asarray(plain()), "VALUES"),
+    "numpy sum": (lambda: np.add(plain(), 1), "VALUES"),
+    "tolist": (lambda: plain().tolist(), "VALUES"),
+    "dlpack": (lambda: torch.from_dlpack(plain()), "VALUES"),
+    "numpy's dlpack": (lambda: np.from_dlpack(plain()), "VALUES"),
+    "cuda array": (lambda: plain().__cuda_array_interface__, "STORAGE"),
+    "apply_": (lambda: plain().apply_(abs), "VALUES"),
+    "iteration": (lambda: list(plain()), "VIEW"),
+    "an expert": (lambda: experts()[1], "VIEW"),
+    "select": (lambda: experts().select(0, 1), "VIEW"),
+    "index_select": (lambda: experts().index_select(0, torch.tensor([1])), "VIEW"),
+    "chunk": (lambda: plain().chunk(2), "SPLIT"),
+    "parameters_to_vector": (lambda: utils.parameters_to_vector(model().parameters()), "FLAT"),
+    "weight_norm": (lambda: parametrizations.weight_norm(model()[0]), "VIEW"),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(model()[0]), "LIKE"),
+    "prune": (lambda: prune.l1_unstructured(model()[0], "weight", 0.5), "LIKE"),
+    "init": (lambda: nn.init.xavier_uniform_(plain()), "INITIALISE"),
+    "init to zero": (lambda: nn.init.zeros_(plain()), "INITIALISE"),
+    "init to a constant": (lambda: nn.init.constant_(plain(), 1.0), "INITIALISE"),
+    "reset_parameters": (lambda: model()[0].reset_parameters(), "INITIALISE"),  # type: ignore[operator]
+    "decay": (lambda: plain().mul_(0.9), "WRITE"),
+    "weights clipped": (lambda: [p.data.clamp_(-1, 1) for p in model().parameters()], "WRITE"),
+    "an EMA of weights": (lambda: torch.zeros(32, 64, dtype=torch.bfloat16).lerp_(plain(), 0.1), "AVERAGE"),
+    "foreach in place": (lambda: torch._foreach_mul_([plain()], 2.0), "OPTIMIZER"),
+    "zeros_like": (lambda: torch.zeros_like(plain()), "LIKE"),
+    "norm": (lambda: utils.get_total_norm([plain()]), "VALUES"),
+    "half": (lambda: model().half(), "CONVERT"),
+    "to a dtype": (lambda: model().to(torch.float64), "CONVERT"),
+    "dynamic quantization": (lambda: torch.ao.quantization.quantize_dynamic(model(), {nn.Linear}), "CONVERT"),
+    "view as bytes": (lambda: plain().view(torch.uint8), "CONVERT"),
+    "sparse": (lambda: plain().to_sparse(), "CONVERT"),
+    "pin_memory": (lambda: plain().pin_memory(), "STORAGE"),
+    "convolution": (lambda: F.conv1d(torch.ones(1, 32, 64, dtype=torch.bfloat16), experts()), "PRODUCT"),
+    "batched product": (lambda: torch.bmm(torch.ones(4, 2, 32, dtype=torch.bfloat16), experts()), "PRODUCT"),
+    "vmap over experts": (lambda: torch.func.vmap(lambda w: w.sum())(experts()), "VALUES"),
+    "compiled": (lambda: torch.compile(lambda w: w.sum(), backend="eager")(plain()), "VALUES"),
+    "stacked models": (lambda: torch.func.stack_module_state([model(), model()]), "VALUES"),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.notices("`merge_and_unload` of peft, `save_pretrained`, `nn.init` and the like on a quantized model", where="Weights", answer="raises, and names the call that does the job")  # fmt: skip # noqa: E501
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REAL)
+def test_real_calls_are_told_what_to_do(name: str) -> None:
+    call, text = REAL[name]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert FAMILIES[text] in str(caught.value)
+
+
+WORKING: dict[str, Callable[[], Any]] = {
+    "len": lambda: len(plain()),
+    "repr": lambda: repr(model().state_dict()),
+    "copy": lambda: copy.copy(plain()).dequantize(),
+    "deepcopy": lambda: copy.deepcopy(model())[0].weight.dequantize(),  # type: ignore[operator]
+    "device": lambda: model().to("cpu")[0].weight.dequantize(),  # type: ignore[operator]
+    "shapes": lambda: sum(p.numel() * p.element_size() for p in model().parameters()),
+}
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_what_works_is_left_alone(name: str) -> None:
+    torch.manual_seed(0)
+    expected = WORKING[name]()
+    assert expected is not None
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "old format"])
+def test_torch_save_of_either_format(new: bool) -> None:
+    saved, file = model(), io.BytesIO()
+    torch.save(saved.state_dict(), file, _use_new_zipfile_serialization=new)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    casts.assert_same_bytes(casts.bytes_of(loaded["0.weight"]), casts.bytes_of(saved[0].weight), "0.weight")  # type: ignore[arg-type]
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "apply_": lambda w: Tensor.apply_(w, abs),
+    "data_ptr": Tensor.data_ptr,
+    "dlpack": lambda w: torch._C._to_dlpack(w),
+    "address of the storage": lambda w: w.untyped_storage().data_ptr(),
+    "storage resized": lambda w: w.untyped_storage().resize_(0),
+    "byte of the storage": lambda w: w.untyped_storage()[0],
+}
+
+
+def raises_below(name: str) -> bool:
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            READS[name](plain())
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_passes_below_raises_and_does_not_crash(ranks: Ranks, name: str) -> None:
+    """Memory that is not there was address 0 once: a crash, or a capsule of nothing."""
+    assert ranks(2)(raises_below, name) == [True, True]
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "vmap": lambda w: torch.func.vmap(lambda x: F.linear(x, w))(inputs(3, 2, 64)),
+    "vmap of a gradient": lambda w: torch.func.vmap(torch.func.grad(lambda x: F.linear(x, w).square().sum()))(
+        inputs(3, 64)
+    ),
+    "grad of the input": lambda w: torch.func.grad(lambda x: F.linear(x, w, inputs(32)).sum())(inputs(2, 64)),
+    "grad of the weight": lambda w: torch.func.grad(lambda v: F.linear(inputs(2, 64), v).square().sum())(w),
+    "vjp": lambda w: torch.func.vjp(lambda x: x @ w, inputs(2, 32))[1](inputs(2, 64))[0],
+    "jvp": lambda w: torch.func.jvp(lambda x: F.linear(x, w), (inputs(2, 64),), (inputs(2, 64),))[1],
+    "jacrev": lambda w: torch.func.jacrev(lambda x: F.linear(x, w))(inputs(64)),
+    "functionalize": lambda w: torch.func.functionalize(lambda x: F.linear(x, w))(inputs(2, 64)),
+}
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).bfloat16()
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_over_products(name: str) -> None:
+    weight = plain()
+    found, expected = TRANSFORMS[name](weight), TRANSFORMS[name](weight.dequantize())
+    torch.testing.assert_close(found, expected)
+    assert found.abs().sum() > 0
+
+
+def wrap(name: str, group: Any) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = {
+        "DDP": lambda: DistributedDataParallel(model()),
+        "fully_shard": lambda: fully_shard(model()),
+        "FSDP1": lambda: FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
+        "tensor parallelism": lambda: parallelize_module(
+            model(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
+        ),
+        "all_reduce": lambda: torch.distributed.all_reduce(plain(), group=group),
+        "broadcast": lambda: torch.distributed.broadcast(plain(), 0, group=group),
+        "all_gather": lambda: torch.distributed.all_gather([torch.zeros(32, 64).bfloat16()] * 2, plain(), group=group),
+    }
+    return wrapped[name]()  # type: ignore[no-any-return, return-value]
+
+
+def wrapped_message(name: str) -> str:
+    try:
+        wrap(name, torch.distributed.group.WORLD)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+WRAPPERS = {
+    "DDP": "FLAT",
+    "fully_shard": "SPLIT",
+    "FSDP1": "FLAT",
+    "tensor parallelism": "SPLIT",
+    "all_reduce": "COLLECTIVE",
+    "broadcast": "COLLECTIVE",
+    "all_gather": "COLLECTIVE",
+}
+
+
+@pytest.mark.notices("`DDP(model)`, FSDP1, or `fully_shard` after `quantize_`", where="Weights", answer="raises on all ranks, and names ZeroAdamW and `prepare`")  # fmt: skip # noqa: E501
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_of_others_raise_on_all_ranks(ranks: Ranks, name: str) -> None:
+    for message in ranks(2)(wrapped_message, name):
+        assert FAMILIES[WRAPPERS[name]] in message
+        assert "zerocast.ZeroAdamW" in message or "zerocast.fsdp2.prepare" in message

@@ -1,0 +1,61 @@
+"""The compiled extension `zerocast.backends._C`, and how its callers tell it tensors and formats."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.descriptor import Column
+from zerocast.formats import FormatSpec
+
+_FORMATS: dict[str, Any] = {}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The extension; ImportError with the remedy where it is missing or of other sources."""
+    try:
+        from zerocast.backends import _C  # noqa: PLC0415  (whoever asks gets the reason)
+    except ImportError as error:
+        raise ImportError(
+            "zerocast.backends._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in "
+            "this source tree, with `pip install -e .`; a run from the source root after a plain install sees the sources only"
+        ) from error
+    if _C.columns() != [column.name for column in Column]:
+        raise ImportError(
+            f"zerocast.backends._C was built for the descriptor columns {_C.columns()}, zerocast/backends/descriptor.py has "
+            f"{[column.name for column in Column]}: build it again with `pip install -e .`"
+        )
+    return _C
+
+
+def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is
+    """The format as plain data."""
+    key = str(fmt)  # hashes faster than its many fields
+    if key not in _FORMATS:
+        _FORMATS[key] = _plain(fmt)
+    return _FORMATS[key]
+
+
+def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
+    return load().Format(
+        element=fmt.element.name if fmt.element else "nominal",
+        scale_rule=fmt.scale_rule.name,
+        columnwise=fmt.columnwise.name,
+        amax_policy=fmt.amax_policy.name,
+        block=fmt.block or (0, 0),
+        columnwise_block=fmt.columnwise_block or (0, 0),
+        power_of_2_scale=fmt.power_of_2_scale,
+        most_recent=fmt.amax_compute_algo == "most_recent",
+        amax_epsilon=fmt.amax_epsilon,
+        margin=fmt.margin,
+        amax_history_len=fmt.amax_history_len,
+    )
+
+
+def typed(tensor: Tensor) -> tuple[int, str]:
+    """Address and name of the dtype."""
+    return tensor.data_ptr(), DTYPES[tensor.dtype]

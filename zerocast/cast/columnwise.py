@@ -1,0 +1,42 @@
+"""Columnwise copies: transposed data and scales, made from the gathered rowwise bytes, one launch a format."""
+
+from collections.abc import Sequence
+
+from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.weight_table import Batch, Batches
+from zerocast.formats import Columnwise
+from zerocast.weight import QuantizedWeight
+from zerocast.weight import state as weight_state
+
+
+class ColumnwiseCopies:
+    """The columnwise copies of a list of weights on one device. Storage is allocated at the first `make`, and then reused."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight], backend: str) -> None:
+        self._weights = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
+        self._backend = backend
+        self._generation = -1
+        self._batches: list[Batch] = []
+
+    def make(self) -> None:
+        """Transpose all of them; waits for gathers in flight."""
+        for w in self._weights:
+            w.wait()
+        for batch in self.batches():
+            batch.transpose()
+
+    def batches(self) -> list[Batch]:
+        """The tables of where everything lies now."""
+        moved = self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches)
+        if self._weights and moved:
+            self._bind()
+        return self._batches
+
+    def _bind(self) -> None:
+        for name in ("columnwise_data", "columnwise_scale_inv"):
+            into_arena([w for w in self._weights if w.state.buffers[name] is None], name)
+        batches = Batches(self._weights[0].device, self._backend)
+        for w in self._weights:
+            batches.of(w).add(w)
+        self._batches = batches.freeze()
+        self._generation = weight_state.generation()

@@ -1,0 +1,33 @@
+"""Arenas: one flat tensor behind the same buffer of many weights, so that a stage sees few storages."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import layout
+from zerocast.formats.layout import round_up
+from zerocast.weight import QuantizedWeight
+
+ALIGNMENT = 64  # elements; slots start on a cache line or better
+
+
+def into_arena(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
+    """Move buffer `name` of every weight that has one into an arena a dtype; returns the arenas.
+
+    Weights whose format has the buffer but which have none yet get uninitialised storage.
+    """
+    wanted: dict[torch.dtype, list[tuple[QuantizedWeight, layout.Buffer]]] = {}
+    for weight in weights:
+        buffer = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)[name]
+        if buffer is not None:
+            wanted.setdefault(buffer.dtype, []).append((weight, buffer))
+    arenas = []
+    for dtype, members in wanted.items():
+        sizes = [round_up(math.prod(buffer.shape), ALIGNMENT) for _, buffer in members]
+        arena = torch.empty(sum(sizes), dtype=dtype, device=members[0][0].device)
+        for (weight, buffer), part in zip(members, arena.split(sizes), strict=True):
+            weight.state.rehome({name: part[: math.prod(buffer.shape)].view(buffer.shape)})
+        arenas.append(arena)
+    return arenas

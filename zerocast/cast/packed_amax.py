@@ -1,0 +1,118 @@
+"""PackedAmax: every amax of every weight of every format in one buffer, reduced once.
+
+MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when every nominal dtype is, else FP32.
+The NVFP4 tensor amax is the maximum of the reduced block amaxes and needs no collective of its own.
+
+Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share that byte and both write the whole of it, so each needs
+the other's element. Non-owners send -Inf. A NaN never enters a MAX; it is sent as a flag.
+
+Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is there on any rank goes into the
+same reduction. Last come two numbers by which ranks that are in different calls find out (`SameCall`).
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.partition import MasterShard, Ownership
+from zerocast.distributed.agreement import SameCall
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span, amax_counts
+
+
+@dataclass(frozen=True)
+class SharedByte:
+    """A byte of weight `index` whose elements `element` and `element + 1` belong to two ranks, `owners` in that order."""
+
+    index: int
+    element: int
+    owners: tuple[int, int]
+
+
+def shared_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[SharedByte]:
+    """The bytes that two ranks share, from the spans of all ranks of one weight."""
+    if elements_per_byte == 1:
+        return
+    held = sorted((span.start, span.stop, rank) for rank, span in enumerate(spans) if span.numel)
+    for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
+        if stop == start and stop % 2:
+            yield SharedByte(index, stop - 1, (rank, other))
+
+
+class PackedAmax:
+    """The buffer, the place of each weight's amaxes in it (`places`), the shared bytes behind them, and `same_call`."""
+
+    def __init__(self, ownership: Ownership, cast: Sequence[int], device: torch.device, group: Group) -> None:
+        self._shards = ownership.shards
+        self.places: dict[int, tuple[int, int]] = {}
+        self.shared: list[SharedByte] = []
+        self._kept = [index for index in cast if self._shards[index].weight.state.keeps_amax]
+        size, dtypes = 0, set()
+        for index in cast:
+            weight = self._shards[index].weight
+            rowwise, columnwise = amax_counts(weight.format, *weight.matrix_shape)
+            self.places[index] = (size, size + rowwise)
+            size += rowwise + columnwise
+            if rowwise:
+                dtypes.add(torch.float32 if index in self._kept else weight.dtype)
+            spans = [spans[index] for spans in ownership.spans]
+            self.shared += shared_bytes(index, spans, weight.format.elements_per_byte)
+        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+        numel = size + 4 * len(self.shared)
+        has_slots = bool(numel) and group.size > 1
+        self.buffer = torch.zeros(numel + 2 * has_slots, dtype=dtype, device=device)
+        self.same_call = SameCall(group, self.buffer[numel:]) if has_slots else None
+        self._cast = self.buffer[:numel]  # what a cast begins with zeros in
+        self._values, self._is_nan = self.buffer[size:numel].view(2, -1)
+        self._kept_slots = torch.tensor([self.places[index][0] for index in self._kept], device=device)
+
+    def reset(self) -> None:
+        """Nothing seen yet."""
+        self._cast.zero_()
+        if self.shared:
+            self._values.fill_(-torch.inf)
+
+    def put_shared(self, rank: int) -> None:
+        """Enter this rank's elements of the shared bytes, rounded to the nominal dtype."""
+        for slot, byte in enumerate(self.shared):
+            for side, owner in enumerate(byte.owners):
+                if owner == rank:
+                    value = _element(self._shards[byte.index], byte.element + side)
+                    nan = value.isnan()
+                    self._values[2 * slot + side] = value.masked_fill(nan, -torch.inf)
+                    self._is_nan[2 * slot + side] = nan
+
+    def put_kept(self) -> None:
+        """Enter the amaxes that hosts keep, as they have grown so far."""
+        if self._kept:
+            amaxes = [self._shards[index].weight.amax for index in self._kept]
+            grown = torch.cat([amax for amax in amaxes if amax is not None])
+            self.buffer[self._kept_slots] = self.buffer[self._kept_slots].maximum(grown)
+
+    def neighbours(self, rank: int) -> list[tuple[int, int, int]]:
+        """(weight, element, slot) of the elements that this rank writes for a neighbour."""
+        return [
+            (byte.index, byte.element + side, 2 * slot + side)
+            for slot, byte in enumerate(self.shared)
+            for side in (0, 1)
+            if byte.owners[1 - side] == rank
+        ]
+
+    def received(self, out: Tensor) -> None:
+        """The reduced elements of the shared bytes, by slot, into f32 `out`."""
+        out.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
+
+    def all_reduce(self, group: Group) -> None:
+        """The one collective of a cast."""
+        if self.buffer.numel():
+            group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
+        if self.same_call:
+            self.same_call.reduced()
+
+
+def _element(shard: MasterShard, element: int) -> Tensor:
+    assert shard.master is not None
+    return shard.master.detach()[element - shard.span.start].to(shard.weight.dtype)

@@ -1,0 +1,198 @@
+"""MasterShard: one weight with the master elements that this rank owns of it, checked on every rank together.
+
+Nothing here reads or writes bytes. Each rank checks what it was given; then all exchange once what they own, or what is wrong with
+it, and all raise together or none does: a mistake on one rank is an error on every rank and never a hang.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import backends
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group
+from zerocast.formats import Columnwise
+from zerocast.formats.layout import Span, byte_range
+from zerocast.weight import QuantizedWeight
+
+ShardData = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class MasterShard:
+    """A weight, the flat master of the span owned here (None when empty), and separate shard storage if there is any."""
+
+    weight: QuantizedWeight
+    master: Tensor | None
+    span: Span
+    shard_data: ShardData | None = None
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The shards of this rank, and who owns what: `spans[rank][i]` is that rank's part of weight i.
+
+    `device` is that of the weights, `backend` the one chosen for it.
+    """
+
+    shards: list[MasterShard]
+    spans: list[list[Span]]
+    device: torch.device
+    backend: str
+
+    def owned_anywhere(self, index: int) -> bool:
+        """Whether any rank holds a part of the master; a weight without one is frozen and stays as it is."""
+        return any(spans[index].numel for spans in self.spans)
+
+    def move(self, master_weights: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None) -> None:
+        """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with nothing taken, for other spans."""
+        data = [None] * len(self.shards) if shard_data is None else shard_data
+        moved = []
+        for index, (shard, master, part) in enumerate(zip(self.shards, master_weights, data, strict=True)):
+            try:
+                moved.append(_check_shard(shard.weight, master, shard.span.start, part))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"weight {index} ({_fingerprint(shard.weight)}): {error}") from None
+            if moved[-1].span.numel != shard.span.numel:
+                raise ValueError(
+                    f"weight {index} ({_fingerprint(shard.weight)}): this plan was built for a master of {shard.span.numel} "
+                    f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
+                )
+        self.shards[:] = moved
+
+    def covers(self, index: int) -> bool:
+        """Whether every element of the weight has an owner."""
+        return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()
+
+
+def own(
+    group: Group,
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    shard_data: Sequence[ShardData | None] | None,
+    backend: str | None,
+) -> Ownership:
+    """Check the arguments of a plan on all ranks; the only communication that a plan does before its casts.
+
+    Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend that cannot be used,
+    with the rank in the message when there are several.
+    """
+    shards: list[MasterShard] = []
+    problem, device, chosen = None, torch.device("cpu"), ""
+    try:
+        shards = _check(model_weights, master_weights, start_offsets, shard_data)
+        device = shards[0].weight.device if shards else torch.device("cpu")
+        chosen = backends.choose(device, backend)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    lines = [_fingerprint(shard.weight) for shard in shards]
+    spans = [(shard.span.start, shard.span.stop) for shard in shards]
+    replies = agree(group, lines, problem, spans, "builds a CastPlan")
+    by_rank = [[Span(*pair) for pair in pairs] for pairs in replies]
+    _check_overlaps(lines, by_rank)
+    return Ownership(shards, by_rank, device, chosen)
+
+
+def _fingerprint(weight: QuantizedWeight) -> str:
+    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}"
+
+
+def _check_overlaps(lines: list[str], by_rank: list[list[Span]]) -> None:
+    for index, line in enumerate(lines):
+        held = sorted((s[index].start, s[index].stop, rank) for rank, s in enumerate(by_rank) if s[index].numel)
+        for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
+            if start < stop:
+                raise ValueError(
+                    f"ranks {rank} and {other} both own elements of weight {index} ({line}) from {start} on; "
+                    "masters may not overlap"
+                )
+
+
+def _check(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    shard_data: Sequence[ShardData | None] | None,
+) -> list[MasterShard]:
+    data = [None] * len(model_weights) if shard_data is None else shard_data
+    counts = {len(model_weights), len(master_weights), len(start_offsets), len(data)}
+    if len(counts) > 1:
+        raise ValueError(
+            f"lists differ in length: {len(model_weights)} model weights, {len(master_weights)} master weights, "
+            f"{len(start_offsets)} start offsets, {len(data)} shard tensors"
+        )
+    seen: dict[int, int] = {}
+    shards = []
+    for index, (weight, master, start, part) in enumerate(
+        zip(model_weights, master_weights, start_offsets, data, strict=True)
+    ):
+        if not isinstance(weight, QuantizedWeight) or weight.transposed_of is not None:
+            raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
+        first = seen.setdefault(id(weight.state), index)
+        if first != index:
+            raise ValueError(f"model weights {first} and {index} are the same weight")
+        try:
+            shards.append(_check_shard(weight, master, start, part))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"weight {index} ({_fingerprint(weight)}): {error}") from None
+    devices = {shard.weight.device for shard in shards}
+    if len(devices) > 1:
+        raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
+    if torch.device("meta") in devices:
+        raise ValueError("the weights are on the meta device: give them storage before the plan is built")
+    return shards
+
+
+def _check_shard(
+    weight: QuantizedWeight, master: Tensor | None, start: int | None, data: ShardData | None
+) -> MasterShard:
+    if master is None:
+        return MasterShard(weight, None, Span(0, 0))
+    if not isinstance(master, Tensor):
+        raise TypeError(f"the master is a {type(master).__name__}, a tensor or None is needed")
+    if master.dtype not in (torch.float32, weight.dtype):
+        raise TypeError(f"the master is {master.dtype}; float32 or the nominal {weight.dtype} is needed")
+    if master.layout is not torch.strided:
+        raise ValueError(f"the master is flat and contiguous, got layout {master.layout}")
+    if master.dim() != 1 or not master.is_contiguous():
+        raise ValueError(
+            f"the master is flat and contiguous, got shape {tuple(master.shape)} and strides {master.stride()}"
+        )
+    if master.device != weight.device:
+        raise ValueError(f"the master is on {master.device} and the weight on {weight.device}")
+    if master.numel() == 0:
+        return MasterShard(weight, None, Span(0, 0))
+    if type(start) is not int:
+        raise ValueError(f"a master of {master.numel()} elements needs its start offset as an int, got {start!r}")
+    span = Span(start, start + master.numel())
+    if start < 0 or span.stop > weight.numel():
+        raise ValueError(f"elements [{span.start}, {span.stop}) are not inside the weight's {weight.numel()}")
+    return MasterShard(weight, master, span, _check_shard_data(weight, span, data))
+
+
+def _check_shard_data(weight: QuantizedWeight, span: Span, data: ShardData | None) -> ShardData | None:
+    if data is None:
+        return None
+    directions = 2 if weight.format.columnwise is Columnwise.OWN_GRID else 1
+    tensors = data if isinstance(data, tuple) else (data,)
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise TypeError(f"shard storage is a tensor, or two, got {', '.join(type(t).__name__ for t in tensors)}")
+    if len(tensors) != directions:
+        raise TypeError(f"the shard of a {weight.format} weight has {directions} tensors, got {len(tensors)}")
+    first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
+    for tensor in tensors:
+        if tensor.dtype != weight.rowwise_data.dtype or not tensor.is_contiguous() or tensor.device != weight.device:
+            raise ValueError(
+                f"shard storage is contiguous {weight.rowwise_data.dtype} on {weight.device}, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+        if tensor.numel() * tensor.element_size() < last - first:
+            raise ValueError(
+                f"the shard needs {last - first} bytes, its storage has {tensor.numel() * tensor.element_size()}"
+            )
+    return data

@@ -1,0 +1,190 @@
+"""Batch: weights of one format and dtype as base tensors and a descriptor table, so that a stage is one call for all of them."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zerocast.backends import ops
+from zerocast.backends.descriptor import WIDTH, Column
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.partition import MasterShard
+from zerocast.cast.storage import Bases
+from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
+from zerocast.formats.layout import Span, byte_range
+from zerocast.weight import QuantizedWeight
+
+_BUFFER_COLUMNS = {
+    "rowwise_data": (Column.ROW_DATA_BASE, Column.ROW_DATA_OFFSET),
+    "rowwise_scale_inv": (Column.ROW_SCALE_BASE, Column.ROW_SCALE_OFFSET),
+    "columnwise_data": (Column.COLUMN_DATA_BASE, Column.COLUMN_DATA_OFFSET),
+    "columnwise_scale_inv": (Column.COLUMN_SCALE_BASE, Column.COLUMN_SCALE_OFFSET),
+    "amax": (Column.AMAX_BASE, Column.AMAX_OFFSET),
+    "scale": (Column.SCALE_BASE, Column.SCALE_OFFSET),
+    "amax_history": (Column.HISTORY_BASE, Column.HISTORY_OFFSET),
+}
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """What the weights of a batch have in common."""
+
+    backend: str
+    fmt: FormatSpec
+    nominal: torch.dtype
+    master: torch.dtype
+    rolls: bool = True  # delayed scaling: whether the amax history is here
+
+
+@dataclass
+class Batch:
+    """One descriptor table with the bases that it points into. Add weights, then `freeze`, then call stages."""
+
+    key: BatchKey
+    device: torch.device
+    table: Tensor = field(init=False)
+    masters: Bases = field(init=False)
+    buffers: dict[str, Bases] = field(init=False)
+    _rows: list[list[int]] = field(default_factory=list)
+    _groups: list[int] = field(default_factory=list)  # parameter group by row
+
+    def __post_init__(self) -> None:
+        scale = torch.float32 if self.key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
+        self.masters = Bases(self.key.master)
+        self.buffers = {name: Bases(torch.float32) for name in ("amax", "scale", "amax_history")}
+        self.buffers |= {name: Bases(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
+        self.buffers |= {name: Bases(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
+
+    def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
+        """Append a weight that owns nothing here; the row is returned for the columns of a shard."""
+        row = [-1] * WIDTH
+        row[Column.ROWS], row[Column.COLUMNS] = weight.matrix_shape
+        row[Column.START] = row[Column.NUMEL] = 0
+        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place
+        for name, (base, offset) in _BUFFER_COLUMNS.items():
+            tensor = weight.state.buffers[name]
+            if tensor is not None:
+                row[base], row[offset] = self.buffers[name].add(tensor)
+        self._rows.append(row)
+        self._groups.append(group)
+        return row
+
+    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int = 0) -> None:
+        """Append a weight with what this rank owns of it, and its parameter group."""
+        row = self.add(shard.weight, place, group)
+        if shard.master is not None:
+            self.own(row, shard, shard.span, shard.master)
+
+    def own(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
+        """Fill in the columns of an owned span, and of separate shard storage, whose first byte holds the shard's first element."""
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add(master)
+        data = shard.shard_data
+        tensors = () if data is None else data if isinstance(data, tuple) else (data,)
+        first, _ = byte_range(shard.weight.format, shard.weight.shape, shard.span, shard.weight.dtype)
+        for name, tensor in zip(("rowwise_data", "columnwise_data"), tensors, strict=False):
+            base, offset = _BUFFER_COLUMNS[name]
+            row[base], row[offset] = self.buffers[name].add(tensor)
+            row[offset] -= first
+
+    def freeze(self) -> "Batch":
+        """Put the table on the device."""
+        self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
+        self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
+        owned = [
+            [row[Column.MASTER_OFFSET], row[Column.NUMEL], group]
+            for row, group in zip(self._rows, self._groups, strict=True)
+            if row[Column.NUMEL]
+        ]
+        self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
+        return self
+
+    def moved(self) -> bool:
+        """Whether a storage was replaced since the table was made."""
+        return self.masters.moved() or any(bases.moved() for bases in self.buffers.values())
+
+    def lies_like(self, other: "Batch") -> bool:
+        """Whether both tables describe the same weights in the same memory."""
+        return (self.key, self._rows, self._groups, self._addresses()) == (
+            other.key,
+            other._rows,
+            other._groups,
+            other._addresses(),
+        )
+
+    def _addresses(self) -> list[list[int]]:
+        return [[t.data_ptr() for t in bases.tensors] for bases in (self.masters, *self.buffers.values())]
+
+    def _tensors(self, name: str) -> list[Tensor]:
+        return self.buffers[name].tensors
+
+    def partial_amax(self, packed: Tensor) -> None:
+        """Amaxes of the blocks that this rank owns elements of."""
+        if self.key.fmt.amax_policy is not AmaxPolicy.NONE and self.masters.tensors:
+            ops.partial_amax(*self._head(), self.key.nominal, self.masters.tensors, self.table, packed)
+
+    def adam_amax(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
+        """Adam on the masters owned here, and in the same pass the amaxes of what they become, where the format has amaxes."""
+        if not self.masters.tensors:
+            return
+        assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
+        master, state = self.masters.tensors, (update.grad, update.exp_avg, update.exp_avg_sq)
+        assert all(tensor.numel() == master[0].numel() for tensor in state), [tensor.shape for tensor in state]
+        if self.key.fmt.amax_policy is AmaxPolicy.NONE:
+            scalars = self._segments, update.scalars, update.clip
+            ops.adam_step(self.key.backend, master[0], *state, *scalars, skip)
+        else:
+            scalars = self._group_rows, update.scalars, update.clip
+            lists = master, *([tensor] for tensor in state)
+            ops.adam_amax(*self._head(), self.key.nominal, *lists, self.table, *scalars, packed, skip)
+
+    def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
+        """Scale buffers and tensor amaxes, the same on every rank."""
+        if self.key.fmt.scale_rule is not ScaleRule.NONE:
+            row, column = self._tensors("rowwise_scale_inv"), self._tensors("columnwise_scale_inv")
+            amax, scale = self._tensors("amax"), self._tensors("scale")
+            ops.compute_scales(*self._head(), packed, self.table, row, column, amax, skip, scale)
+
+    def partial_cast(self, packed: Tensor, skip: Tensor | None) -> None:
+        """Codes of the owned elements."""
+        if self.masters.tensors:
+            row, column = self._tensors("rowwise_data"), self._tensors("columnwise_data")
+            scalars = packed, self._tensors("amax"), self._tensors("scale")
+            ops.partial_cast(
+                *self._head(), self.key.nominal, self.masters.tensors, *scalars, self.table, row, column, skip
+            )
+
+    def roll_history(self, skip: Tensor | None) -> None:
+        """Delayed scaling: the scale of the next cast, unless whoever keeps the history sets it."""
+        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and self.key.rolls:
+            amax, scale, history = (self._tensors(name) for name in ("amax", "scale", "amax_history"))
+            ops.roll_history(*self._head(), self.table, amax, scale, history, skip)
+
+    def transpose(self) -> None:
+        """Columnwise copies from the rowwise bytes."""
+        row, column = self._tensors("rowwise_data"), self._tensors("columnwise_data")
+        row_scale, column_scale = self._tensors("rowwise_scale_inv"), self._tensors("columnwise_scale_inv")
+        ops.transpose(*self._head(), self.table, row, row_scale, column, column_scale)
+
+    def _head(self) -> tuple[str, str]:
+        return self.key.backend, str(self.key.fmt)
+
+
+class Batches(dict[BatchKey, Batch]):
+    """Batches by key, each made when its first weight arrives."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        super().__init__()
+        self._device, self._backend = device, backend
+
+    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> Batch:
+        """The batch of a weight with masters of this dtype."""
+        rolls = not weight.state.keeps_amax
+        key = BatchKey(self._backend, weight.format, weight.dtype, master, rolls)
+        if key not in self:
+            self[key] = Batch(key, self._device)
+        return self[key]
+
+    def freeze(self) -> list[Batch]:
+        """All batches, ready for their stages."""
+        return [batch.freeze() for batch in self.values()]

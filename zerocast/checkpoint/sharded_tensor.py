@@ -1,0 +1,80 @@
+"""TensorShard: a flat shard of a tensor, as torch.distributed.checkpoint sees it.
+
+A shard that starts and ends anywhere is at most three boxes of a matrix; each box is a view of the flat shard, so that
+saving copies nothing and loading writes in place, whatever number of ranks saved.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zerocast.formats.layout import Span
+
+# what checkpointing asks of a tensor before it comes to the protocol; names of methods, besides attributes and `is_...`
+_ASKED = {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "untyped_storage", "element_size"}
+_STAGED = {"new_empty", "set_"}  # by torch's DefaultStager, which copies `flat` and `chunks` along
+
+
+class TensorShard(Tensor):
+    """Elements `span` of a tensor of this shape; `flat` holds them. Follows torch.distributed._checkpointable.
+
+    The tensor itself is a placeholder without memory, there for its shape and dtype. It cannot be computed with or copied:
+    what would come of it is noise.
+    """
+
+    flat: Tensor
+    span: Span
+    chunks: dict[torch.Size, Tensor]
+
+    @staticmethod
+    def of(flat: Tensor, span: Span, shape: Sequence[int]) -> "TensorShard":
+        """The shard of a tensor of `shape`; `flat` is contiguous and has `span.numel` elements."""
+        shard: TensorShard = Tensor._make_subclass(TensorShard, flat.new_empty(()).expand(tuple(shape)))
+        shard.flat, shard.span = flat, span
+        shard.chunks, start = {}, 0
+        for offsets, sizes in span.boxes(shape):
+            numel = torch.Size(sizes).numel()
+            shard.chunks[torch.Size(offsets)] = flat[start : start + numel].view(sizes)
+            start += numel
+        return shard
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """What this rank writes."""
+        properties = TensorProperties.create_from_tensor(self.flat)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, box.size()), properties, self.size()),
+            )
+            for offsets, box in self.chunks.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What this rank reads."""
+        return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self.chunks.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The view that a box is read from or written to."""
+        assert index.offset is not None
+        return self.chunks[index.offset]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """What it is, without its elements."""
+        return f"TensorShard(shape={tuple(self.shape)}, span=[{self.span.start}, {self.span.stop}), dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises TypeError for whatever would read the placeholder."""
+        name = getattr(func, "__name__", "")
+        if name in _ASKED or name in _STAGED or name == "__get__" or name.startswith("is_"):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise TypeError(f"{name} of a TensorShard: its elements are on several ranks; this rank's are in `flat`")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A shard alone is no checkpoint."""
+        raise TypeError("the state of several ranks is saved with torch.distributed.checkpoint, not with torch.save")

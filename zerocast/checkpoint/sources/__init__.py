@@ -1,0 +1,35 @@
+"""What can be read in place of a checkpoint: safetensors, plain state dicts, folders of torch.distributed.checkpoint."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerocast.checkpoint.sources.dcp import DcpSource
+from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource, is_safetensors
+from zerocast.checkpoint.sources.source import HIGH_PRECISION, Entry, TensorSource
+from zerocast.checkpoint.sources.state_dict import StateDictSource
+
+__all__ = ["HIGH_PRECISION", "AnySource", "Entry", "TensorSource", "open_source"]
+
+AnySource = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def open_source(source: AnySource) -> TensorSource:
+    """The tensors at a path, or of a mapping from names to tensors.
+
+    A path is a safetensors file, its index or a folder of them; a folder of torch.distributed.checkpoint; or else a file of
+    torch.save. Raises FileNotFoundError, ValueError for damage, pickle.UnpicklingError for metadata that would run code.
+    """
+    if isinstance(source, Mapping):
+        return StateDictSource(source)
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there")
+    if path.is_dir() and (path / ".metadata").is_file():
+        return DcpSource(path)
+    if is_safetensors(path):
+        return SafetensorsSource(path)
+    if path.is_dir():
+        raise ValueError(f"{path} holds neither safetensors files nor a checkpoint of torch.distributed.checkpoint")
+    return StateDictSource.of_file(path)

@@ -1,0 +1,68 @@
+"""DcpSource: a folder of torch.distributed.checkpoint, of zerocast or of any other program, saved by any number of ranks."""
+
+import functools
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from zerocast.checkpoint.sources.safe_reader import SafeReader
+from zerocast.checkpoint.sources.source import Entry, dtype_name
+
+
+class DcpSource:
+    """Tensors of a checkpoint folder. Objects that are no tensors are passed over, and never unpickled.
+
+    Files are stored rank by rank, so `read` holds one whole tensor in memory; the ranks that load together, by `reader`, do not.
+    Raises pickle.UnpicklingError for metadata that would run code, ValueError for metadata that is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.place, self._path = str(path), path
+        found = SafeReader(path).read_metadata().state_dict_metadata
+        self._entries = {
+            name: Entry(tuple(tensor.size), dtype_name(tensor.properties.dtype))
+            for name, tensor in found.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        self._whole = functools.lru_cache(maxsize=1)(self._load)
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """What there is."""
+        return self._entries
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A view of the tensor, which is kept until another one is read."""
+        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        return self._whole(name)[box]
+
+    def reader(self) -> StorageReader:
+        """For torch.distributed.checkpoint."""
+        return SafeReader(self._path)
+
+    def _load(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        state = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+                state_dict_loader.load(state, storage_reader=SafeReader(self._path), no_dist=True)
+        except (
+            CheckpointException,
+            pickle.UnpicklingError,
+            RuntimeError,
+            ValueError,
+            AssertionError,
+            OSError,
+        ) as error:
+            reason = str(error).strip().splitlines()
+            raise ValueError(f"{name} cannot be read from {self.place}: {' '.join(reason[-1:])}") from error
+        return state[name]

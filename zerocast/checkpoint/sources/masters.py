@@ -1,0 +1,84 @@
+"""read_masters: high-precision tensors from any source into masters, each rank the elements that it owns."""
+
+import fnmatch
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
+from zerocast.checkpoint.sources.manifest import check_files
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group
+
+PREFIXES = ("", "model.", "module.", "state_dict.")
+BESIDE_MASTERS = ("optim.", "zerocast.", "extra.")
+SHOWN = 4
+
+
+def read_masters(
+    masters: Mapping[str, Tensor], source: AnySource, ignore: Sequence[str], group: Group, begin: Callable[[], object]
+) -> None:
+    """Fill `masters`, FP32 by parameter name, in place with the tensors of these names; bf16 and fp16 are widened, exactly.
+
+    Names in the source may all have "model.", "module." or "state_dict." in front. What matches a glob of `ignore` is passed
+    over; anything else that is left over there or missing, has another shape, or a dtype that FP32 cannot hold, is a
+    ValueError that names it with both values, on every rank and with nothing changed. So are files that are not what their
+    manifest says. FileNotFoundError becomes a RuntimeError where there are several ranks. RuntimeError for a file that turns out to
+    be damaged on the way: masters are then partly what it holds. `begin` is called when they are about to be written.
+    """
+    if not isinstance(source, Mapping):
+        check_files(Path(source), group)
+    opened, prefix = None, ""
+    problem: Exception | None = None
+    try:
+        opened = open_source(source)
+        kept = [name for name in opened.entries if not any(fnmatch.fnmatchcase(name, glob) for glob in ignore)]
+        prefix = max(PREFIXES, key=lambda front: sum(front + name in opened.entries for name in masters))
+        problems = _problems(masters, opened, prefix, kept)
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            problem = ValueError(f"{opened.place} does not fit the masters: {'; '.join(problems[:SHOWN])}{more}")
+    except (ImportError, OSError, ValueError, pickle.UnpicklingError) as error:
+        if group.size == 1:
+            raise
+        problem = error
+    agree(group, [prefix], problem)
+    assert opened is not None
+    begin()
+    _load({prefix + name: tensor for name, tensor in masters.items()}, opened, group)
+
+
+def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, kept: Sequence[str]) -> list[str]:
+    problems = []
+    for name, tensor in masters.items():
+        entry, shape = source.entries.get(prefix + name), tuple(tensor.shape)
+        if entry is None:
+            problems.append(f"{prefix}{name} is missing there, here it has shape {shape}")
+        elif entry.shape != shape:
+            problems.append(f"{prefix}{name} has shape {entry.shape} there and {shape} here")
+        elif entry.dtype not in HIGH_PRECISION:
+            problems.append(f"{prefix}{name} is {entry.dtype} there; a master takes {', '.join(HIGH_PRECISION)}")
+    left = [name for name in kept if not name.startswith(prefix) or name.removeprefix(prefix) not in masters]
+    if prefix == "model.":  # perhaps a checkpoint, which holds more than masters
+        left = [name for name in left if not name.startswith(BESIDE_MASTERS)]
+    return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in left]
+
+
+def _load(state: Mapping[str, Any], source: TensorSource, group: Group) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # one process without a process group is an ordinary case here
+            state_dict_loader.load(
+                dict(state), storage_reader=source.reader(), process_group=group.handle, no_dist=group.handle is None
+            )
+    except CheckpointException as error:  # no Exception, and the same on every rank
+        said = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+        raise RuntimeError(
+            f"{source.place} cannot be read to its end; masters are now partly what it holds: {said}"
+        ) from error

@@ -1,0 +1,126 @@
+"""SafetensorsSource: one safetensors file, or the files of a folder, with or without an index. Mapped, not read."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.storage import StorageReader
+
+from zerocast.checkpoint.regular_file import check_regular, read_bounded
+from zerocast.checkpoint.sources.reader import SourceReader
+from zerocast.checkpoint.sources.source import Entry
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MOST_INDEX_BYTES = 2**28
+DTYPES = {  # as safetensors calls them
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+class SafetensorsSource:
+    """Tensors of safetensors files.
+
+    `path` is a file, an index, or a folder. ModuleNotFoundError without the package safetensors; ValueError, naming the file, for
+    one that breaks off or is damaged, a file that the index names and that is missing or lacks a tensor, and a tensor that two
+    files hold.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.place = str(path)
+        self._files: dict[str, Any] = {}  # by tensor
+        self._entries: dict[str, Entry] = {}
+        index = _index_of(path)
+        if index is not None:
+            self._open_index(index)
+        else:
+            for file in sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]:
+                self._open(file, None)
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """What there is."""
+        return self._entries
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Only the box is read."""
+        opened = self._files[name]
+        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        tensor: Tensor = _or_damaged(
+            self.place, lambda: opened.get_slice(name)[box] if box else opened.get_tensor(name)
+        )
+        return tensor
+
+    def reader(self) -> StorageReader:
+        """For torch.distributed.checkpoint."""
+        return SourceReader(self)
+
+    def _open_index(self, index: Path) -> None:
+        content = read_bounded(index, MOST_INDEX_BYTES)
+        try:
+            places: dict[str, str] = dict(json.loads(content)["weight_map"])
+            outside = [file for file in places.values() if PurePath(file).name != file]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{index} is no index of safetensors files: {error!r}") from None
+        if outside:
+            raise ValueError(f"{index} points out of its folder: {outside[0]!r}")
+        for file in sorted(set(places.values())):
+            self._open(index.parent / file, {name for name, place in places.items() if place == file})
+
+    def _open(self, file: Path, wanted: set[str] | None) -> None:
+        """Note the tensors of a file, all or those that an index names."""
+        from safetensors import safe_open  # noqa: PLC0415
+
+        check_regular(file)  # safe_open would wait for a FIFO
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, which the index of {self.place} names")
+        opened = _or_damaged(str(file), lambda: safe_open(file, "pt"))
+        held = set(opened.keys())
+        for name in sorted(held if wanted is None else wanted):
+            if name not in held:
+                raise ValueError(f"{name} is not in {file}, where the index of {self.place} has it")
+            if name in self._entries:
+                raise ValueError(f"{name} is in two files of {self.place}, {file} is the second")
+            view = opened.get_slice(name)
+            dtype = str(view.get_dtype())
+            self._files[name] = opened
+            self._entries[name] = Entry(tuple(view.get_shape()), DTYPES.get(dtype, dtype))
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the name or the content of a folder says so."""
+    if path.is_dir():
+        return any(path.glob(f"*{SUFFIX}")) or any(path.glob(f"*{INDEX_SUFFIX}"))
+    return path.name.endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def _index_of(path: Path) -> Path | None:
+    if path.name.endswith(INDEX_SUFFIX):
+        return path
+    found = sorted(path.glob(f"*{INDEX_SUFFIX}")) if path.is_dir() else []
+    if len(found) > 1:
+        raise ValueError(f"{path} holds {len(found)} indices: name one of {', '.join(file.name for file in found)}")
+    return found[0] if found else None
+
+
+def _or_damaged(place: str, work: Callable[[], Any]) -> Any:
+    """ValueError for what safetensors says of a file that it cannot read."""
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    try:
+        return work()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{place} cannot be read as safetensors: {error}") from None

@@ -1,0 +1,142 @@
+"""Agreement: what all ranks must have alike is compared once, and what is wrong on one rank raises on every rank, never a hang."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.distributed.group import Group
+from zerocast.weight.freshness import debugging
+
+DIGESTS = 128  # bf16 has every integer up to 256
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one rank says: the call it makes, (kind, text) of what it found wrong, a digest of its lines, and the payload."""
+
+    what: str
+    problem: tuple[type[Exception], str] | None
+    digest: str
+    payload: Any
+
+
+def agree(
+    group: Group, lines: Sequence[str], problem: Exception | None, payload: Any = None, what: str = "agrees"
+) -> list[Any]:
+    """Exchange `payload` over the group, if all is well everywhere; returns the payloads by rank.
+
+    `problem` is what this rank found wrong, `lines` describe what all ranks must have alike, one line an item, `what` is the call
+    that this belongs to, as a verb. Raises RuntimeError for ranks that are in different calls, the first rank's problem, with
+    the rank in the message when there are several, or ValueError naming the first line that differs.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
+    found = None if problem is None else (kind, str(problem))
+    replies: list[Reply] = group.all_gather_object(Reply(what, found, digest, payload), f"objects as this rank {what}")
+    _check_calls([reply.what if isinstance(reply, Reply) else "gathers objects" for reply in replies])
+    for rank, reply in enumerate(replies):
+        if reply.problem is not None:
+            wrong, text = reply.problem
+            raise wrong(text if group.size == 1 else f"rank {rank}: {text}")
+    if len({reply.digest for reply in replies}) > 1:
+        _raise_difference(group.all_gather_object(list(lines)))
+    return [reply.payload for reply in replies]
+
+
+def roll_call(group: Group, what: str) -> None:
+    """In debug mode: RuntimeError on every rank unless all of them make this call now."""
+    if debugging() and group.size > 1:
+        agree(group, [], None, what=what)
+
+
+class SameCall:
+    """Whether all ranks make the same call, told by two numbers beside the amaxes of a cast: a digest of it, and its negative.
+
+    Their maxima are the largest digest of all ranks and the negative of the smallest, on every rank, so that each sees whether
+    they differ and no collective is added. A number that only counts casts would always agree, since the n-th cast of one rank
+    meets the n-th of another; what the caller says of itself (its step, learning rates, clipping) need not. A CPU looks at once.
+    From a GPU the numbers travel behind the step and are looked at before the next one, so that nothing waits in a step.
+    """
+
+    def __init__(self, group: Group, slots: Tensor) -> None:
+        self._group, self._slots, self._says, self._sent = group, slots, "", False
+        self._is_late = slots.is_cuda
+        if self._is_late:
+            self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
+            self._arrived = torch.cuda.Event()
+
+    def announce(self, says: str) -> None:
+        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers."""
+        digest, self._says = _digest(says), says
+        torch.linspace(digest, -digest, 2, out=self._slots)
+
+    def reduced(self) -> None:
+        """After the all-reduce: a CPU looks. Nothing on a GPU, where a graph may be recording."""
+        if not self._is_late:
+            self._check(self._slots)
+
+    def send(self) -> None:
+        """After a cast: from a GPU the numbers begin to travel."""
+        if self._is_late:
+            self._pinned.copy_(self._slots, non_blocking=True)
+            self._arrived.record()
+            self._sent = True
+
+    def check_sent(self) -> None:
+        """Before the next cast: look at what was sent. The device has had a whole step to do since, so it does not run dry."""
+        if self._sent:
+            self._arrived.synchronize()
+            self._sent = False
+            self._check(self._pinned)
+
+    def _check(self, slots: Tensor) -> None:
+        """RuntimeError on every rank that reduced with ranks in another call; all of them exchange what they do."""
+        largest, negated = slots.tolist()
+        if largest != -negated:
+            agree(self._group, [], None, what=self._says)
+            raise RuntimeError(
+                f"the amaxes of a cast were reduced with those of another call: this rank {self._says}; every rank makes the same "
+                "calls in the same order"
+            )
+
+
+def _digest(says: str) -> int:
+    """One of a few numbers, by a hash that mixes: two calls with one digest in this step have two in the next."""
+    return hashlib.blake2b(says.encode(), digest_size=1).digest()[0] % DIGESTS
+
+
+def _check_calls(by_rank: list[str]) -> None:
+    for rank, what in enumerate(by_rank):
+        if what != by_rank[0]:
+            raise RuntimeError(
+                f"ranks make different calls: rank 0 {by_rank[0]}, rank {rank} {what}; every rank makes the same calls in the "
+                "same order"
+            )
+
+
+def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
+    """What rank 0 gets from `work`, on every rank; what it raises is raised everywhere, as `agree` raises it with `what`."""
+    result, problem = None, None
+    if group.rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+    return agree(group, [], problem, result, what)[0]
+
+
+def _raise_difference(by_rank: list[list[str]]) -> None:
+    first = by_rank[0]
+    for rank, lines in enumerate(by_rank):
+        if len(lines) != len(first):
+            raise ValueError(f"rank 0 passes {len(first)} weights and rank {rank} {len(lines)}: all pass the same list")
+        for index, (expected, found) in enumerate(zip(first, lines, strict=True)):
+            if expected != found:
+                raise ValueError(
+                    f"weight {index} is {expected} on rank 0 and {found} on rank {rank}: all pass the same list"
+                )
+    raise AssertionError("digests differ and lists do not")

@@ -1,0 +1,199 @@
+"""verify: the live bytes of every weight against an unsharded cast of its gathered master.
+
+The plan is what is checked, so none of it is used: a piece of a master is put together on every rank, cast by the reference's
+`quantize`, and compared with the bytes that products read there. A piece is 512 rows or a million elements, whichever is more, so
+memory does not grow with the weight; a format with a tensor amax gathers its pieces twice.
+
+Columnwise copies that are marked as stale are left out: reading one raises anyway. What no master determines (the scale of the next
+delayed cast and the amax history) is compared with rank 0's, unless a host keeps them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.blocks import block_amax
+from zerocast.backends.reference.codec import round_nominal
+from zerocast.backends.reference.quantize import Quantized, quantize
+from zerocast.distributed.agreement import agree
+from zerocast.distributed.group import Group, GroupLike
+from zerocast.formats import Columnwise, FormatSpec, layout
+from zerocast.formats.layout import Span
+from zerocast.verification.master_views import MasterSource, OwnedMaster, owners_of
+from zerocast.verification.report import Difference, VerifyReport
+
+PIECE = 2**20  # elements
+ROWS = 512  # a multiple of it never cuts a block, nor the padding of a scale buffer
+UNDETERMINED = ("scale", "amax_history")
+
+
+@torch.no_grad()
+def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
+    """Compare the live bytes, scales, amaxes and columnwise copies of every weight with an unsharded cast of its master.
+
+    Takes what owns masters (a ZeroAdamW, a CastPlan, what `attach` of a host returns), a model whose weights were given to such an
+    owner, or a model or optimizer under `zerocast.fsdp2`. All ranks of its group call it, between steps. It waits for gathers in
+    flight and for the device; a cast or gather that the next forward pass would begin with is done now, nothing else changes.
+    `group` are the ranks that the report is about, by default those that share the masters. Returns the same report on each of
+    them; its `raise_for_differences()` raises.
+
+    Raises TypeError for anything else, ValueError for a model without any known master or for ranks that hold other weights.
+    """
+    owners, names, without = owners_of(model_or_optimizer)
+    if not owners and not isinstance(model_or_optimizer, torch.nn.Module):
+        kind = type(model_or_optimizer).__name__
+        raise TypeError(f"verify takes a model or an optimizer that owns masters, got {kind}")
+    if not owners:
+        raise ValueError(
+            "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
+        )
+    sources = (source for owner in owners for source in owner.master_sources())
+    reports = [_verify(source, source.group if group is None else Group.of(group), names) for source in sources]
+    return VerifyReport.of(reports, without)
+
+
+def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
+    named = [_named(owned, index, names) for index, owned in enumerate(source.masters)]
+    agree(source.group, [_describe(owned) for owned in named], None, what="verifies")
+    compared = [_compare(owned, source.group) for owned in named]
+    found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
+    by_rank = agree(ranks, [], None, found, "verifies")
+    return VerifyReport(
+        len(named),
+        sum(nbytes for _, nbytes, _ in compared),
+        ranks.size,
+        tuple(difference for differences in by_rank for difference in differences),
+        source.left_out,
+        tuple((str(owned.name), count) for owned, (_, _, count) in zip(named, compared, strict=True) if count),
+    )
+
+
+def _named(owned: OwnedMaster, index: int, names: Mapping[int, str]) -> OwnedMaster:
+    if owned.name is not None:
+        return owned
+    return dataclasses.replace(owned, name=names.get(id(owned.weight.state), f"weight {index}"))
+
+
+def _describe(owned: OwnedMaster) -> str:
+    weight = owned.weight
+    return f"{owned.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
+
+
+def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, int]:
+    """What differs on this rank, the bytes that were compared, and the elements of the master that are not finite."""
+    weight = owned.weight
+    weight.wait()
+    held = dict(weight.state.buffers)
+    if not weight.state.columnwise_is_fresh():
+        held["columnwise_data"] = held["columnwise_scale_inv"] = None
+    if weight.state.only:  # the other direction's codes were not gathered
+        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.only]
+        held[f"{other}_data"] = held[f"{other}_scale_inv"] = None
+    if weight.state.keeps_amax:  # a host moves its amax and scale on between casts
+        held["amax"] = held["scale"] = None
+    comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
+    for name in UNDETERMINED:
+        if name in comparisons:
+            comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
+    pieces, not_finite = _pieces(weight.matrix_shape), 0
+    in_parts = len(pieces) > 1 or owned.slices is not None
+    amax = _tensor_amax(owned, pieces, group) if weight.format.has_tensor_amax and in_parts else None
+    for piece in pieces:
+        whole = _gather(owned, piece, group).view(-1, weight.matrix_shape[1])
+        not_finite += int((~whole.isfinite()).sum())
+        quantized = quantize(weight.format, whole, weight.dtype, owned.scale, amax)
+        for name, expected, origin in _expected(
+            weight.format, quantized, piece.start // whole.shape[1], whole.shape[1]
+        ):
+            if name in comparisons:
+                comparisons[name].take(expected, origin)
+    of = str(owned.name), str(weight.format)
+    differences = [comparison.difference(*of, name) for name, comparison in comparisons.items() if comparison.wrong]
+    return differences, sum(comparison.compared for comparison in comparisons.values()), not_finite
+
+
+def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
+    rows, columns = matrix_shape
+    step = max(1, PIECE // (ROWS * columns)) * ROWS
+    return [Span(first * columns, min(first + step, rows) * columns) for first in range(0, rows, step)]
+
+
+def _gather(owned: OwnedMaster, piece: Span, group: Group) -> Tensor:
+    """The piece of the master from all ranks, f32. The bits are summed as integers, to which whoever owns nothing adds zero."""
+    whole = torch.zeros(piece.numel, dtype=torch.float32, device=owned.weight.device)
+    common = owned.span.intersect(piece)
+    if owned.master is not None and common.numel:
+        part = owned.master[common.start - owned.span.start : common.stop - owned.span.start]
+        whole[common.start - piece.start : common.stop - piece.start] = part
+    group.all_reduce_sum(whole.view(torch.int32), "a master to verify")
+    return whole
+
+
+def _tensor_amax(owned: OwnedMaster, pieces: Sequence[Span], group: Group) -> Tensor:
+    amax = torch.zeros(1, dtype=torch.float32, device=owned.weight.device)
+    for piece in pieces:
+        x = round_nominal(_gather(owned, piece, group).view(-1, owned.weight.matrix_shape[1]), owned.weight.dtype)
+        amax = torch.maximum(amax, block_amax(x, None).view(1))
+    if owned.slices is not None:
+        owned.slices.all_reduce_max(amax, "an amax to verify")
+    return amax
+
+
+def _expected(
+    fmt: FormatSpec, quantized: Quantized, row: int, columns: int
+) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
+    """(name, what it should hold, where that starts) for the part of each buffer that rows from `row` on make."""
+    before = layout.buffers(fmt, (row, columns), torch.float32)
+    for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax"):
+        expected, buffer = getattr(quantized, name), before[name]
+        if expected is None or buffer is None or (expected.dim() == 1 and row):
+            continue
+        transposed = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
+        axis = 1 if transposed else 0
+        start = buffer.shape[axis] if row else 0
+        yield name, expected, (0, start) if transposed else (start, 0)
+
+
+class _Comparison:
+    """One live buffer, compared part by part."""
+
+    def __init__(self, live: Tensor) -> None:
+        self._live = live.detach().view(1, -1) if live.dim() < 2 else live.detach()
+        self.wrong = self.compared = 0
+        self._first = (0, 0, 0)  # offset, found, expected
+
+    def of_rank_0(self, group: Group) -> Tensor:
+        """The buffer of rank 0."""
+        theirs = self._live.clone()
+        group.broadcast(theirs, "a buffer to verify")
+        return theirs
+
+    def take(self, expected: Tensor, origin: tuple[int, int]) -> None:
+        """Compare the part that starts at (row, column) `origin`."""
+        expected = expected.view(1, -1) if expected.dim() < 2 else expected
+        (row, column), (height, width) = origin, expected.shape
+        a = _bytes(self._live[row : row + height, column : column + width])
+        b = _bytes(expected)
+        self.compared += b.numel()
+        differs = a != b
+        wrong = int(differs.sum())
+        if not wrong:
+            return
+        place = int(differs.view(-1).byte().argmax())
+        size = expected.element_size()
+        offset = (row + place // b.shape[1]) * self._live.shape[1] * size + column * size + place % b.shape[1]
+        first = offset, int(a.view(-1)[place]), int(b.view(-1)[place])
+        self._first = min(first, self._first) if self.wrong else first
+        self.wrong += wrong
+
+    def difference(self, name: str, fmt: str, buffer: str) -> Difference:
+        """What was found, on this rank."""
+        total = self._live.numel() * self._live.element_size()
+        return Difference(name, fmt, 0, buffer, self.wrong, total, *self._first)
+
+
+def _bytes(matrix: Tensor) -> Tensor:
+    return matrix.contiguous().view(torch.uint8)

@@ -1,0 +1,122 @@
+"""Freshness: which cast the copies of a weight belong to.
+
+One `Freshness` is shared by all weights of a plan: a step marks every weight with one write, whatever their number, and a read
+compares and refuses what is stale. Columnwise copies are compared always. In debug mode (`set_debug`) every read also looks whether
+the masters have changed since their last cast: at their version counters, and at steps of torch optimizers over them, since fused
+ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels; `zerocast.verify` sees everything.
+
+Weights that something has left half written are not read either (`wholeness.py`).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from zerocast.weight.write_guard import Wholeness
+
+CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
+
+
+@dataclass(eq=False)
+class Freshness(Wholeness):
+    """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes columnwise copies on demand.
+
+    `sharded` says whether other ranks hold masters too, `advice` which call makes weights fresh. A weight outlives its optimizer:
+    nothing here keeps masters alive.
+    """
+
+    cast: int = 0
+    columnwise: int = -1  # the cast that the columnwise copies of all of them were made from
+    finish: Callable[[Any], None] | None = None
+    rebuild: Callable[[Any], None] | None = None
+    owner: Callable[[], Any] | None = None  # a weak reference to what shows the masters to `zerocast.verify`
+    has_masters: bool = (
+        False  # somebody casts the weights from masters, and so trains whatever parameters stand for them
+    )
+    sharded: bool = False
+    advice: str = CAST
+    _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
+    _versions: list[int] | None = field(default=None, init=False)  # of the masters at a cast in debug mode
+    _stepped: bool = field(default=False, init=False)
+    _before_step: int = field(default=0, init=False)
+
+    def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
+        """These masters are what the weights are cast from, at present and from now on."""
+        self._masters, self.sharded = [weakref.ref(master) for master in masters], sharded
+        _watched.add(self)
+        self._note()
+
+    def count_cast(self) -> None:
+        """The weights hold a cast of the masters as they are now."""
+        self.cast += 1
+        self._note()
+
+    def stale_masters(self) -> str | None:
+        """What has happened to the masters since their last cast, as far as debug mode has seen."""
+        if self._stepped:
+            return "an optimizer has stepped over its masters since its last cast"
+        for master, version in zip(self._masters, self._versions or (), strict=False):
+            alive = master()
+            if alive is not None and alive._version != version:
+                return "its masters have been written since its last cast"
+        return None
+
+    def is_cast_from(self, places: set[int]) -> bool:
+        """Whether a master lies in one of these storages."""
+        held = [reference() for reference in self._masters]
+        return any(master is not None and _place(master) in places for master in held)
+
+    def before_step(self) -> None:
+        """An optimizer over these masters begins a step."""
+        self._before_step = self.cast
+
+    def after_step(self) -> None:
+        """It has ended; a cast by a hook of its own has come before this."""
+        self._stepped |= self.cast == self._before_step
+
+    def _note(self) -> None:
+        self._stepped = False
+        held = [reference() for reference in self._masters]
+        self._versions = [-1 if master is None else master._version for master in held] if _hooks else None
+
+
+_watched: "weakref.WeakSet[Freshness]" = weakref.WeakSet()
+_hooks: list[RemovableHandle] = []  # the hooks of debug mode, while it is on
+
+
+def debugging() -> bool:
+    """Whether debug mode is on."""
+    return bool(_hooks) and not torch.compiler.is_compiling()
+
+
+def set_debug(enabled: bool) -> None:
+    """Debug mode: a product with, or `dequantize` of, a weight whose bytes are older than its master raises, whoever changed that.
+
+    The RuntimeError says which call is missing. It costs a look at every master's version counter a read, and covers what is cast
+    from now on. Meant for a new training loop; off by default.
+    """
+    for handle in _hooks:
+        handle.remove()
+    _hooks.clear()
+    if enabled:
+        _hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _each(optimizer, Freshness.before_step)))
+        _hooks.append(register_optimizer_step_post_hook(lambda optimizer, *_: _each(optimizer, Freshness.after_step)))
+
+
+def _each(optimizer: torch.optim.Optimizer, call: Callable[[Freshness], None]) -> None:
+    """Of what is cast from the optimizer's parameters."""
+    stepped = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]} - {0}
+    for freshness in list(_watched):
+        if freshness.is_cast_from(stepped):
+            call(freshness)
+
+
+def _place(tensor: Tensor) -> int:
+    """Zero for what has no memory of its own, as tensor subclasses may have none."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else 0

@@ -1,0 +1,167 @@
+"""Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the columnwise copy.
+
+The weight gradient is computed in the nominal dtype, or in FP32 when the weight's `grad_dtype` says so; it never needs the weight.
+The other two are computed by a path of `zerocast.gemm`, the same one for a forward pass and its backward pass. What autograd keeps
+for the backward pass is the quantized weight and the input as it came.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zerocast import gemm
+from zerocast.weight import grouped
+
+
+class _Product(torch.autograd.Function):
+    """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is `[..., features]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
+        return gemm.PATHS[path].forward(x, weight, bias, transposed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
+            grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed) if needs_x else None
+            others = parameter_gradients(x, weight, grad, ctx.transposed, needs_weight, ctx.has_bias and needs_bias)
+        return grad_x, *others, None, None
+
+
+def parameter_gradients(
+    x: Tensor, weight: Any, grad: Tensor, transposed: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, None where they are not needed."""
+    grad_weight = None
+    rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if needs_weight:
+        left, right = (x_rows, rows) if transposed else (rows, x_rows)
+        grad_weight = _weight_gradient(weight, left, right)
+    return grad_weight, rows.sum(0) if needs_bias else None
+
+
+def _weight_gradient(weight: Any, left: Tensor, right: Tensor) -> Tensor:
+    """`left.T @ right` in the gradient dtype of the weight, of its logical shape; added to `main_grad` where a host fuses that."""
+    wished = (
+        weight.grad_dtype if weight.is_leaf else None
+    )  # a compiler's stand-in for the weight is no leaf and has none
+    dtype: torch.dtype = wished or weight.dtype
+    fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
+    if fused is None:
+        return _outer(left, right, dtype).view(weight.shape)
+    fused.add_(_outer(left, right, fused.dtype).view(fused.shape))
+    weight.grad_added_to_main_grad = True
+    return fused.new_zeros((), dtype=dtype).expand(weight.shape)
+
+
+def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.float32:
+        return left.float().t() @ right.float()
+    return (left.t() @ right).to(dtype)
+
+
+def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+    """`x @ W.T + bias`, or `x @ W + bias` when `transposed`, for W `[M, K]` as it is stored."""
+    if not hasattr(weight, "format") or hasattr(x, "format") or hasattr(bias, "format"):
+        raise RuntimeError(
+            "a QuantizedWeight is the weight of a product: its second operand, with plain tensors beside it"
+        )
+    if weight.dim() != 2:
+        raise RuntimeError(f"products take a weight of two dimensions, got shape {tuple(weight.shape)}")
+    if weight.transposed_of is not None:
+        weight, transposed = weight.transposed_of, not transposed
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
+    if x.dtype != dtype and not autocast:
+        raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
+    bias = None if bias is None else bias.to(dtype)
+    if autocast:
+        with torch.autocast(x.device.type, enabled=False):
+            return _recorded(x.to(dtype), weight, bias, transposed)
+    return _recorded(x, weight, bias, transposed)
+
+
+def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The product, for autograd, for a compiler or for torch.func."""
+    if torch.compiler.is_compiling():  # one op in the graph: zerocast/weight/compiled_ops.py
+        traced: Tensor = torch.ops.zerocast.product(x, weight, bias, transposed)
+        return traced
+    if torch._C._are_functorch_transforms_active():  # torch.func takes operators alone
+        product = torch.matmul(x, weight if transposed else torch.t(weight))
+        return product if bias is None else product + bias
+    path = gemm.path_of(weight, x.dtype, transposed)
+    y: Tensor = _Product.apply(x, weight, bias, transposed, path)  # type: ignore[no-untyped-call]
+    return y
+
+
+def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
+    """`x @ operand + bias` where autograd has been before, as within a DTensor; its backward is such a product too.
+
+    The operand of a forward product is the weight transposed, that of an input gradient the weight as stored.
+    """
+    weight = operand if operand.transposed_of is None else operand.transposed_of
+    if hasattr(x, "format") or x.dtype != weight.dtype:
+        raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
+    path = gemm.PATHS[gemm.path_of(weight, x.dtype, transposed=False)]
+    if operand is not weight:
+        return path.forward(x, weight, bias, False)
+    y = path.input_gradient(x, weight, False)
+    return y if bias is None else y + bias
+
+
+def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear."""
+    return _product(input, weight, bias, transposed=False)
+
+
+def matmul(input: Tensor, other: Any) -> Tensor:
+    """torch.matmul with the weight as the second operand."""
+    return _product(input, other, None, transposed=True)
+
+
+def mm(input: Tensor, mat2: Any) -> Tensor:
+    """torch.mm with the weight as the second operand."""
+    if input.dim() != 2:
+        raise RuntimeError(f"mm() takes matrices, got an input of shape {tuple(input.shape)}")
+    return matmul(input, mat2)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """torch.addmm with the weight as the last operand and without scaling."""
+    if (beta, alpha) != (1, 1):
+        raise RuntimeError(f"addmm with a QuantizedWeight takes beta=1 and alpha=1, got {beta} and {alpha}")
+    if input.dim() == 1 and mat1.dim() == 2:
+        return _product(mat1, mat2, input, transposed=True)
+    product = mm(mat1, mat2)
+    return product + input.to(product.dtype)
+
+
+def t(weight: Any) -> Any:
+    """torch.t: the same weight for the other products to read the other way."""
+    if weight.dim() != 2:
+        raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(weight.shape)}")
+    return weight.transposed()
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: linear,
+    torch.t: t,
+    torch.Tensor.t: t,
+    torch.Tensor.T.__get__: t,  # type: ignore[attr-defined]
+    torch.mm: mm,
+    torch.Tensor.mm: mm,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.Tensor.__matmul__: matmul,
+    torch.addmm: addmm,
+    torch.Tensor.addmm: addmm,
+    **grouped.PRODUCTS,
+}

@@ -1,0 +1,219 @@
+"""WeightState: the storage of one weight, common to all objects that stand for it (parameter, detached, transposed)."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, layout
+from zerocast.formats.layout import BUFFERS
+from zerocast.weight.freshness import Freshness
+
+_generation = 0
+
+
+def generation() -> int:
+    """Changes whenever any weight moved to new storage; plans compare it instead of looking at every weight."""
+    return _generation
+
+
+def moved() -> None:
+    """A weight lies elsewhere from now on."""
+    global _generation  # noqa: PLW0603
+    _generation += 1
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU the host waits for it."""
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+@dataclass
+class WeightState:
+    """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
+
+    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
+    `was_cast` says that the bytes are somebody's, apart from casts that its present freshness counts; `is_cast` that it counts
+    those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
+    rowwise bytes is made by each product that reads it, and not kept. `only` names the direction that is there, where just
+    one is. `initial` is the high-precision value of these bytes, until somebody has made masters of it. `choices` keeps what
+    `zerocast.gemm` decided for the storage as it lies now.
+    """
+
+    format: FormatSpec
+    matrix_shape: Block
+    dtype: torch.dtype
+    buffers: dict[str, Tensor | None]
+    freshness: Freshness = field(default_factory=Freshness)
+    columnwise_cast: int = 0
+    was_cast: bool = True
+    is_cast: bool = True
+    columnwise_on_demand: bool = False
+    only: str = ""
+    initial: Tensor | None = None
+    choices: dict[Hashable, Any] = field(default_factory=dict)
+    _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
+        self._share_scalar()
+
+    @staticmethod
+    def empty(fmt: FormatSpec, matrix_shape: Block, dtype: torch.dtype, device: torch.device) -> "WeightState":
+        """Zero bytes, padding as specified; no columnwise copy where post-all-gather processing makes it."""
+        buffers: dict[str, Tensor | None] = {}
+        for name, buffer in layout.buffers(fmt, matrix_shape, dtype).items():
+            later = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
+            if buffer is not None and not later:
+                buffers[name] = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=device)
+        return WeightState(fmt, matrix_shape, dtype, buffers, was_cast=False)
+
+    @property
+    def rowwise_data(self) -> Tensor:
+        """The buffer that every weight has."""
+        data = self.buffers["rowwise_data"]
+        assert data is not None
+        return data
+
+    @property
+    def keeps_amax(self) -> bool:
+        """Whether a host keeps the amax history: `amax` then grows by what casts see, and `scale` is the host's to set."""
+        return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
+
+    @property
+    def ever_cast(self) -> bool:
+        """Whether the bytes come from a cast, from loading or copying a weight that was cast, or were there before the weight."""
+        return self.was_cast or (self.is_cast and self.freshness.cast > 0)
+
+    def check_direction(self, columnwise: bool) -> None:
+        """RuntimeError if just the other direction is there."""
+        wanted = "columnwise" if columnwise else "rowwise"
+        if self.only not in ("", wanted):
+            raise RuntimeError(
+                f"the {wanted} codes of this {self.format} weight of shape {self.matrix_shape} were not gathered, only the "
+                f"{self.only} ones: with one_direction a forward pass reads rowwise codes and a backward pass columnwise ones, "
+                "so prepare without it where a forward pass is recomputed"
+            )
+
+    def columnwise_is_fresh(self) -> bool:
+        """Whether there is a columnwise copy, made from the last cast."""
+        present = self.buffers["columnwise_data"] is not None
+        return present and (self.format.columnwise is Columnwise.OWN_GRID or self.is_gathered())
+
+    def is_gathered(self) -> bool:
+        """Whether post-all-gather processing has followed the last cast."""
+        return max(self.freshness.columnwise, self.columnwise_cast) == self.freshness.cast
+
+    def mark_columnwise(self) -> None:
+        """The columnwise copy was made from the last cast."""
+        self.columnwise_cast = self.freshness.cast
+
+    def join(self, freshness: Freshness, is_cast: bool = True) -> None:
+        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan notices that it lost the weight.
+
+        `is_cast` says whether the casts of that plan write this weight.
+        """
+        fresh = self.columnwise_is_fresh()
+        self._forget()
+        self.was_cast = self.ever_cast
+        self.freshness, self.is_cast = freshness, is_cast
+        self.columnwise_cast = freshness.cast if fresh else -1
+        moved()
+
+    def drop_columnwise(self) -> None:
+        """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
+        if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:
+            self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
+            self._share_scalar()
+            moved()
+
+    def rehome(self, targets: Mapping[str, Tensor]) -> None:
+        """Move buffers, by name, into new storage: same bytes, new place.
+
+        ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype and device of what it replaces.
+        """
+        device = self.rowwise_data.device
+        expected = layout.buffers(self.format, self.matrix_shape, self.dtype)
+        for name, target in targets.items():
+            buffer = expected[name]
+            if buffer is None:
+                raise ValueError(f"a {self.format} weight has no {name}")
+            found = (tuple(target.shape), target.dtype, target.device, target.is_contiguous())
+            if found != (buffer.shape, buffer.dtype, device, True):
+                raise ValueError(
+                    f"{name} needs contiguous {buffer.dtype} {buffer.shape} on {device}, got {target.dtype} "
+                    f"{tuple(target.shape)} on {target.device}, strides {target.stride()}"
+                )
+        for name, target in targets.items():
+            source = self.buffers[name]
+            if source is not None:
+                target.copy_(source)
+            self.buffers[name] = target
+        self._forget()
+        self._share_scalar()
+        moved()
+
+    def repoint(self, buffers: Mapping[str, Tensor | None]) -> None:
+        """Their owner moved these buffers, by name, and the bytes with them: read and write them there from now on."""
+        self.buffers.update(buffers)
+        self._forget()
+        self._share_scalar()
+        moved()
+
+    def take(self, other: "WeightState") -> None:
+        """Copy the bytes of a weight of the same format and shape, as loading a state dict does."""
+        for name in BUFFERS:
+            ours, theirs = self.buffers[name], other.buffers[name]
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs)
+                if not ours.is_inference():
+                    torch.autograd.graph.increment_version(ours)  # which an operator below autograd does not
+        self._forget()
+        self.was_cast = True
+        self.initial = None if other.initial is None else other.initial.clone()  # ours was that of the old bytes
+        if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
+            self.mark_columnwise()
+        else:
+            self.drop_columnwise()  # it was the copy of the old bytes
+
+    def once_a_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` derives from the bytes of the last cast, kept until the next cast or until the bytes change or move."""
+        cast, value = self._derived.get(name, (-1, None))
+        if value is None or cast != self.freshness.cast:
+            value = make()
+            self._derived[name] = self.freshness.cast, value
+        return value
+
+    def _forget(self) -> None:
+        """Of what was worked out for the storage and the bytes as they were."""
+        self.choices.clear()
+        self._derived.clear()
+
+    def differs(self, other: "WeightState") -> bool:
+        """Whether two weights of one format and shape hold other bytes; columnwise copies, which derive from these, aside.
+
+        Reads them, so the host waits for the device.
+        """
+        names = [
+            name
+            for name in BUFFERS
+            if not name.startswith("columnwise") or self.format.columnwise is Columnwise.OWN_GRID
+        ]
+        pairs = [(self.buffers[name], other.buffers[name]) for name in names]
+        return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
+
+    def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is left out."""
+        stale = not self.columnwise_is_fresh()
+        return {
+            name: copy(tensor.detach())
+            for name, tensor in self.buffers.items()
+            if tensor is not None and not (stale and name.startswith("columnwise"))
+        }
+
+    def _share_scalar(self) -> None:
+        """A scale a tensor serves both directions."""
+        if self.format.columnwise is Columnwise.TRANSPOSE and self.format.block is None:
+            self.buffers["columnwise_scale_inv"] = self.buffers["rowwise_scale_inv"]

@@ -1,0 +1,107 @@
+"""Operators that take a weight as a whole: views of the same shape, copies, moves to another device, products below autograd."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.weight import linear as compute
+from zerocast.weight import owners, unsupported
+from zerocast.weight.weight import QuantizedWeight, define, define_function
+
+INSTEAD = (
+    "give a QuantizedWeight of the same shape and format, or load the high-precision values before quantize_, or into the "
+    "optimizer's masters"
+)
+
+
+def _is_like(source: Any, target: QuantizedWeight) -> bool:
+    ours = target.shape, target.format, target.dtype
+    return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == ours
+
+
+def _described(source: Tensor) -> str:
+    return (
+        repr(source)
+        if isinstance(source, QuantizedWeight)
+        else f"a {source.dtype} tensor of shape {tuple(source.shape)}"
+    )
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
+    if not isinstance(target, QuantizedWeight):
+        raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
+    if not _is_like(source, target):
+        raise RuntimeError(f"cannot copy {source!r:.200} into {target!r}: {INSTEAD}")
+    assert isinstance(source, QuantizedWeight)
+    target.wait()
+    source.check_filled()
+    source.wait()
+    owners.forget_read(target)
+    target.state.take(source.state)
+    return target
+
+
+def _set_data(target: Tensor, source: Tensor) -> None:
+    """`target.data = source`: the target stands for the storage of the source from now on, so that the usual swap swaps.
+
+    Whoever casts into the target finds that at the next step: what it casts into is the storage that it knows.
+    """
+    if not isinstance(target, QuantizedWeight):
+        raise RuntimeError(
+            f"cannot set the data of a plain tensor to {source!r}: call dequantize() where that is meant"
+        )
+    if not _is_like(source, target) or source.device != target.device or target.transposed_of is not None:
+        raise RuntimeError(
+            f"cannot set the data of {target!r} to {_described(source)}: {INSTEAD}; a host that moves parameters into buffers of "
+            "its own needs its integration around that, as zerocast.integrations.megatron.building()"
+        )
+    assert isinstance(source, QuantizedWeight)
+    target.restate(source.state)
+
+
+def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> QuantizedWeight:
+    if dtype not in (None, weight.dtype):
+        raise RuntimeError(
+            f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}; {unsupported.CONVERT}"
+        )
+    owners.forget_read(weight)
+    return weight.copied(lambda t: t.to(device or t.device, copy=True))
+
+
+def _same_shape(weight: QuantizedWeight, shape: Sequence[int], **kwargs: Any) -> QuantizedWeight:
+    if tuple(shape) != tuple(weight.shape):
+        instead = unsupported.FLAT if len(shape) == 1 else unsupported.VIEW
+        raise RuntimeError(f"cannot view {weight!r} as {tuple(shape)}, its codes have one layout: {instead}")
+    return weight.share()
+
+
+def _same_strides(
+    weight: QuantizedWeight, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0
+) -> QuantizedWeight:
+    if tuple(stride) != weight.stride() or storage_offset:
+        raise RuntimeError(
+            f"cannot view {weight!r} with strides {tuple(stride)}, its codes have one layout: {unsupported.VIEW}"
+        )
+    return _same_shape(weight, size)
+
+
+def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
+    """Never the weight itself: autograd, which is above, takes what an operator gives for a tensor of its own."""
+    return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
+
+
+define_function(torch.Tensor.data.__set__, _set_data)  # type: ignore[attr-defined]
+_aten = torch.ops.aten
+define(_aten.detach.default, QuantizedWeight.share)
+define(_aten.alias.default, QuantizedWeight.share)
+define(_aten.view.default, _same_shape)
+define(_aten.as_strided.default, _same_strides)
+define(_aten.t.default, _transpose)
+define(_aten.mm.default, compute.product_below_autograd)
+define(_aten.addmm.default, lambda bias, x, weight: compute.product_below_autograd(x, weight, bias))
+define(_aten.expand.default, _same_shape)  # expand_as(itself), by which hosts reach a parameter's gradient accumulator
+define(_aten.clone.default, lambda weight, **kwargs: _to_copy(weight))
+define(_aten.copy_.default, _copy)
+define(_aten._to_copy.default, _to_copy)

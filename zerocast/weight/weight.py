@@ -1,0 +1,366 @@
+"""QuantizedWeight: the bytes, scales and amaxes of one weight behind the logical shape and the nominal dtype.
+
+Linear products run from the rowwise copy, their input gradients from the columnwise copy (`linear.py`). What moves or
+copies a weight as a whole (`tensor_ops.py`, deepcopy, pickling) moves its own bytes, not the flat buffer that they may lie in.
+Every other operator raises: nothing silently dequantizes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import backends, gemm
+from zerocast.backends import ops
+from zerocast.formats import Columnwise, FormatSpec, get_format, layout
+from zerocast.formats.layout import BUFFERS
+from zerocast.weight import linear as compute
+from zerocast.weight import owners, unsupported
+from zerocast.weight import state as weight_state
+from zerocast.weight.freshness import debugging
+from zerocast.weight.state import WeightState
+
+NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_READ = {
+    "rowwise_data": "readable_rowwise_data"
+}  # by which a compiled graph asks for a buffer: it is checked on the way
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
+
+
+class QuantizedWeight(Tensor):
+    """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and scales.
+
+    Make one with `empty`, or by `zerocast.quantize_` on a model. Layouts of the buffers: formats.md section 2.
+    """
+
+    format: FormatSpec
+    state: WeightState
+    transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], state: WeightState, requires_grad: bool = False) -> "QuantizedWeight":
+        """Stand for existing storage; nothing is copied."""
+        weight: QuantizedWeight = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
+        )
+        torch._C._set_throw_on_mutable_data_ptr(weight)  # it has no memory: what asks below the dispatcher raises
+        weight.format = state.format
+        weight.state = state
+        weight.transposed_of = None
+        return weight
+
+    @staticmethod
+    def empty(
+        shape: Sequence[int],
+        fmt: FormatSpec | str,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> "QuantizedWeight":
+        """A weight whose bytes are zero and whose scale, for delayed scaling, is 1.
+
+        `shape` is logical, `dtype` the nominal dtype (bf16, fp16 or fp32). Raises ValueError for a shape that the format cannot
+        take, TypeError for another nominal dtype.
+        """
+        fmt = get_format(fmt)
+        if dtype not in NOMINAL_DTYPES:
+            raise TypeError(f"the nominal dtype is one of {', '.join(map(str, NOMINAL_DTYPES))}, got {dtype}")
+        layout.check_shape(fmt, shape)
+        return QuantizedWeight(shape, WeightState.empty(fmt, layout.matrix_shape(shape), dtype, torch.device(device)))
+
+    @staticmethod
+    def of_buffers(
+        shape: Sequence[int],
+        fmt: FormatSpec,
+        dtype: torch.dtype,
+        buffers: Mapping[str, Tensor],
+        requires_grad: bool = False,
+    ) -> "QuantizedWeight":
+        """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied."""
+        return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) as stored: leading dimensions folded into the rows."""
+        return self.state.matrix_shape
+
+    @property
+    def rowwise_data(self) -> Tensor:
+        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
+        self.wait()
+        return self.state.rowwise_data
+
+    @property
+    def rowwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for identity."""
+        return self.state.buffers["rowwise_scale_inv"]
+
+    @property
+    def columnwise_data(self) -> Tensor | None:
+        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
+        self.wait()
+        return self.state.buffers["columnwise_data"]
+
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of the columnwise data."""
+        self.wait()
+        return self.state.buffers["columnwise_scale_inv"]
+
+    @property
+    def amax(self) -> Tensor | None:  # type: ignore[override]
+        """f32[1]: the amax of the last cast; None for formats without a tensor amax."""
+        return self.state.buffers["amax"]
+
+    @property
+    def scale(self) -> Tensor | None:
+        """f32[1]: the scale of the next cast; delayed scaling only."""
+        return self.state.buffers["scale"]
+
+    @property
+    def amax_history(self) -> Tensor | None:
+        """f32[amax_history_len]; delayed scaling only."""
+        return self.state.buffers["amax_history"]
+
+    @property
+    def high_precision_init_val(self) -> Tensor | None:
+        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
+        return self.state.initial
+
+    @high_precision_init_val.setter
+    def high_precision_init_val(self, value: Tensor | None) -> None:
+        self.state.initial = value
+
+    @property
+    def master_owner(self) -> Any:
+        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
+        owner = self.state.freshness.owner
+        return None if owner is None else owner()
+
+    def wait(self) -> None:
+        """Until the bytes are here: completes a gather in flight."""
+        if self.state.freshness.finish is not None:
+            self.state.freshness.finish(self)
+
+    def dequantize(self) -> Tensor:
+        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
+        value = self.read(columnwise=False, dtype=self.dtype)
+        if self.transposed_of is None:
+            return value.view(self.shape)
+        return value.view(self.transposed_of.shape).transpose(-2, -1)
+
+    def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
+        """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
+        columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
+        if self._makes_columnwise:
+            columnwise = False  # the transposed codes are the same codes
+        data, scale_inv = self.direction(columnwise)
+        backend, key = backends.choose(data.device), str(self.format)
+        value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
+        return value
+
+    def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
+        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy.
+
+        Also for bytes that `check_readable` refuses.
+        """
+        self.check_readable()
+        self.state.check_direction(columnwise)
+        if columnwise and self._makes_columnwise:
+            self.wait()
+            backend, row_scale = backends.choose(self.device), self.rowwise_scale_inv
+            made = ops.transposed(backend, str(self.format), self.rowwise_data, row_scale, *self.matrix_shape)
+            return made[0], made[1] if self.format.block else row_scale
+        if columnwise:
+            return self._fresh_columnwise(), self.columnwise_scale_inv
+        return self.rowwise_data, self.rowwise_scale_inv
+
+    def check_readable(self) -> None:
+        """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are older than their masters.
+
+        Every product and `dequantize` call this before they read the bytes.
+        """
+        self.check_filled()
+        if debugging():
+            self._check_masters()
+        owners.note_read(self)
+
+    def check_filled(self) -> None:
+        """RuntimeError for bytes that were never cast nor filled, and for those that a cast or step left torn."""
+        self.state.freshness.check_whole()
+        if not self.state.ever_cast:
+            raise RuntimeError(
+                f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
+                "or load a state dict into it, or make it over existing bytes by QuantizedWeight.of_buffers"
+            )
+
+    @property
+    def readable_rowwise_data(self) -> Tensor:
+        """The rowwise data for a compiled graph, which reads it at every call."""
+        self.check_readable()
+        return self.rowwise_data
+
+    @property
+    def _makes_columnwise(self) -> bool:
+        """Whether a columnwise copy is made at each use and not kept."""
+        return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
+
+    def gemm_choice(self) -> gemm.Choice:
+        """How `linear` runs with this weight and an input of the nominal dtype, and why not on tensor cores."""
+        return gemm.choice_of(self, self.dtype)
+
+    def _fresh_columnwise(self) -> Tensor:
+        """The columnwise data if it belongs to the last cast, rebuilt first where that was asked for; else RuntimeError."""
+        self.wait()
+        if not self.state.columnwise_is_fresh():
+            if self.state.freshness.rebuild is None:
+                raise RuntimeError(
+                    f"the columnwise copy of this {self.format} weight of shape {tuple(self.shape)} is older than its "
+                    "last cast: call post_all_gather_processing (or plan.post_all_gather()) after the all-gather"
+                )
+            self.state.freshness.rebuild(self)
+        data = self.columnwise_data
+        assert data is not None
+        return data
+
+    def _check_masters(self) -> None:
+        freshness, missing = self.state.freshness, None
+        self.wait()
+        if stale := freshness.stale_masters():
+            missing = f"is stale, {stale}"
+        elif freshness.sharded and freshness.cast and not freshness.rebuild and not self.state.is_gathered():
+            missing = "holds this rank's part of the last cast only"
+        if missing:
+            raise RuntimeError(f"this {self.format} weight of shape {tuple(self.shape)} {missing}: {freshness.advice}")
+
+    def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
+        """Move the bytes into new storage, such as a slice of a flat buffer: same bytes, new place.
+
+        A given tensor has the shape, dtype and device of what it replaces and is contiguous; else ValueError, nothing moved.
+        """
+        targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
+        self.wait()
+        self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
+
+    def restate(self, state: WeightState) -> None:
+        """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
+        self.state = state
+        weight_state.moved()
+
+    def share(self) -> "QuantizedWeight":
+        """A new object for the same storage, as `detach` gives it."""
+        twin = QuantizedWeight(self.shape, self.state)
+        twin.transposed_of = self.transposed_of
+        return twin
+
+    def transposed(self) -> "QuantizedWeight":
+        """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the weight itself."""
+        if self.transposed_of is not None:
+            return self.transposed_of
+        view = QuantizedWeight((*self.shape[:-2], self.shape[-1], self.shape[-2]), self.state)
+        view.transposed_of = self
+        return view
+
+    def share_memory_(self) -> "QuantizedWeight":
+        """Refused: pickling copies a weight's bytes, so another process would never see a later cast."""
+        raise RuntimeError("a QuantizedWeight cannot be shared between processes: send each of them a copy")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Without contents: they would have to be dequantized."""
+        return f"QuantizedWeight(shape={tuple(self.shape)}, format={self.format}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
+        """Copies this weight's own bytes, not the flat buffer that they may be part of."""
+        copy = memo[id(self)] = self.copied(Tensor.clone)
+        return copy
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """A weight of its own whose buffers are what `copy` gives for this one's."""
+        return _restore(*self._payload(copy))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)` takes it."""
+        return _restore, self._payload(Tensor.clone)
+
+    def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        if self.transposed_of is not None:
+            raise RuntimeError("a transposed reading is not copied or saved: copy the weight itself")
+        self.wait()
+        is_parameter, cast = isinstance(self, torch.nn.Parameter), self.state.ever_cast
+        initial = self.high_precision_init_val
+        initial = None if initial is None else copy(initial)
+        fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, cast
+        return *fixed, self.state.copies(copy), initial
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
+        names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
+        if self.state.only:
+            raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
+        context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
+        return names, context
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
+        _, context = self.__tensor_flatten__()
+        inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
+        return f"QuantizedWeight of {self.device} {context} {inner}"
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
+        """The inverse of `__tensor_flatten__`."""
+        shape, fmt, dtype, requires_grad, on_demand = context
+        buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
+        weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
+        weight.state.columnwise_on_demand = on_demand
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Products go to `linear.py`, what reads memory is refused; the rest to the dispatcher, results not re-wrapped.
+
+        Whatever either asks of its tensors does not come back here: a product asks a dozen times.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What `define` was told of; everything else raises, and says what to do instead."""
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise unsupported.refusal(func, args, kwargs or {}, cls)
+        return handler(*args, **(kwargs or {}))
+
+
+def _restore(
+    shape: tuple[int, ...],
+    key: str,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    cast: bool,
+    buffers: dict[str, Tensor],
+    initial: Tensor | None,
+) -> QuantizedWeight:
+    weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
+    weight.state.was_cast = cast
+    weight.high_precision_init_val = initial
+    if is_parameter:
+        weight._is_param = True  # what torch.nn.Parameter sets on a subclass
+    return weight
+
+
+torch.serialization.add_safe_globals([_restore])
+
+
+def define(op: Any, handler: Callable[..., Any]) -> None:
+    """What an operator does when a QuantizedWeight is among its arguments."""
+    _HANDLERS[op] = handler
+
+
+def define_function(function: Any, handler: Callable[..., Any]) -> None:
+    """What a function of torch that is no operator does, above the dispatcher."""
+    _FUNCTIONS[function] = handler
