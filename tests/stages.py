@@ -90,7 +90,7 @@ def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
     where = {"rows": rows, "columns": columns, "row_amax": 0, "column_amax": down * across}
     names = ("row_scale", "column_scale", "amax", "scale")
     where |= {f"{name}_base": 0 for name in names} | {f"{name}_offset": 0 for name in names}
-    bases = [stored.view(-1)], [unused.view(-1)], [amax], None, [one]
+    bases = [stored.view(-1)], [unused.view(-1)], [amax], [one], None
     devices.stage(backend, "compute_scales")(spec, packed, table(row(**where)), *bases)
     repeat = (
         spec.block[0] if buffer.dtype is torch.uint8 else 1

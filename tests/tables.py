@@ -145,7 +145,7 @@ class Bench:
         if stage == "partial_amax":
             function(fmt, self.nominal, on["master"], self.table, packed)
         elif stage == "compute_scales":
-            function(fmt, packed, self.table, on["row_scale"], on["column_scale"], on["amax"], skip, delayed)
+            function(fmt, packed, self.table, on["row_scale"], on["column_scale"], on["amax"], delayed, skip)
         elif stage == "partial_cast":
             amaxes = self._with_tensor_amaxes(on["amax"])
             data = on["row_data"], on["column_data"]

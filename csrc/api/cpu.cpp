@@ -1,4 +1,4 @@
-// The stages on the CPU. Arguments are those of zerocast/backends/README.md with addresses for tensors; an address 0 is
+// The stages on the CPU. Arguments go by the names of zerocast/backends/ops.py, with addresses for tensors; an address 0 is
 // None.
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include "cpu/stages.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace zerocast::api {
 namespace {
@@ -19,20 +20,17 @@ using TableArgument = std::pair<uintptr_t, int64_t>;
 
 Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
 
-std::vector<Array> arrays_of(const Bases& addresses, const std::vector<std::string>& dtypes) {
-  if (addresses.size() != dtypes.size()) throw std::invalid_argument("as many dtypes as masters are needed");
+std::vector<Array> arrays_of(const TypedBases& bases) {
   std::vector<Array> arrays;
-  for (size_t i = 0; i < addresses.size(); ++i) arrays.push_back(array_of({addresses[i], dtypes[i]}));
+  for (const TypedBase& base : bases) arrays.push_back(array_of(base));
   return arrays;
 }
 
 Table table_of(const TableArgument& table) { return {reinterpret_cast<const int64_t*>(table.first), table.second}; }
 
-void partial_amax(const Format& format, const std::string& nominal, const Bases& masters,
-                  const std::vector<std::string>& master_dtypes, const TableArgument& table, const TypedBase& packed,
-                  int threads) {
-  cpu::partial_amax(format, dtype_of(nominal), arrays_of(masters, master_dtypes), table_of(table), array_of(packed),
-                    threads);
+void partial_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TableArgument& table,
+                  const TypedBase& packed, int threads) {
+  cpu::partial_amax(format, dtype_of(nominal), arrays_of(masters), table_of(table), array_of(packed), threads);
 }
 
 void compute_scales(const Format& format, const TypedBase& packed, const TableArgument& table, const Bases& row_scales,
@@ -40,16 +38,15 @@ void compute_scales(const Format& format, const TypedBase& packed, const TableAr
   cpu::compute_scales(format, array_of(packed), table_of(table), row_scales, column_scales, amaxes, scales, threads);
 }
 
-void partial_cast(const Format& format, const std::string& nominal, const Bases& masters,
-                  const std::vector<std::string>& master_dtypes, const TypedBase& packed, const Bases& amaxes,
-                  const Bases& scales, const TableArgument& table, const Bases& row_data, const Bases& column_data,
-                  int threads) {
-  cpu::partial_cast(format, dtype_of(nominal), arrays_of(masters, master_dtypes), array_of(packed), amaxes, scales,
-                    table_of(table), row_data, column_data, threads);
+void partial_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBase& packed,
+                  const Bases& amaxes, const Bases& scales, const TableArgument& table, const Bases& row_data,
+                  const Bases& column_data, int threads) {
+  cpu::partial_cast(format, dtype_of(nominal), arrays_of(masters), array_of(packed), amaxes, scales, table_of(table),
+                    row_data, column_data, threads);
 }
 
 void roll_history(const Format& format, const TableArgument& table, const Bases& amaxes, const Bases& scales,
-                  const Bases& histories) {
+                  const Bases& histories, int /*threads: a row is a few elements*/) {
   cpu::roll_history(format, table_of(table), amaxes, scales, histories);
 }
 
@@ -65,13 +62,13 @@ void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv
   cpu::dequantize(format, weight, array_of(out), threads);
 }
 
-void adam_step(uintptr_t master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
+void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
                const TableArgument& segments, uintptr_t scalars, float clip, int threads) {
-  const AdamState state{master, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
+  const AdamState state{master.first, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
   cpu::adam_step(state, table_of(segments).rows, segments.second, reinterpret_cast<const float*>(scalars), clip, threads);
 }
 
-void adam_amax(const Format& format, const std::string& nominal, const Bases& masters, const TypedBases& grads,
+void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
                const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
                uintptr_t scalars, float clip, const TypedBase& packed, int threads) {
   const size_t n = masters.size();
@@ -80,7 +77,7 @@ void adam_amax(const Format& format, const std::string& nominal, const Bases& ma
   }
   std::vector<AdamState> states;
   for (size_t i = 0; i < n; ++i) {
-    states.push_back({masters[i], array_of(grads[i]), array_of(exp_avgs[i]), array_of(exp_avg_sqs[i])});
+    states.push_back({masters[i].first, array_of(grads[i]), array_of(exp_avgs[i]), array_of(exp_avg_sqs[i])});
   }
   cpu::adam_amax(format, dtype_of(nominal), states, table_of(table), reinterpret_cast<const int64_t*>(groups),
                  reinterpret_cast<const float*>(scalars), clip, array_of(packed), threads);
@@ -91,14 +88,22 @@ void adam_amax(const Format& format, const std::string& nominal, const Bases& ma
 void register_cpu(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> free;
   py::module_ cpu = m.def_submodule("cpu", "the stages on the CPU");
-  cpu.def("partial_amax", &partial_amax, free);
-  cpu.def("compute_scales", &compute_scales, free);
-  cpu.def("partial_cast", &partial_cast, free);
-  cpu.def("roll_history", &roll_history, free);
-  cpu.def("transpose", &transpose, free);
-  cpu.def("dequantize", &dequantize, free);
-  cpu.def("adam_step", &adam_step, free);
-  cpu.def("adam_amax", &adam_amax, free);
+  cpu.def("partial_amax", &partial_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "table"_a, "packed"_a,
+          "threads"_a);
+  cpu.def("compute_scales", &compute_scales, free, py::kw_only(), "fmt"_a, "packed"_a, "table"_a, "row_scales"_a,
+          "column_scales"_a, "amaxes"_a, "scales"_a, "threads"_a);
+  cpu.def("partial_cast", &partial_cast, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "packed"_a, "amaxes"_a,
+          "scales"_a, "table"_a, "row_data"_a, "column_data"_a, "threads"_a);
+  cpu.def("roll_history", &roll_history, free, py::kw_only(), "fmt"_a, "table"_a, "amaxes"_a, "scales"_a, "histories"_a,
+          "threads"_a);
+  cpu.def("transpose", &transpose, free, py::kw_only(), "fmt"_a, "table"_a, "row_data"_a, "row_scales"_a, "column_data"_a,
+          "column_scales"_a, "threads"_a);
+  cpu.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
+          "columnwise"_a, "out"_a, "threads"_a);
+  cpu.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
+          "scalars"_a, "clip"_a, "threads"_a);
+  cpu.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
+          "exp_avg_sqs"_a, "table"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "threads"_a);
 }
 
 }  // namespace zerocast::api

@@ -1,4 +1,5 @@
-// The stages on the GPU. Bases are addresses of arrays of addresses in device memory; an address 0 is None.
+// The stages on the GPU. Arguments go by the names of zerocast/backends/ops.py. Bases are addresses of arrays of addresses
+// in device memory; an address 0 is None.
 #include <pybind11/stl.h>
 
 #include <stdexcept>
@@ -9,6 +10,7 @@
 #include "cuda/stages.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace zerocast::api {
 namespace {
@@ -16,9 +18,7 @@ namespace {
 using TypedBase = std::pair<uintptr_t, std::string>;
 using TableArgument = std::pair<uintptr_t, int64_t>;
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
-using StateArgument = std::tuple<uintptr_t, TypedBase, TypedBase, TypedBase>;
-using StreamArgument = std::pair<uintptr_t, int>;                  // handle, device
-using StepArgument = std::tuple<uintptr_t, uintptr_t, uintptr_t>;  // scalars, clip, skip
+using StreamArgument = std::pair<uintptr_t, int>;                         // handle, device
 
 Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
 
@@ -27,14 +27,10 @@ cuda::Work work_of(const WorkArgument& work) {
   return {table, weights, items, blocks};
 }
 
-cuda::AdamState state_of(const StateArgument& state) {
-  const auto& [master, grad, exp_avg, exp_avg_sq] = state;
-  return {master, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
-}
-
-cuda::AdamStep step_of(const StepArgument& step) {
-  const auto& [scalars, clip, skip] = step;
-  return {scalars, clip, skip};
+cuda::AdamState state_of(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg,
+                         const TypedBase& exp_avg_sq) {
+  if (dtype_of(master.second) != Dtype::kFloat32) throw std::invalid_argument("Adam takes FP32 masters");
+  return {master.first, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
 }
 
 cuda::Stream stream_of(const StreamArgument& stream) { return {stream.first, stream.second}; }
@@ -64,9 +60,9 @@ std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, cons
   return found;
 }
 
-void partial_amax(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
-                  const WorkArgument& work, const TypedBase& packed, const StreamArgument& stream) {
-  cuda::partial_amax(format, dtype_of(nominal), dtype_of(master), masters, work_of(work), array_of(packed),
+void partial_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const WorkArgument& work,
+                  const TypedBase& packed, const StreamArgument& stream) {
+  cuda::partial_amax(format, dtype_of(nominal), dtype_of(masters.second), masters.first, work_of(work), array_of(packed),
                      stream_of(stream));
 }
 
@@ -77,11 +73,11 @@ void compute_scales(const Format& format, const TypedBase& packed, const WorkArg
                        stream_of(stream));
 }
 
-void partial_cast(const Format& format, const std::string& nominal, const std::string& master, cuda::DeviceBases masters,
-                  const TypedBase& packed, cuda::DeviceBases amaxes, cuda::DeviceBases scales, const WorkArgument& work,
-                  cuda::DeviceBases row_data, cuda::DeviceBases column_data, cuda::Flag skip, const StreamArgument& stream) {
-  cuda::partial_cast(format, dtype_of(nominal), dtype_of(master), masters, array_of(packed), amaxes, scales, work_of(work),
-                     row_data, column_data, skip, stream_of(stream));
+void partial_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
+                  cuda::DeviceBases amaxes, cuda::DeviceBases scales, const WorkArgument& work, cuda::DeviceBases row_data,
+                  cuda::DeviceBases column_data, cuda::Flag skip, const StreamArgument& stream) {
+  cuda::partial_cast(format, dtype_of(nominal), dtype_of(masters.second), masters.first, array_of(packed), amaxes, scales,
+                     work_of(work), row_data, column_data, skip, stream_of(stream));
 }
 
 void roll_history(const Format& format, const WorkArgument& work, cuda::DeviceBases amaxes, cuda::DeviceBases scales,
@@ -103,15 +99,19 @@ void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv
   cuda::dequantize(format, weight, array_of(out), stream_of(stream));
 }
 
-void adam_step(const StateArgument& state, uintptr_t segments, uintptr_t items, int64_t blocks, const StepArgument& step,
+void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
+               const WorkArgument& segments, uintptr_t scalars, uintptr_t clip, cuda::Flag skip,
                const StreamArgument& stream) {
-  cuda::adam_step(state_of(state), segments, items, blocks, step_of(step), stream_of(stream));
+  const cuda::Work work = work_of(segments);
+  cuda::adam_step(state_of(master, grad, exp_avg, exp_avg_sq), work.table, work.items, work.blocks, {scalars, clip, skip},
+                  stream_of(stream));
 }
 
-void adam_amax(const Format& format, const std::string& nominal, const StateArgument& state, const WorkArgument& work,
-               uintptr_t groups, const StepArgument& step, const TypedBase& packed, const StreamArgument& stream) {
-  cuda::adam_amax(format, dtype_of(nominal), state_of(state), work_of(work), groups, step_of(step), array_of(packed),
-                  stream_of(stream));
+void adam_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& grads,
+               const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, const WorkArgument& work, uintptr_t groups,
+               uintptr_t scalars, uintptr_t clip, const TypedBase& packed, cuda::Flag skip, const StreamArgument& stream) {
+  cuda::adam_amax(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
+                  {scalars, clip, skip}, array_of(packed), stream_of(stream));
 }
 
 void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
@@ -134,14 +134,22 @@ void register_cuda(py::module_& m) {
   cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
   cuda.def("targets", &cuda::targets);
   cuda.def("ordinals", &ordinals);
-  cuda.def("partial_amax", &partial_amax, free);
-  cuda.def("compute_scales", &compute_scales, free);
-  cuda.def("partial_cast", &partial_cast, free);
-  cuda.def("roll_history", &roll_history, free);
-  cuda.def("transpose", &transpose, free);
-  cuda.def("dequantize", &dequantize, free);
-  cuda.def("adam_step", &adam_step, free);
-  cuda.def("adam_amax", &adam_amax, free);
+  cuda.def("partial_amax", &partial_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "work"_a, "packed"_a,
+           "stream"_a);
+  cuda.def("compute_scales", &compute_scales, free, py::kw_only(), "fmt"_a, "packed"_a, "work"_a, "row_scales"_a,
+           "column_scales"_a, "amaxes"_a, "scales"_a, "partial"_a, "skip"_a, "stream"_a);
+  cuda.def("partial_cast", &partial_cast, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "packed"_a, "amaxes"_a,
+           "scales"_a, "work"_a, "row_data"_a, "column_data"_a, "skip"_a, "stream"_a);
+  cuda.def("roll_history", &roll_history, free, py::kw_only(), "fmt"_a, "work"_a, "amaxes"_a, "scales"_a, "histories"_a,
+           "skip"_a, "stream"_a);
+  cuda.def("transpose", &transpose, free, py::kw_only(), "fmt"_a, "data_work"_a, "scale_work"_a, "row_data"_a,
+           "row_scales"_a, "column_data"_a, "column_scales"_a, "stream"_a);
+  cuda.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
+           "columnwise"_a, "out"_a, "stream"_a);
+  cuda.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
+           "scalars"_a, "clip"_a, "skip"_a, "stream"_a);
+  cuda.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
+           "exp_avg_sqs"_a, "work"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "skip"_a, "stream"_a);
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
   cuda.def("quantize_groups", &quantize_groups, free);
   cuda.def("quantize_tensor", &quantize_tensor, free);

@@ -1,5 +1,6 @@
 """The torch.library ops: schemas say what is written, fakes agree with the real thing, formats and backends go by name."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,22 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts, stages
 from tests.matrices import lcg_matrix
-from zerocast import CastPlan, QuantizedWeight
+from zerocast import CastPlan, QuantizedWeight, backends
 from zerocast.backends import ops
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.weight import compiled_ops as products
 
-Recorded = dict[Any, list[tuple[Any, ...]]]
-STAGES = {
-    "partial_amax",
-    "compute_scales",
-    "partial_cast",
-    "roll_history",
-    "transpose",
-    "dequantize",
-    "adam_step",
-    "adam_amax",
-}
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+Recorded = dict[Any, list[Call]]
+
+
+def copied(call: Call) -> Call:
+    """The arguments with tensors of their own."""
+    copies: Call = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, call)
+    return copies
 
 
 class Recorder(TorchDispatchMode):
@@ -36,7 +34,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "zerocast":
-            self.calls.setdefault(func, []).append(torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, args))
+            self.calls.setdefault(func, []).append(copied((args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
@@ -61,10 +59,9 @@ def calls_of_a_step(backend: str) -> Recorded:
                 False,
                 torch.float32,
             )
-        state = [torch.rand(100) for _ in range(4)]
-        segments = torch.tensor([[0, 40, 0], [50, 50, 0]])
-        ops.adam_step(backend, *state, segments, torch.rand(1, 8), torch.ones(1), None)
-        lists, groups = [[tensor] for tensor in state], torch.zeros(1, dtype=torch.int64)
+        flats = {name: torch.rand(100) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+        step = {"scalars": torch.rand(1, 8), "clip": torch.ones(1)}
+        ops.adam_step(backend, **flats, segments=torch.tensor([[0, 40, 0], [50, 50, 0]]), **step, skip=None)
         where = {
             "rows": 8,
             "columns": 16,
@@ -74,18 +71,36 @@ def calls_of_a_step(backend: str) -> Recorded:
             "master_offset": 0,
             "row_amax": 2,
         }
-        rows = stages.table(stages.row(**where))
-        scalars = groups, torch.rand(1, 8), torch.ones(1), torch.zeros(4)
-        ops.adam_amax(backend, "fp8_block", torch.bfloat16, *lists, rows, *scalars, torch.tensor([False]))
+        ops.adam_amax(
+            backend,
+            "fp8_block",
+            nominal=torch.bfloat16,
+            **{f"{name}s": [flat] for name, flat in flats.items()},
+            table=stages.table(stages.row(**where)),
+            groups=torch.zeros(1, dtype=torch.int64),
+            **step,
+            packed=torch.zeros(4),
+            skip=torch.tensor([False]),
+        )
     return recorder.calls
 
 
 def test_every_op_passes_opcheck(backend: str) -> None:
     calls = calls_of_a_step(backend)
-    assert {op._opname for op in calls} == STAGES
-    for op, arguments in calls.items():
-        for args in arguments[:: max(1, len(arguments) // 4)]:
-            torch.library.opcheck(op, args)
+    assert {op._opname for op in calls} == set(ops.STAGES)
+    for op, found in calls.items():
+        for args, kwargs in found[:: max(1, len(found) // 4)]:
+            torch.library.opcheck(op, args, kwargs)
+
+
+def test_the_backends_take_the_arguments_of_the_table(backend_anywhere: str) -> None:
+    """By the same names in the same order; those of the compiled backends are made from the table."""
+    if backend_anywhere in ("cpu", "cuda"):
+        return
+    module = backends.load(backend_anywhere)
+    for stage in ops.STAGES:
+        expected = [argument.name for argument in ops.arguments_of(stage)]
+        assert list(inspect.signature(getattr(module, stage)).parameters) == expected, stage
 
 
 @pytest.mark.parametrize("fmt", casts.FORMATS)
@@ -120,12 +135,13 @@ def test_columnwise_copies_on_demand(fmt: str, backend: str) -> None:
 
 def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
     """What an op mutates is declared: functionalised and compiled, it still arrives in the caller's storage."""
-    for op, arguments in calls_of_a_step(backend).items():
+    run = torch.compile(lambda op, args, kwargs: op(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    for op, calls in calls_of_a_step(backend).items():
         torch._dynamo.reset()
-        for args in arguments[:2]:
-            eager, compiled = (torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, args) for _ in range(2))
-            expected = op(*eager)
-            found = torch.compile(lambda op, args: op(*args), backend="aot_eager", fullgraph=True)(op, compiled)
+        for call in calls[:2]:
+            eager, compiled = copied(call), copied(call)
+            expected = op(*eager[0], **eager[1])
+            found = run(op, *compiled)
             leaves = zip(
                 *(torch.utils._pytree.tree_leaves(x) for x in ([compiled, found], [eager, expected])), strict=True
             )
@@ -135,7 +151,7 @@ def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
 
 
 def test_schemas_take_tensors_and_never_addresses() -> None:
-    for name in STAGES:
+    for name in ops.STAGES:
         schema = getattr(ops, name)._schema
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         assert written or name == "dequantize", schema

@@ -76,7 +76,7 @@ class Weights:
     def compute_scales(self, backend: object) -> None:
         scales = [self.scale] if self.fmt.amax_policy is AmaxPolicy.DELAYED else []
         stored = [self.row_scale], [self.column_scale], [self.amax]
-        backend.compute_scales(self.fmt, self.packed, self.table, *stored, None, scales)  # type: ignore[attr-defined]
+        backend.compute_scales(self.fmt, self.packed, self.table, *stored, scales, None)  # type: ignore[attr-defined]
 
     def partial_cast(self, backend: object) -> None:
         data = [self.row_data], [self.column_data]

@@ -66,8 +66,9 @@ class Trainee:
             self.plan.launch(skip, AdamUpdate(self.grad_shard, *self.moments, rows, clip))
         else:
             segments = torch.tensor(self.segments, dtype=torch.int64).view(-1, 3)
-            state = self.master, self.grad_shard, *self.moments
-            ops.adam_step(self.plan.backend, *state, segments, rows, clip, skip)
+            exp_avg, exp_avg_sq = self.moments
+            state = {"master": self.master, "grad": self.grad_shard, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            ops.adam_step(self.plan.backend, **state, segments=segments, scalars=rows, clip=clip, skip=skip)
             self.plan.launch(skip)
         self.plan.freshness.cast += 1
 

@@ -59,3 +59,9 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
 def typed(tensor: Tensor) -> tuple[int, str]:
     """Address and name of the dtype."""
     return tensor.data_ptr(), DTYPES[tensor.dtype]
+
+
+def data(tensor: Tensor) -> tuple[int, str]:
+    """The same of one direction of a weight: codes, whose dtype no stage reads, or values of the nominal dtype."""
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.data_ptr(), DTYPES.get(tensor.dtype, "float32")

@@ -1,4 +1,4 @@
-"""The stages as torch.library ops: schemas, fakes, one implementation that hands over to a backend.
+"""The stages: what each is given, and each as a torch.library op that hands over to a backend.
 
 Ops take base tensors that are declared mutable, and the descriptor table. An op on bare addresses would pass opcheck and then be
 compiled into wrong results, since nothing tells the compiler what it writes. Formats travel as text (`str(fmt)`); the backend is
@@ -6,7 +6,9 @@ chosen where a plan is built and named in the call.
 """
 
 import functools
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,52 +19,78 @@ from zerocast.formats import get_format, layout
 
 LIBRARY = torch.library.Library("zerocast", "DEF")
 
-_SCHEMAS = {
-    "partial_amax": (
-        "(str backend, str format, ScalarType nominal, Tensor[] masters, Tensor table, Tensor(a!) packed) -> ()"
-    ),
+# The stages, by their arguments: a kind and a name each, "!" where the stage writes it. Schemas, fakes, and the calls of the
+# compiled backends follow from this; README.md says what each stage reads and writes.
+STAGES = {
+    "partial_amax": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
     "compute_scales": (
-        "(str backend, str format, Tensor packed, Tensor table, Tensor(a!)[] row_scales, Tensor(b!)[] column_scales, "
-        "Tensor(c!)[] amaxes, Tensor? skip, Tensor[] scales) -> ()"
+        "format fmt, typed packed, table table, bases row_scales!, bases column_scales!, bases amaxes!, bases scales, skip skip"
     ),
     "partial_cast": (
-        "(str backend, str format, ScalarType nominal, Tensor[] masters, Tensor packed, Tensor[] amaxes, Tensor[] scales, "
-        "Tensor table, Tensor(a!)[] row_data, Tensor(b!)[] column_data, Tensor? skip) -> ()"
+        "format fmt, dtype nominal, typed_bases masters, typed packed, bases amaxes, bases scales, table table, "
+        "bases row_data!, bases column_data!, skip skip"
     ),
-    "roll_history": (
-        "(str backend, str format, Tensor table, Tensor[] amaxes, Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor? skip)"
-        " -> ()"
-    ),
+    "roll_history": "format fmt, table table, bases amaxes, bases scales!, bases histories!, skip skip",
     "transpose": (
-        "(str backend, str format, Tensor table, Tensor[] row_data, Tensor[] row_scales, Tensor(a!)[] column_data, "
-        "Tensor(b!)[] column_scales) -> ()"
-    ),
-    "transposed": (
-        "(str backend, str format, Tensor row_data, Tensor? row_scale, int rows, int columns) -> (Tensor, Tensor)"
+        "format fmt, table table, bases row_data, bases row_scales, bases column_data!, bases column_scales!"
     ),
     "dequantize": (
-        "(str backend, str format, Tensor data, Tensor? scale_inv, Tensor? amax, int rows, int columns, bool columnwise, "
-        "ScalarType dtype) -> Tensor"
+        "format fmt, data data, optional scale_inv, optional amax, int rows, int columns, bool columnwise, typed out!"
     ),
     "adam_step": (
-        "(str backend, Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor segments, "
-        "Tensor scalars, Tensor clip, Tensor? skip) -> ()"
+        "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
     ),
     "adam_amax": (
-        "(str backend, str format, ScalarType nominal, Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, "
-        "Tensor(c!)[] exp_avg_sqs, Tensor table, Tensor groups, Tensor scalars, Tensor clip, Tensor(d!) packed, "
-        "Tensor? skip) -> ()"
+        "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
+        "table table, groups groups, scalars scalars, clip clip, typed packed!, skip skip"
     ),
 }
 
+# What a schema calls each kind. "bases" are whole storages of a dtype that the stage knows, "typed" ones come in several.
+_TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
+_TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
+_TYPES |= dict.fromkeys(("typed", "data", "table", "segments", "groups", "scalars", "clip"), "Tensor")
 
-def _stage(name: str):  # type: ignore[no-untyped-def]
-    @functools.cache
-    def stage(backend: str, format: str) -> Callable[..., None]:
-        return functools.partial(getattr(backends.load(backend), name), get_format(format))
 
-    def run(backend: str, format: str, *args: object) -> None:
-        stage(backend, format)(*args)
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a stage."""
+
+    kind: str
+    name: str
+    written: bool
+
+
+@functools.cache
+def arguments_of(stage: str) -> tuple[Argument, ...]:
+    """The arguments of a stage, in order."""
+    words = [item.split() for item in STAGES[stage].split(", ")]
+    return tuple(Argument(kind, name.rstrip("!"), name.endswith("!")) for kind, name in words)
+
+
+def schema_of(stage: str) -> str:
+    """The schema of the op of a stage: the backend and the format by position, all else by keyword."""
+    aliases = iter("abcdefgh")
+    head, rest = ["str backend"], []
+    for argument in arguments_of(stage):
+        written = f"({next(aliases)}!)" if argument.written else ""
+        kind, brackets = re.fullmatch(r"(\w+)(.*)", _TYPES[argument.kind]).groups()  # type: ignore[union-attr]
+        if argument.kind == "format":
+            head.append("str format")
+        else:
+            rest.append(f"{kind}{written}{brackets} {argument.name}")
+    return f"({', '.join([*head, '*', *rest])}) -> ()"
+
+
+@functools.cache
+def _implementation(stage: str, backend: str, format: str | None = None) -> Callable[..., None]:
+    implementation: Callable[..., None] = getattr(backends.load(backend), stage)
+    return implementation if format is None else functools.partial(implementation, get_format(format))
+
+
+def _run(stage: str) -> Callable[..., None]:
+    def run(*head: str, **arguments: object) -> None:
+        _implementation(stage, *head)(**arguments)
 
     return run
 
@@ -72,8 +100,13 @@ def _transposed(
 ) -> tuple[Tensor, Tensor]:
     """New columnwise data and scales of one weight; where a tensor has one scale, that is the rowwise one and none are made."""
     data, scale = _transposed_fake(backend, format, row_data, row_scale, rows, columns)
-    flat = [row_data.view(-1)], [] if row_scale is None else [row_scale.view(-1)], [data.view(-1)], [scale.view(-1)]
-    backends.load(backend).transpose(get_format(format), _whole_weight(rows, columns, row_data.device), *flat)
+    _implementation("transpose", backend, format)(
+        table=_whole_weight(rows, columns, row_data.device),
+        row_data=[row_data.view(-1)],
+        row_scales=[] if row_scale is None else [row_scale.view(-1)],
+        column_data=[data.view(-1)],
+        column_scales=[scale.view(-1)],
+    )
     return data, scale
 
 
@@ -107,7 +140,8 @@ def _dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     out = torch.empty(rows, columns, dtype=dtype, device=data.device)
-    backends.load(backend).dequantize(get_format(format), data, scale_inv, amax, rows, columns, columnwise, out)
+    dequantize = _implementation("dequantize", backend, format)
+    dequantize(data=data, scale_inv=scale_inv, amax=amax, rows=rows, columns=columns, columnwise=columnwise, out=out)
     return out
 
 
@@ -125,20 +159,8 @@ def _dequantize_fake(
     return data.new_empty((rows, columns), dtype=dtype)
 
 
-def _adam_step(backend: str, *args: object) -> None:
-    backends.load(backend).adam_step(*args)
-
-
-def _writes_only(*args: object) -> None:
+def _writes_only(*args: object, **arguments: object) -> None:
     return None
-
-
-_IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
-    "transposed": _transposed,
-    "dequantize": _dequantize,
-    "adam_step": _adam_step,
-}
-_FAKES: dict[str, Callable[..., object]] = {"transposed": _transposed_fake, "dequantize": _dequantize_fake}
 
 
 def define(
@@ -153,15 +175,27 @@ def define(
     return op
 
 
-for _name, _schema in _SCHEMAS.items():
-    define(_name, _schema, _IMPLEMENTATIONS.get(_name, _stage(_name)), _FAKES.get(_name))
+def _define_stage(stage: str) -> torch._ops.OpOverload:
+    return define(stage, schema_of(stage), _run(stage))
 
-partial_amax = torch.ops.zerocast.partial_amax.default
-compute_scales = torch.ops.zerocast.compute_scales.default
-partial_cast = torch.ops.zerocast.partial_cast.default
-roll_history = torch.ops.zerocast.roll_history.default
-transpose = torch.ops.zerocast.transpose.default
-transposed = torch.ops.zerocast.transposed.default
-dequantize = torch.ops.zerocast.dequantize.default
-adam_step = torch.ops.zerocast.adam_step.default
-adam_amax = torch.ops.zerocast.adam_amax.default
+
+partial_amax = _define_stage("partial_amax")
+compute_scales = _define_stage("compute_scales")
+partial_cast = _define_stage("partial_cast")
+roll_history = _define_stage("roll_history")
+transpose = _define_stage("transpose")
+adam_step = _define_stage("adam_step")
+adam_amax = _define_stage("adam_amax")
+transposed = define(
+    "transposed",
+    "(str backend, str format, Tensor row_data, Tensor? row_scale, int rows, int columns) -> (Tensor, Tensor)",
+    _transposed,
+    _transposed_fake,
+)
+dequantize = define(
+    "dequantize",
+    "(str backend, str format, Tensor data, Tensor? scale_inv, Tensor? amax, int rows, int columns, bool columnwise, "
+    "ScalarType dtype) -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+)

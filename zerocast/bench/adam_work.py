@@ -37,9 +37,9 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
     master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
     m = Moments(numel, place.device, random)
     segments = torch.tensor([[0, numel, 0]], device=place.device)
-    tensors = master, m.grad, m.exp_avg, m.exp_avg_sq
+    state = {"master": master, "grad": m.grad, "exp_avg": m.exp_avg, "exp_avg_sq": m.exp_avg_sq}
     return Job(
-        lambda: ops.adam_step(place.backend, *tensors, segments, m.scalars, m.clip, None),
+        lambda: ops.adam_step(place.backend, **state, segments=segments, scalars=m.scalars, clip=m.clip, skip=None),
         lambda: (master, m.exp_avg, m.exp_avg_sq),
     )
 

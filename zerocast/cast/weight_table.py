@@ -121,50 +121,97 @@ class Batch:
     def partial_amax(self, packed: Tensor) -> None:
         """Amaxes of the blocks that this rank owns elements of."""
         if self.key.fmt.amax_policy is not AmaxPolicy.NONE and self.masters.tensors:
-            ops.partial_amax(*self._head(), self.key.nominal, self.masters.tensors, self.table, packed)
+            masters = self.masters.tensors
+            ops.partial_amax(*self._head(), nominal=self.key.nominal, masters=masters, table=self.table, packed=packed)
 
     def adam_amax(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
         """Adam on the masters owned here, and in the same pass the amaxes of what they become, where the format has amaxes."""
         if not self.masters.tensors:
             return
         assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
-        master, state = self.masters.tensors, (update.grad, update.exp_avg, update.exp_avg_sq)
-        assert all(tensor.numel() == master[0].numel() for tensor in state), [tensor.shape for tensor in state]
+        (master,) = self.masters.tensors
+        moments = update.exp_avg, update.exp_avg_sq
+        assert all(t.numel() == master.numel() for t in (update.grad, *moments)), [t.shape for t in moments]
         if self.key.fmt.amax_policy is AmaxPolicy.NONE:
-            scalars = self._segments, update.scalars, update.clip
-            ops.adam_step(self.key.backend, master[0], *state, *scalars, skip)
-        else:
-            scalars = self._group_rows, update.scalars, update.clip
-            lists = master, *([tensor] for tensor in state)
-            ops.adam_amax(*self._head(), self.key.nominal, *lists, self.table, *scalars, packed, skip)
+            ops.adam_step(
+                self.key.backend,
+                master=master,
+                grad=update.grad,
+                exp_avg=update.exp_avg,
+                exp_avg_sq=update.exp_avg_sq,
+                segments=self._segments,
+                scalars=update.scalars,
+                clip=update.clip,
+                skip=skip,
+            )
+            return
+        ops.adam_amax(
+            *self._head(),
+            nominal=self.key.nominal,
+            masters=[master],
+            grads=[update.grad],
+            exp_avgs=[update.exp_avg],
+            exp_avg_sqs=[update.exp_avg_sq],
+            table=self.table,
+            groups=self._group_rows,
+            scalars=update.scalars,
+            clip=update.clip,
+            packed=packed,
+            skip=skip,
+        )
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Scale buffers and tensor amaxes, the same on every rank."""
         if self.key.fmt.scale_rule is not ScaleRule.NONE:
-            row, column = self._tensors("rowwise_scale_inv"), self._tensors("columnwise_scale_inv")
-            amax, scale = self._tensors("amax"), self._tensors("scale")
-            ops.compute_scales(*self._head(), packed, self.table, row, column, amax, skip, scale)
+            ops.compute_scales(
+                *self._head(),
+                packed=packed,
+                table=self.table,
+                row_scales=self._tensors("rowwise_scale_inv"),
+                column_scales=self._tensors("columnwise_scale_inv"),
+                amaxes=self._tensors("amax"),
+                scales=self._tensors("scale"),
+                skip=skip,
+            )
 
     def partial_cast(self, packed: Tensor, skip: Tensor | None) -> None:
         """Codes of the owned elements."""
         if self.masters.tensors:
-            row, column = self._tensors("rowwise_data"), self._tensors("columnwise_data")
-            scalars = packed, self._tensors("amax"), self._tensors("scale")
             ops.partial_cast(
-                *self._head(), self.key.nominal, self.masters.tensors, *scalars, self.table, row, column, skip
+                *self._head(),
+                nominal=self.key.nominal,
+                masters=self.masters.tensors,
+                packed=packed,
+                amaxes=self._tensors("amax"),
+                scales=self._tensors("scale"),
+                table=self.table,
+                row_data=self._tensors("rowwise_data"),
+                column_data=self._tensors("columnwise_data"),
+                skip=skip,
             )
 
     def roll_history(self, skip: Tensor | None) -> None:
         """Delayed scaling: the scale of the next cast, unless whoever keeps the history sets it."""
         if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and self.key.rolls:
-            amax, scale, history = (self._tensors(name) for name in ("amax", "scale", "amax_history"))
-            ops.roll_history(*self._head(), self.table, amax, scale, history, skip)
+            ops.roll_history(
+                *self._head(),
+                table=self.table,
+                amaxes=self._tensors("amax"),
+                scales=self._tensors("scale"),
+                histories=self._tensors("amax_history"),
+                skip=skip,
+            )
 
     def transpose(self) -> None:
         """Columnwise copies from the rowwise bytes."""
-        row, column = self._tensors("rowwise_data"), self._tensors("columnwise_data")
-        row_scale, column_scale = self._tensors("rowwise_scale_inv"), self._tensors("columnwise_scale_inv")
-        ops.transpose(*self._head(), self.table, row, row_scale, column, column_scale)
+        ops.transpose(
+            *self._head(),
+            table=self.table,
+            row_data=self._tensors("rowwise_data"),
+            row_scales=self._tensors("rowwise_scale_inv"),
+            column_data=self._tensors("columnwise_data"),
+            column_scales=self._tensors("columnwise_scale_inv"),
+        )
 
     def _head(self) -> tuple[str, str]:
         return self.key.backend, str(self.key.fmt)

@@ -37,20 +37,30 @@ class AdamPass:
     """The shards of weights of one format and nominal dtype, none of them empty."""
 
     def __init__(self, backend: str, fmt: FormatSpec, nominal: torch.dtype, shards: Sequence[AdamShard]) -> None:
-        self._head = backend, str(fmt), nominal
+        self._head, self._nominal = (backend, str(fmt)), nominal
         self._grads = [shard.grad for shard in shards]
         self._masters = [shard.master for shard in shards]
-        self._moments = [shard.exp_avg for shard in shards], [shard.exp_avg_sq for shard in shards]
+        self._exp_avgs, self._exp_avg_sqs = [s.exp_avg for s in shards], [s.exp_avg_sq for s in shards]
         device = shards[0].master.device
         rows = [_row(index, shard) for index, shard in enumerate(shards)]
         self._table = torch.tensor(rows, dtype=torch.int64).to(device)
-        self._rows = torch.tensor([shard.row for shard in shards], dtype=torch.int64).to(device)
+        self._groups = torch.tensor([shard.row for shard in shards], dtype=torch.int64).to(device)
 
     def run(self, scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
         """One step of all shards; their amaxes go into `packed`, which holds zeros there."""
-        grads = [grad() for grad in self._grads]
         ops.adam_amax(
-            *self._head, self._masters, grads, *self._moments, self._table, self._rows, scalars, clip, packed, None
+            *self._head,
+            nominal=self._nominal,
+            masters=self._masters,
+            grads=[grad() for grad in self._grads],
+            exp_avgs=self._exp_avgs,
+            exp_avg_sqs=self._exp_avg_sqs,
+            table=self._table,
+            groups=self._groups,
+            scalars=scalars,
+            clip=clip,
+            packed=packed,
+            skip=None,
         )
 
 

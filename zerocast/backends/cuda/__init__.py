@@ -1,20 +1,19 @@
 """The CUDA backend: the stages in CUDA C++ (`csrc/cuda`), on the current stream, without a look at the device's memory.
 
-This module turns tensors into addresses and values into plain data, and decides nothing. See ../README.md for what each stage does,
-and csrc/README.md for how the work of a stage is cut.
+This module turns tensors into addresses and values into plain data, as the table of stages (`../ops.py`) says, and decides nothing. See
+../README.md for what each stage does, and csrc/README.md for how the work of a stage is cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocast.backends import extension
+from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
 from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.backends.extension import DTYPES
-from zerocast.backends.extension import format_of as _format
-from zerocast.backends.extension import typed as _typed
+from zerocast.backends.extension import DTYPES, data, format_of, typed
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -32,156 +31,9 @@ def why_not(device: torch.device) -> str | None:
     return why_no_kernels(_C.cuda.targets(), device)
 
 
-def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """See ../README.md."""
-    stream = stream_of(packed)
-    _C.cuda.partial_amax(
-        _format(fmt),
-        DTYPES[nominal],
-        _master_dtype(masters),
-        addresses(masters),
-        work("amax", fmt, table),
-        _typed(packed),
-        stream,
-    )
-
-
-def compute_scales(
-    fmt: FormatSpec,
-    packed: Tensor,
-    table: Tensor,
-    row_scales: list[Tensor],
-    column_scales: list[Tensor],
-    amaxes: list[Tensor],
-    skip: Tensor | None,
-    scales: list[Tensor],
-) -> None:
-    """See ../README.md."""
-    partial = partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
-    bases = addresses(row_scales), addresses(column_scales), addresses(amaxes), addresses(scales)
-    stream = stream_of(table)
-    tables = work("scales", fmt, table)
-    _C.cuda.compute_scales(_format(fmt), _typed(packed), tables, *bases, partial, _flag(skip), stream)
-
-
-def partial_cast(
-    fmt: FormatSpec,
-    nominal: torch.dtype,
-    masters: list[Tensor],
-    packed: Tensor,
-    amaxes: list[Tensor],
-    scales: list[Tensor],
-    table: Tensor,
-    row_data: list[Tensor],
-    column_data: list[Tensor],
-    skip: Tensor | None,
-) -> None:
-    """See ../README.md."""
-    stream = stream_of(table)
-    _C.cuda.partial_cast(
-        _format(fmt),
-        DTYPES[nominal],
-        _master_dtype(masters),
-        addresses(masters),
-        _typed(packed),
-        addresses(amaxes),
-        addresses(scales),
-        work("cast", fmt, table),
-        addresses(row_data),
-        addresses(column_data),
-        _flag(skip),
-        stream,
-    )
-
-
-def roll_history(
-    fmt: FormatSpec,
-    table: Tensor,
-    amaxes: list[Tensor],
-    scales: list[Tensor],
-    histories: list[Tensor],
-    skip: Tensor | None,
-) -> None:
-    """See ../README.md."""
-    bases = addresses(amaxes), addresses(scales), addresses(histories)
-    stream = stream_of(table)
-    _C.cuda.roll_history(_format(fmt), work("weights", fmt, table), *bases, _flag(skip), stream)
-
-
-def transpose(
-    fmt: FormatSpec,
-    table: Tensor,
-    row_data: list[Tensor],
-    row_scales: list[Tensor],
-    column_data: list[Tensor],
-    column_scales: list[Tensor],
-) -> None:
-    """See ../README.md."""
-    bases = [one_or_more(tensors) for tensors in (row_data, row_scales, column_data, column_scales)]
-    stream = stream_of(table)
-    tables = work("transpose", fmt, table), work("transpose_scales", fmt, table)
-    _C.cuda.transpose(_format(fmt), *tables, *bases, stream)
-
-
-def dequantize(
-    fmt: FormatSpec,
-    data: Tensor,
-    scale_inv: Tensor | None,
-    amax: Tensor | None,
-    rows: int,
-    columns: int,
-    columnwise: bool,
-    out: Tensor,
-) -> None:
-    """See ../README.md."""
-    assert data.is_contiguous() and out.is_contiguous() and (scale_inv is None or scale_inv.is_contiguous())
-    source = data.data_ptr(), DTYPES.get(data.dtype, "float32")
-    scalars = (0 if scale_inv is None else scale_inv.data_ptr()), (0 if amax is None else amax.data_ptr())
-    stream = stream_of(out)
-    _C.cuda.dequantize(_format(fmt), source, *scalars, rows, columns, columnwise, _typed(out), stream)
-
-
-def adam_step(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    segments: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    skip: Tensor | None,
-) -> None:
-    """See ../README.md."""
-    state = master.data_ptr(), _typed(grad), _typed(exp_avg), _typed(exp_avg_sq)
-    step = _scalars(scalars), clip.data_ptr(), _flag(skip)
-    stream = stream_of(master)
-    _C.cuda.adam_step(state, segments.data_ptr(), *segment_work(segments), step, stream)
-
-
-def adam_amax(
-    fmt: FormatSpec,
-    nominal: torch.dtype,
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    table: Tensor,
-    groups: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    packed: Tensor,
-    skip: Tensor | None,
-) -> None:
-    """See ../README.md."""
-    state = addresses(masters), *(_typed_bases(tensors) for tensors in (grads, exp_avgs, exp_avg_sqs))
-    step = _scalars(scalars), clip.data_ptr(), _flag(skip)
-    stream = stream_of(table)
-    tables = work("amax", fmt, table), groups.data_ptr()
-    _C.cuda.adam_amax(_format(fmt), DTYPES[nominal], state, *tables, step, _typed(packed), stream)
-
-
-def _flag(skip: Tensor | None) -> int:
-    return 0 if skip is None else skip.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    assert tensor is None or tensor.is_contiguous(), tensor.stride()
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _scalars(scalars: Tensor) -> int:
@@ -189,15 +41,75 @@ def _scalars(scalars: Tensor) -> int:
     return scalars.data_ptr()
 
 
-def _one_dtype(tensors: Sequence[Tensor]) -> str:
-    dtypes = {tensor.dtype for tensor in tensors}
-    assert len(dtypes) == 1, f"the tensors of one role have one dtype, got {dtypes}"
-    return DTYPES[dtypes.pop()]
-
-
-def _master_dtype(masters: Sequence[Tensor]) -> str:
-    return _one_dtype(masters) if masters else "float32"
-
-
 def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
-    return addresses(tensors), _one_dtype(tensors)
+    dtypes = {tensor.dtype for tensor in tensors}
+    assert len(dtypes) <= 1, f"the tensors of one role have one dtype, got {dtypes}"
+    return addresses(tensors), DTYPES[dtypes.pop()] if dtypes else "float32"
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "format": format_of,
+    "dtype": DTYPES.__getitem__,
+    "bases": addresses,
+    "typed_bases": _typed_bases,
+    "typed": typed,
+    "data": data,
+    "optional": _address,
+    "groups": _address,
+    "scalars": _scalars,
+    "clip": _address,
+    "skip": _address,
+    "segments": segment_work,
+    "int": int,
+    "bool": bool,
+}
+
+
+def _amax_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
+    return {"work": work("amax", fmt, table)}
+
+
+def _scale_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
+    partial = partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
+    return {"work": work("scales", fmt, table), "partial": partial}
+
+
+def _cast_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
+    return {"work": work("cast", fmt, table)}
+
+
+def _roll_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
+    return {"work": work("weights", fmt, table)}
+
+
+def _transpose_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
+    return {"data_work": work("transpose", fmt, table), "scale_work": work("transpose_scales", fmt, table)}
+
+
+def _stage(name: str, tables: Callable[..., dict[str, Any]] | None = None, **other: Callable[[Any], Any]) -> Any:
+    """The stage of the extension, given tensors in place of plain data.
+
+    `tables` makes of the format and the table what the kernels work by; `other` are ways to pass a kind of argument.
+    """
+    kinds = {**_PLAIN, **other}
+    kind_of = {argument.name: argument.kind for argument in ops.arguments_of(name)}
+    entry, on = getattr(_C.cuda, name), next(a for a, kind in kind_of.items() if kind in ("table", "segments", "data"))
+
+    def run(*arguments: Any, **named: Any) -> None:
+        given = dict(zip(kind_of, arguments, strict=False)) | named
+        plain = {argument: kinds[kind_of[argument]](value) for argument, value in given.items() if argument != "table"}
+        if tables is not None:
+            plain |= tables(**{argument: given[argument] for argument in ("fmt", "table") if argument in given})
+        entry(**plain, stream=stream_of(given[on]))
+
+    return run
+
+
+partial_amax = _stage("partial_amax", _amax_work)
+compute_scales = _stage("compute_scales", _scale_work)
+partial_cast = _stage("partial_cast", _cast_work)
+roll_history = _stage("roll_history", _roll_work)
+transpose = _stage("transpose", _transpose_work, bases=one_or_more)
+dequantize = _stage("dequantize")
+adam_step = _stage("adam_step")
+adam_amax = _stage("adam_amax", _amax_work)

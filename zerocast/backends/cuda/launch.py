@@ -69,11 +69,11 @@ def partial_amaxes(table: Tensor) -> Tensor:
     return kept[()]
 
 
-def segment_work(segments: Tensor) -> tuple[int, int]:
-    """(address of pairs, number of thread blocks) for rows of (offset, numel, row of scalars)."""
+def segment_work(segments: Tensor) -> Work:
+    """The thread blocks for rows of (offset, numel, row of scalars)."""
     size = _C.cuda.SEGMENT_ELEMENTS
     items = _items(("segments", ""), segments, lambda host: [(0, -(-numel // size)) for numel in host[:, 1].tolist()])
-    return items.data_ptr(), items.shape[0]
+    return segments.data_ptr(), segments.shape[0], items.data_ptr(), items.shape[0]
 
 
 def _items(key: tuple[str, str], table: Tensor, ordinals: Callable[[Tensor], list[tuple[int, int]]]) -> Tensor:

@@ -22,8 +22,8 @@ def compute_scales(
     row_scales: list[Tensor],
     column_scales: list[Tensor],
     amaxes: list[Tensor],
-    skip: Tensor | None,
     scales: list[Tensor],
+    skip: Tensor | None,
 ) -> None:
     """See ../README.md."""
     if skip is not None and bool(skip):

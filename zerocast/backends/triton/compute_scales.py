@@ -39,8 +39,8 @@ def compute_scales(
     row_scales: list[Tensor],
     column_scales: list[Tensor],
     amaxes: list[Tensor],
-    skip: Tensor | None,
     scales: list[Tensor],
+    skip: Tensor | None,
 ) -> None:
     """See ../README.md."""
     device, words, flag = table.device, as_integers(packed), skip_flag(skip, table.device)
