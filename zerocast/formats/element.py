@@ -6,6 +6,8 @@ How a float becomes a code lives with the backends; a value here only names the 
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Element:
@@ -15,10 +17,17 @@ class Element:
     bits: int
     max: float
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of codes of 8 bits; codes of 4 bits lie two in a byte and have none."""
+        return _DTYPES[self.name]
+
 
 E4M3 = Element("e4m3", 8, 448.0)
 E5M2 = Element("e5m2", 8, 57344.0)
 E2M1 = Element("e2m1", 4, 6.0)
+
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 FP8 = {element.name: element for element in (E4M3, E5M2)}
 

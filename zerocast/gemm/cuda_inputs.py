@@ -11,7 +11,6 @@ from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.cuda.targets import why_no_kernels
 from zerocast.backends.extension import typed
 from zerocast.formats import Element
-from zerocast.gemm.inputs import FLOAT8
 
 ALIGNMENT = 16
 
@@ -27,7 +26,7 @@ def serves(device: torch.device) -> bool:
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """`inputs.per_tensor`."""
     x = _aligned(x)
-    codes = torch.empty(x.shape, dtype=FLOAT8[element.name], device=x.device)
+    codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv, scratch = torch.empty(2, dtype=torch.float32, device=x.device).split(1)
     results = codes.data_ptr(), scale_inv.data_ptr(), scratch.data_ptr()
     _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, stream_of(x))
@@ -39,7 +38,7 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     assert width == GROUP, width
     x = _aligned(x)
     rows, columns = x.shape
-    codes = torch.empty(x.shape, dtype=FLOAT8[element.name], device=x.device)
+    codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(columns // width, rows, dtype=torch.float32, device=x.device)
     results = codes.data_ptr(), scale_inv.data_ptr()
     _C.cuda.quantize_groups(typed(x), rows, columns, element.name, power_of_2, *results, stream_of(x))

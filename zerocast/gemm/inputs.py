@@ -27,7 +27,6 @@ from zerocast.formats import Block, Element, FormatSpec, get_format
 from zerocast.formats.layout import rowwise_scale_inv
 
 FLT_MAX = torch.finfo(torch.float32).max
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E8M0_NAN = 0xFF
 
 
@@ -81,7 +80,7 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 def _codes(x: Tensor, scale: Tensor, element: Element) -> Tensor:
     """`x * scale` in f32, stored as codes, in one pass."""
-    codes = torch.empty(x.shape, dtype=FLOAT8[element.name], device=x.device)
+    codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     return torch.mul(x, scale, out=codes)
 
 

@@ -58,7 +58,7 @@ def _product(
     x: Tensor, element: Element, weight: Any, stored: tuple[Tensor, Tensor], bias: Tensor | None, fast: bool = True
 ) -> Tensor:
     data, scale_inv = stored
-    b = data.view(inputs.FLOAT8[weight.format.element.name]).t()
+    b = data.view(weight.format.element.dtype).t()
 
     def product(rows: Tensor) -> Tensor:
         a, a_scale = inputs.per_tensor(rows, element)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.formats import Element
-from zerocast.gemm.inputs import FLOAT8
 
 MANTISSA = {"e4m3": 3, "e5m2": 2}
 ROWS = 32
@@ -108,7 +107,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     constants = ELEMENTS, MANTISSA[element.name], element.max
     grid = (triton.cdiv(x.numel(), ELEMENTS),)
     _launch(_whole, grid, x.device, x.contiguous(), amax, codes, scale_inv, x.numel(), *constants)
-    return codes.view(FLOAT8[element.name]), scale_inv
+    return codes.view(element.dtype), scale_inv
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -119,4 +118,4 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     constants = width, ROWS, MANTISSA[element.name], element.max, power_of_2
     grid = triton.cdiv(rows, ROWS), columns // width
     _launch(_groups, grid, x.device, x.contiguous(), codes, scale_inv, rows, columns, *constants)
-    return codes.view(FLOAT8[element.name]), scale_inv.t()
+    return codes.view(element.dtype), scale_inv.t()
