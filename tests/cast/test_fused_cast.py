@@ -130,14 +130,13 @@ class Reads(TorchDispatchMode):
         self.found: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "_opname", "")
+        name, given = getattr(func, "_opname", ""), kwargs or {}
         if name == "adam_step":
-            self._add(name, [args[1]], [[0, *segment] for segment in args[5].tolist()])
+            self._add(name, [given["master"]], [[0, *segment] for segment in given["segments"].tolist()])
         elif name in ("adam_amax", "partial_amax"):
-            table = args[7] if name == "adam_amax" else args[4]
             columns = [Column.MASTER_BASE, Column.MASTER_OFFSET, Column.NUMEL]
-            self._add(name, args[3], [line for line in table[:, columns].tolist() if line[2]])
-        return func(*args, **(kwargs or {}))
+            self._add(name, given["masters"], [line for line in given["table"][:, columns].tolist() if line[2]])
+        return func(*args, **given)
 
     def _add(self, name: str, bases: Sequence[Tensor], lines: list[list[int]]) -> None:
         for base, offset, numel, *_ in lines:

@@ -175,7 +175,8 @@ class Tables(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "zerocast":
-            self.found += [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64]
+            given = (kwargs or {}).values()
+            self.found += [arg for arg in given if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64]
         return func(*args, **(kwargs or {}))
 
 
