@@ -1,4 +1,4 @@
-// Codes and scale rules of every format, once, for host and device (formats.md section 1).
+// Codes and scale rules of every format, once, for host and device (docs/formats).
 //
 // Everything here is integer logic and single IEEE f32 operations without a branch, so that a loop over it vectorises and
 // every backend gives the same bits. Compile with -ffp-contract=off (or --fmad=false), and keep subnormals.
@@ -179,7 +179,7 @@ ZC_HD int32_t encode_master(typename Master::Word word, float multiplier) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Scale rules: what an element of a block is multiplied by before it is encoded, and what is stored.
 
-// FP32 scales (formats.md 1.2): fp8_max / amax, 1 for an amax of 0, Inf or NaN.
+// FP32 scales (docs/formats/common.md): fp8_max / amax, 1 for an amax of 0, Inf or NaN.
 ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2) {
   const float a = amax < epsilon ? epsilon : amax;
   const float quotient = fp8_max / a;
@@ -189,7 +189,8 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
   return usable ? scale : 1.0f;
 }
 
-// E8M0 (formats.md 1.5): the biased exponent of the next power of two at or above amax / 448, at most 254; 255 is for NaN.
+// E8M0 (docs/formats/mxfp8.md): the biased exponent of the next power of two at or above amax / 448, at most 254; 255 is for
+// NaN.
 //
 // Adding all ones below the exponent carries into it unless the mantissa is zero. Subnormals up to half the smallest normal
 // are nearer to exponent 0.
@@ -212,7 +213,7 @@ ZC_HD float e8m0_value(int32_t code) {
   return float_of(code == 255 ? kNaN : bits);
 }
 
-// Two-level scales (formats.md 1.6). The order of operations is part of the format.
+// Two-level scales (docs/formats/nvfp4.md). The order of operations is part of the format.
 struct TwoLevel {
   float multiplier;  // of a block's amax, before its E4M3 encoding
   float decode;      // 1 / S_enc
@@ -242,7 +243,7 @@ ZC_HD float two_level_value(int32_t stored, float tensor_amax) {
   return (decode<E4M3>(stored) * tensor_amax) * float_of(0x39C30C31);
 }
 
-// Delayed scaling (formats.md 1.1): the scale of the next cast; `previous` stays where the amax gives none.
+// Delayed scaling (docs/formats/fp8_delayed.md): the scale of the next cast; `previous` stays where the amax gives none.
 ZC_HD float delayed_scale(float amax, float numerator, float previous) {
   const bool usable = amax > 0.0f && amax < float_of(kInfinity);
   const float scale = usable ? numerator / amax : previous;

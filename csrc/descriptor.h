@@ -1,7 +1,7 @@
 // What a stage is told: the descriptor table, one row a weight, and the format as plain data.
 //
-// The columns are those of zerocast/backends/descriptor.py and the fields those of FormatSpec; zerocast/backends/cpu.py refuses an
-// extension whose columns differ. A base is an address, a list of bases is indexed by the *_BASE columns.
+// The columns are those of zerocast/backends/descriptor.py and the fields those of FormatSpec; zerocast/backends/cpu.py
+// refuses an extension whose columns differ. A base is an address, a list of bases is indexed by the *_BASE columns.
 #pragma once
 
 #include <cstdint>

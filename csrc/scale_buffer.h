@@ -1,5 +1,5 @@
-// Shapes of scale buffers: zerocast/formats/layout.py's `rowwise_scale_inv` and `columnwise_scale_inv` for the stages. Padding is
-// 1.0 in f32 buffers and the byte 0 in others.
+// Shapes of scale buffers: zerocast/formats/layout.py's `rowwise_scale_inv` and `columnwise_scale_inv` for the stages.
+// Padding is 1.0 in f32 buffers and the byte 0 in others.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""Inputs: the generator of formats.md section 6.0, and matrices with what real weights rarely hold."""
+"""Inputs: the generator of the goldens, and matrices with what real weights rarely hold."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
 """torch.nn.functional.scaled_mm as its documentation has it, in FP32 on any device: what the paths hand over must multiply to the
-right numbers. Layouts are asserted; the swizzled order is the formula of formats.md section 2, written out here once more.
+right numbers. Layouts are asserted; the swizzled order is the formula of cuBLAS's documentation, written out here once more.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from zerocast.backends.reference.codec import decode_e2m1, decode_e4m3, decode_e
 
 
 def place(i: int, j: int, columns: int) -> int:
-    """Where formats.md section 2 puts scale (i, j) of a buffer with so many columns."""
+    """Where cuBLAS looks for scale (i, j) of a buffer with so many columns."""
     return ((i // 128) * (columns // 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
 
 

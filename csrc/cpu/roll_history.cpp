@@ -1,5 +1,5 @@
-// Stage roll_history: delayed scaling's step of its amax history (formats.md 1.1). A few floats a weight: no parallel
-// region.
+// Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md). A few floats a weight: no
+// parallel region.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

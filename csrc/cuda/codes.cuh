@@ -31,7 +31,8 @@ __device__ float2 to_nominal(float a, float b) {
   }
 }
 
-// Hardware conversions (sm_89 and newer) saturate, keep the sign of zero and give 0x7F for NaN, as formats.md 1.0 asks.
+// Hardware conversions (sm_89 and newer) saturate, keep the sign of zero and give 0x7F for NaN, as docs/formats/common.md
+// asks.
 template <class E>
 __device__ uint32_t encode_fp8_pair(float2 y) {
 #if __CUDA_ARCH__ >= 890

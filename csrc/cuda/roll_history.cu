@@ -1,4 +1,4 @@
-// Stage roll_history: delayed scaling's step of its amax history (formats.md 1.1), a thread block a weight.
+// Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md), a thread block a weight.
 #include <cmath>
 
 #include "cuda/dispatch.cuh"

@@ -87,7 +87,7 @@ def test_e8m0_of_amax(any_backend: str, seed: int) -> None:
 
 
 def test_e8m0_is_the_exact_ceiling_for_bf16_amaxes() -> None:
-    """formats.md 1.5: for every bf16 amax the f32 product loses nothing."""
+    """docs/formats/mxfp8.md: for every bf16 amax the f32 product loses nothing."""
     finite = BF16_AMAXES[1:-1].astype(np.float64)
     mantissa, exponent = np.frexp(finite / 7)  # 448 is 7 * 2**6
     exact = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) - 6 + 127, 0, 254)

@@ -1,4 +1,4 @@
-"""fp8_delayed over many steps on several ranks, against a simulation without ranks (formats.md section 1.1)."""
+"""fp8_delayed over many steps on several ranks, against a simulation without ranks (docs/formats/fp8_delayed.md)."""
 
 from typing import Any
 

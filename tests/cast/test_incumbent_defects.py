@@ -1,4 +1,4 @@
-"""What TransformerEngine gets wrong (formats.md sections 3 to 5), one test a defect that zerocast must not have.
+"""What TransformerEngine gets wrong in sharded casts, one test a defect that zerocast must not have.
 
 4over6 and two-dimensional MXFP8 (defects 3 and 4) are options of TE's tensors; here they are refused by name.
 """

@@ -1,4 +1,4 @@
-"""An independent numpy model of the formats, written from formats.md sections 1 and 2. It does not import zerocast.
+"""An independent numpy model of the formats, written from docs/formats. It does not import zerocast.
 
 Codes are found by searching the table of values that the element type has, not by bit manipulation, and E8M0 by `frexp`: what the
 model and the reference backend have in common is the text that they were written from.

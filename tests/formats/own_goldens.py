@@ -1,4 +1,4 @@
-"""Writes own_goldens.json: casts that formats.md section 6 has no values for, from the numpy model alone.
+"""Writes own_goldens.json: casts that goldens.json has no values for, from the numpy model alone.
 
 Run `python -m tests.formats.own_goldens` after a deliberate change of the formats, and read the difference.
 """

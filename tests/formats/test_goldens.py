@@ -1,4 +1,4 @@
-"""The golden values of formats.md section 6, every one, through a whole plan on every backend."""
+"""The golden values of goldens.json, every one, through a whole plan on every backend."""
 
 import json
 from pathlib import Path

@@ -66,7 +66,7 @@ LAYOUTS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype] | None]] = {
 
 @pytest.mark.parametrize("fmt", LAYOUTS)
 def test_layouts(fmt: str) -> None:
-    """formats.md section 2; columnwise data and scales exist after post-all-gather processing, or, for mxfp8, from the start."""
+    """docs/formats/common.md; columnwise data and scales exist after post-all-gather processing, or, for mxfp8, from the start."""
     empty, after = QuantizedWeight.empty((160, 96), fmt, torch.float16), cast(fmt, (160, 96), torch.float16)
     for name in BUFFERS:
         expected, buffer, early = LAYOUTS[fmt].get(name), getattr(after, name), getattr(empty, name)

@@ -1,6 +1,6 @@
 """Bytes that must move: what each piece of work reads and writes at least, counted from shapes and layouts alone.
 
-formats.md section 4 is the source. A master is read once for the amaxes and once for the cast, rounded to the nominal dtype in
+A master is read once for the amaxes and once for the cast, rounded to the nominal dtype in
 registers. Whatever every rank does alike counts in full: packed amaxes of all weights (stored and read), scale buffers of all
 weights (written). Per element of the shard that is 9 bytes for FP8, 8.5 for nvfp4 and 10 for mxfp8; per element of the whole
 0.3125 more for mxfp8 and 0.078 for nvfp4.

@@ -1,6 +1,6 @@
 """The element types a weight's codes can have, as values.
 
-Source of the numbers: formats.md section 1.0, the OCP FP8 and MX specifications.
+Source of the numbers: docs/formats/common.md, the OCP FP8 and MX specifications.
 How a float becomes a code lives with the backends; a value here only names the type.
 """
 

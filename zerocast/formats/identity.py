@@ -1,4 +1,4 @@
-"""identity: the master rounded to the nominal dtype, no scale (formats.md section 1.7)."""
+"""identity: the master rounded to the nominal dtype, no scale (docs/formats/identity.md)."""
 
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
 

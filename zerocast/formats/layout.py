@@ -1,6 +1,6 @@
 """Where things lie: shapes, spans, byte ranges and amax grids, for every format alike. Integers only.
 
-Weights of more than two dimensions are matrices `[prod(leading), last]` here. Layouts are those of formats.md section 2; every
+Weights of more than two dimensions are matrices `[prod(leading), last]` here. Layouts are those of docs/formats/common.md; every
 storage offset in the project comes from `byte_range`, so ownership in elements and ownership in bytes cannot disagree.
 """
 

@@ -16,7 +16,7 @@ Block = tuple[int, int]
 
 
 class ScaleRule(enum.IntEnum):
-    """How the scales of a weight follow from its amaxes (formats.md sections 1.2, 1.5, 1.6)."""
+    """How the scales of a weight follow from its amaxes (docs/formats)."""
 
     NONE = 0  # identity: no scale
     FP32 = 1  # fp8_max / amax, optionally floored to a power of two; FP32 scale_inv

@@ -2,7 +2,7 @@
 
 Codes come first, each direction that is sent as an output of its own, so that gathered codes lie in the order of the weight and
 need no copy. The last output is the side channel: a header, the scalars of the tensor, and the scales of the block rows that
-the rank owns, without the padding and replication of formats.md, which are made after the gather.
+the rank owns, without the padding and replication of docs/formats/common.md, which are made after the gather.
 
 A shard group of one rank sends everything as one output: FSDP2 takes only the first one there (torch 2.11 and 2.13).
 

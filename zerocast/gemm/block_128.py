@@ -2,7 +2,7 @@
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`; cuBLAS, "Scaling factors layouts"):
 A `[rows, k]` row-major with f32 scales `[rows, k/128]` of strides `[1, rows]`; B `[k, n]` column-major with f32 scales
-`[L4, n/128]` of strides `[1, L4]`, L4 = k/128 rounded up to a multiple of 4. That is the scale buffer of formats.md section 2,
+`[L4, n/128]` of strides `[1, L4]`, L4 = k/128 rounded up to a multiple of 4. That is the scale buffer of docs/formats/common.md,
 `[n/128, L4]`, read as its transpose: nothing is copied. Only the call that names its scaling checks L4; `torch._scaled_mm` takes
 unpadded scales and then gives wrong numbers (pytorch/pytorch#166752), so it is not used here.
 

@@ -6,9 +6,9 @@ become, and neither reaches it: `|x| * scale` is at most `largest * (1 + 2**-22)
 On CUDA tensors `cuda_inputs.py` does the same in a launch or two, and `triton_inputs.py` where the extension has no kernels for the
 GPU, unless a compiler is at work, which fuses plain operations itself.
 
-Scales follow formats.md 1.2, with one difference: where the amax is not finite the scale is no number, so that the whole tensor
-(the whole group) comes out as NaN. For a weight 1.2 says scale 1 and saturation; an activation that overflowed must not look
-like an ordinary one afterwards. Epsilons are options of weights and are not applied.
+Scales follow docs/formats/common.md, with one difference: where the amax is not finite the scale is no number, so that the whole
+tensor (the whole group) comes out as NaN. A weight saturates there, with scale 1; an activation that overflowed must not look like
+an ordinary one afterwards. Epsilons are options of weights and are not applied.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def _codes(x: Tensor, scale: Tensor, element: Element) -> Tensor:
 
 
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`, formats.md 1.5 along the rows."""
+    """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`: mxfp8 along the rows."""
     fmt = get_format("mxfp8")
     codes, scales, _ = _quantize(fmt, (1, 32), x)
     finite = x.unflatten(1, (-1, 32)).isfinite().all(2)
@@ -96,7 +96,7 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, f32[1] that both levels are decoded with).
 
-    formats.md 1.6 with a scale for 1x16 elements, as for activations; rounds to nearest, without Hadamard transform.
+    docs/formats/nvfp4.md with a scale for 1x16 elements, as for activations; rounds to nearest, without Hadamard transform.
     """
     codes, scales, amax = _quantize(get_format("nvfp4"), (1, 16), x)
     return pack(codes), scales, decode_factor(amax.masked_fill(~x.isfinite().all(), torch.nan))

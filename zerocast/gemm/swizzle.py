@@ -1,4 +1,4 @@
-"""The order in which Blackwell's tensor cores read block scales (formats.md section 2, "GEMM-swizzled layout")."""
+"""The order in which Blackwell's tensor cores read block scales (cuBLAS documentation, "1D Block Scaling Factors Layout")."""
 
 from typing import Any
 

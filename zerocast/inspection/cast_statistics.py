@@ -127,7 +127,7 @@ def _amax(x: Tensor, nominal: torch.dtype) -> Tensor:
 
 
 def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """As the history of one amax would have it (formats.md section 1.1)."""
+    """As the history of one amax would have it (docs/formats/fp8_delayed.md)."""
     assert fmt.element
     known = (amax > 0) & amax.isfinite()
     seeded = torch.full_like(amax, fmt.element.max * 2.0**-fmt.margin) / amax

@@ -33,7 +33,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.M
 class QuantizedWeight(Tensor):
     """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and scales.
 
-    Make one with `empty`, or by `zerocast.quantize_` on a model. Layouts of the buffers: formats.md section 2.
+    Make one with `empty`, or by `zerocast.quantize_` on a model. Layouts of the buffers: docs/formats/common.md.
     """
 
     format: FormatSpec

@@ -1,7 +1,7 @@
 """The CUDA backend: the stages in CUDA C++ (`csrc/cuda`), on the current stream, without a look at the device's memory.
 
-This module turns tensors into addresses and values into plain data, as the table of stages (`../ops.py`) says, and decides nothing. See
-../README.md for what each stage does, and csrc/README.md for how the work of a stage is cut.
+This module turns tensors into addresses and values into plain data, as the table of stages (`../ops.py`) says, and decides
+nothing. ../README.md says what each stage does, csrc/README.md how the work of a stage is cut.
 """
 
 from collections.abc import Callable, Sequence

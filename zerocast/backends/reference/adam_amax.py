@@ -23,7 +23,7 @@ def adam_amax(
     packed: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same pass."""
     if skip is not None and bool(skip):
         return
     owned = table[:, Column.NUMEL] > 0

@@ -13,7 +13,7 @@ def adam_step(
     clip: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Run Adam over the segments of one flat shard: masters and moments in place."""
     if skip is not None and bool(skip):
         return
     for offset, numel, group in segments.tolist():

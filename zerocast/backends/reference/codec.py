@@ -1,4 +1,4 @@
-"""Encoders and decoders in integer and compare logic (formats.md sections 1.0 and 1.5).
+"""Encoders and decoders in integer and compare logic (docs/formats/common.md and mxfp8.md).
 
 Torch's own FP8 casts are not used: they differ between torch versions for overflow, NaN and Inf.
 """

@@ -25,7 +25,7 @@ def compute_scales(
     scales: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Write scale buffers, padding included, and tensor amaxes from the reduced packed amaxes."""
     if skip is not None and bool(skip):
         return
     for row in table.tolist():

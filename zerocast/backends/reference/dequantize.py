@@ -19,7 +19,7 @@ def dequantize(
     columnwise: bool,
     out: Tensor,
 ) -> None:
-    """See ../README.md."""
+    """Write one direction of one weight to `out`, in the dtype of `out`."""
     if fmt.element is None:
         out.copy_(to_nominal(data, out.dtype))
         return

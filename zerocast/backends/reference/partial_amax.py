@@ -10,7 +10,7 @@ from zerocast.formats import Columnwise, FormatSpec
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """See ../README.md."""
+    """Write the amax of every block that holds an owned element, over the owned elements."""
     for row in table.tolist():
         window = Window.of(fmt, row)
         if window is None:

@@ -23,7 +23,7 @@ def partial_cast(
     column_data: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Write the codes of the owned elements, to the byte or the half byte."""
     if skip is not None and bool(skip):
         return
     for row in table.tolist():

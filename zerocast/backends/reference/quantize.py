@@ -30,7 +30,7 @@ def quantize(
     scale: Tensor | None = None,
     tensor_amax: Tensor | None = None,
 ) -> Quantized:
-    """Cast a whole master of logical shape to `fmt` (formats.md section 1).
+    """Cast a whole master of logical shape to `fmt` (docs/formats).
 
     `scale` is the f32[1] scale of delayed formats. Columnwise data is given where the format has any, as post-all-gather
     processing leaves it. Rows of a larger weight give that weight's part of every buffer when they start and end at multiples of

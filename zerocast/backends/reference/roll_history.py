@@ -1,4 +1,4 @@
-"""Stage roll_history: delayed scaling's step of its amax history (formats.md section 1.1)."""
+"""Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md)."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def roll_history(
     histories: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Move each amax history by one step and write the scale of the next cast."""
     if skip is not None and bool(skip):
         return
     for row in table.tolist():

@@ -17,7 +17,7 @@ def transpose(
     column_data: list[Tensor],
     column_scales: list[Tensor],
 ) -> None:
-    """See ../README.md."""
+    """Write columnwise data and scales from all rowwise bytes."""
     for row in table.tolist():
         rows, columns = row[Column.ROWS], row[Column.COLUMNS]
         width = columns // fmt.elements_per_byte

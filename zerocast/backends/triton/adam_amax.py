@@ -35,7 +35,10 @@ def adam_amax(
     packed: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md. `masters` are FP32; each other list has one dtype."""
+    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same pass.
+
+    `masters` are FP32; each other list has one dtype.
+    """
     assert scalars.is_contiguous() and scalars.shape[1] == 8, scalars.shape
     if not masters:
         return

@@ -36,7 +36,7 @@ def adam_step(
     clip: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Run Adam over the segments of one flat shard: masters and moments in place."""
     assert scalars.is_contiguous() and scalars.shape[1] == 8, scalars.shape
     device = master.device
     tiles = tiling(segments, SegmentRuns(RUN))

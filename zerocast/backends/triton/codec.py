@@ -1,4 +1,4 @@
-"""Encoders, decoders and the rounding to 16 bits in integer logic (formats.md section 1.0).
+"""Encoders, decoders and the rounding to 16 bits in integer logic (docs/formats/common.md).
 
 Triton's own float8 conversions are not used: they differ from the formats for overflow, NaN and Inf, and from compiler to
 interpreter. What is left to the hardware is one f32 addition for subnormal codes, which rounds as the format wants it.

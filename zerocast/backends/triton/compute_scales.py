@@ -42,7 +42,7 @@ def compute_scales(
     scales: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Write scale buffers, padding included, and tensor amaxes from the reduced packed amaxes."""
     device, words, flag = table.device, as_integers(packed), skip_flag(skip, table.device)
     rule, tensor_amaxes = rule_constants(fmt), addresses(amaxes, device)
     if fmt.block is None:

@@ -25,7 +25,7 @@ def dequantize(
     columnwise: bool,
     out: Tensor,
 ) -> None:
-    """See ../README.md."""
+    """Write one direction of one weight to `out`, in the dtype of `out`."""
     assert data.is_contiguous() and out.is_contiguous() and (scale_inv is None or scale_inv.is_contiguous())
     transposed = columnwise and fmt.columnwise is Columnwise.TRANSPOSE
     height, width = (columns, rows) if transposed else (rows, columns)

@@ -17,7 +17,7 @@ RUN = 8192
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """See ../README.md."""
+    """Write the amax of every block that holds an owned element, over the owned elements."""
     if fmt.amax_policy is AmaxPolicy.NONE or not masters:
         return
     device = table.device

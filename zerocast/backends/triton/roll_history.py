@@ -1,4 +1,4 @@
-"""Stage roll_history: delayed scaling's step of its amax history (formats.md section 1.1), one program a weight."""
+"""Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md), one program a weight."""
 
 import struct
 
@@ -20,7 +20,7 @@ def roll_history(
     histories: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """See ../README.md."""
+    """Move each amax history by one step and write the scale of the next cast."""
     assert fmt.element
     device = table.device
     bases = [addresses(tensors, device) for tensors in (amaxes, scales, histories)]

@@ -1,4 +1,4 @@
-"""Scale rules: from amaxes to what is stored and to what an element is multiplied by (formats.md sections 1.1 to 1.6).
+"""Scale rules: from amaxes to what is stored and to what an element is multiplied by (docs/formats).
 
 Every line is one f32 operation; the order of operations is part of the format. Functions take scalars and blocks alike.
 """

@@ -47,7 +47,7 @@ def transpose(
     column_data: list[Tensor],
     column_scales: list[Tensor],
 ) -> None:
-    """See ../README.md."""
+    """Write columnwise data and scales from all rowwise bytes."""
     device, packing = table.device, fmt.elements_per_byte
     squares = Squares(SIDE * packing, SIDE * packing)
     tiles = tiling(table, squares)
