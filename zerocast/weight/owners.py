@@ -88,8 +88,8 @@ def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Se
 
 
 def note_read(weight: Any) -> None:
-    """Remember a weight that is read and has no owner, if it requires a gradient."""
-    if not _is_owned(weight) and weight.requires_grad:
+    """Remember a weight that is read and has no owner, if it requires a gradient; not what a compiler traces with."""
+    if not _is_owned(weight) and weight.requires_grad and type(weight.state.rowwise_data) is Tensor:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: check_gradients()))
         _read[id(weight)] = weakref.ref(weight)

@@ -145,10 +145,10 @@ def test_no_other_reads() -> None:
                 unbounded.append(f"{path.relative_to(root)}: {called}")
     assert sorted(unbounded) == [
         "bench/machine.py: Path('/proc/cpuinfo').read_text",
-        "regular_file.py: os.open",
-        "sources/manifest.py: (folder / NAME).open",  # to write it
-        "sources/safetensors_files.py: safe_open",  # after check_regular
-        "sources/state_dict.py: torch.load",  # after check_regular
-        "sources/state_dict.py: zipfile.is_zipfile",
-        "whole_folder.py: os.open",  # to sync it
+        "checkpoint/regular_file.py: os.open",
+        "checkpoint/sources/manifest.py: (folder / NAME).open",  # to write it
+        "checkpoint/sources/safetensors_files.py: safe_open",  # after check_regular
+        "checkpoint/sources/state_dict.py: torch.load",  # after check_regular
+        "checkpoint/sources/state_dict.py: zipfile.is_zipfile",
+        "checkpoint/whole_folder.py: os.open",  # to sync it
     ]
