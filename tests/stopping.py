@@ -107,7 +107,8 @@ def _live(rank: int, world: int, folder: str, build: Callable[[str], Loop], plac
         loop.step(step)
     loop.save(GOOD_STEPS)
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
+    for group in list(dist.distributed_c10d._world.pg_map):  # FSDP2's mesh has one of its own in some torches
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
 
     def strike() -> None:
         _leave(Path(folder, "struck"), time.monotonic())
