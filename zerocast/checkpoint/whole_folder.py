@@ -8,7 +8,7 @@ has interrupted.
 
 Nothing is deleted before the rename that takes its place is on the disk. Only renames within a folder
 and syncs of files and folders are relied on, which ext4, XFS, NFS and Lustre have alike; `renameat2`
-with RENAME_EXCHANGE, which NFS and Lustre lack, is not used. `tests/crash` lets the power go at every
+with RENAME_EXCHANGE, which NFS and Lustre lack, is not used. `tests/checkpoint/crash` lets the power go at every
 call.
 """
 

@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 
-from tests.crash import recorder
-from tests.crash.disk import Disk, Tree, all_recorded, read_tree, write_tree
-from tests.crash.mutants import MUTANTS
-from tests.crash.recorder import read_log
-from tests.crash.saves import SAVED, SAVES, run, run_and_kill
+from tests.checkpoint.crash import recorder
+from tests.checkpoint.crash.disk import Disk, Tree, all_recorded, read_tree, write_tree
+from tests.checkpoint.crash.mutants import MUTANTS
+from tests.checkpoint.crash.recorder import read_log
+from tests.checkpoint.crash.saves import SAVED, SAVES, run, run_and_kill
 from tests.workers import START_SECONDS, context
 
 pytestmark = pytest.mark.skipif(recorder.why_not() is not None, reason=str(recorder.why_not()))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.crash import mutants
-from tests.crash.recorder import Recorder
+from tests.checkpoint.crash import mutants
+from tests.checkpoint.crash.recorder import Recorder
 from tests.workers import join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.export import export_safetensors

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from tests.crash.recorder import Record
+from tests.checkpoint.crash.recorder import Record
 
 Tree = dict[str, bytes | None]  # by path; None for a folder
 
