@@ -50,7 +50,13 @@ def test_the_draw_is_what_the_seed_says(seed):
     assert any(first[name].shape != other[name].shape for name in first)
 
 
-WRITES = {"adam_amax": 2, "compute_scales": 3, "partial_cast": 7, "transpose": 4, "dequantize": 7}
+WRITES = {
+    "adam_amax": "masters",
+    "compute_scales": "row_scales",
+    "partial_cast": "row_data",
+    "transpose": "column_data",
+    "dequantize": "out",
+}
 
 
 @pytest.mark.skipif(COMPILED == "reference", reason="needs a backend beside the reference")
@@ -60,9 +66,9 @@ def test_a_wrong_backend_is_found(monkeypatch, capsys, stage):
     module, fmt = backends.load(COMPILED), f"fp8_block:amax_epsilon={1 + list(WRITES).index(stage)}e-12,element=e5m2"
     right = getattr(module, stage)
 
-    def wrong(*args: Any) -> None:
-        right(*args)
-        written = args[WRITES[stage]]
+    def wrong(*fmt: Any, **arguments: Any) -> None:
+        right(*fmt, **arguments)
+        written = arguments[WRITES[stage]]
         written = written[0] if isinstance(written, list) else written
         written.view(-1).view(torch.uint8)[2] ^= 4
 
@@ -77,7 +83,7 @@ def test_a_wrong_backend_is_found(monkeypatch, capsys, stage):
 
 @pytest.mark.skipif(COMPILED == "reference", reason="needs a backend beside the reference")
 def test_a_backend_that_raises(monkeypatch, capsys):
-    def broken(*args: Any) -> None:
+    def broken(*fmt: Any, **arguments: Any) -> None:
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(backends.load(COMPILED), "partial_cast", broken)

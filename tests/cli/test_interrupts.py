@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ from zerocast.cli import plan as plan_module
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(sys.executable).parent / "zerocast"
 NOISE = ("import time:", "[W", "Warning:", "warnings.warn")
+
+
+@pytest.fixture(autouse=True)
+def python_handles_the_signal() -> Iterator[None]:
+    """As in a terminal: a job of the background, which a test run may be, ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)

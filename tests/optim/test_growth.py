@@ -78,7 +78,16 @@ LIVES: dict[str, Callable[[], OneModel]] = {life.__name__: life for life in (One
 
 def build_and_drop(life: str, count: int) -> tuple[dict[str, tuple[int, int]], float, set[int]]:
     """What has grown after so many, the bytes an optimizer, and the hooks on each parameter."""
-    logging.getLogger("zerocast").setLevel(logging.ERROR)
+    logger = logging.getLogger("zerocast")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return _build_and_drop(life, count)
+    finally:
+        logger.setLevel(level)
+
+
+def _build_and_drop(life: str, count: int) -> tuple[dict[str, tuple[int, int]], float, set[int]]:
     lives = LIVES[life]()
     for _ in range(WARM):
         lives.build()

@@ -293,6 +293,7 @@ def test_error_if_nonfinite(ranks):
 
 def two_optimizers() -> None:
     """The parameters of two optimizers together, one of each stage, and plain tensors among them."""
+    torch.manual_seed(0)  # the plain tensors among them have the same gradients on every rank
     models = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
     optimizers = [ZeroAdamW(m.named_parameters(), stage=s, config=LIBRARY) for s, m in enumerate(models, 1)]
     other = nn.Linear(16, 16)

@@ -200,6 +200,8 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REAL)
 def test_real_calls_are_told_what_to_do(name: str) -> None:
     call, text = REAL[name]
+    if name == "pin_memory" and torch.ops.aten.is_pinned.default in weight._HANDLERS:
+        pytest.skip("Megatron's integration, imported in this process, has an answer of its own")
     with pytest.raises(RuntimeError) as caught:
         call()
     assert FAMILIES[text] in str(caught.value)
