@@ -246,6 +246,23 @@ def test_saved_on_two_ranks_and_loaded_on_three_and_one(ranks, tmp_path):
     go_on(str(tmp_path / "saved"))
 
 
+def test_an_average_may_be_loaded_before_the_optimizer(tmp_path):
+    averaged = Averaged()
+    averaged.step(0)
+    optimizer, state = averaged.trainer.optimizer, copy.deepcopy(averaged.ema.state_dict())
+    zerocast.optim.save(optimizer, tmp_path / "saved")
+    averaged.step(1)
+    for load in (
+        lambda: zerocast.optim.load(optimizer, tmp_path / "saved"),
+        lambda: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    ):
+        averaged.ema.load_state_dict(state)
+        load()
+        averaged.ema.state_dict()
+        with averaged.ema.swapped():
+            pass
+
+
 def alone(folder: str) -> None:
     """The state of the average as a checkpoint of its own; masters can start from it."""
     averaged = Averaged()

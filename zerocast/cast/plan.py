@@ -18,7 +18,7 @@ from zerocast.cast.partition import ShardData, own
 from zerocast.cast.pipeline import cast
 from zerocast.cast.storage import storages_of
 from zerocast.cast.weight_table import Batch, Batches
-from zerocast.distributed.agreement import SameCall, agree
+from zerocast.distributed.agreement import agree
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterSource, OwnedMaster
@@ -108,8 +108,9 @@ class CastPlan:
         RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of another call; `detail` is what
         more all ranks must have alike.
         """
+        self.check_call()
         if self.packed.same_call:
-            self._check_call(self.packed.same_call, detail)
+            self.packed.same_call.announce(self._says.format(self.group.caller) + detail)
         for w in self.weights if self.freshness.finish else ():
             w.wait()
         self._follow()
@@ -217,13 +218,19 @@ class CastPlan:
         left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
         return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
 
-    def _check_call(self, same_call: SameCall, detail: str) -> None:
+    def check_call(self) -> None:
+        """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of another call."""
         try:
-            same_call.check_sent()
+            if self.packed.same_call:
+                self.packed.same_call.check_sent()
         except RuntimeError:
             self.freshness.torn = f"a cast with ranks in another call raised half-way: {self.torn_advice}"
             raise
-        same_call.announce(self._says.format(self.group.caller) + detail)
+
+    def forget_call(self) -> None:
+        """What the last cast did no longer matters: masters are about to be overwritten on every rank."""
+        if self.packed.same_call:
+            self.packed.same_call.forget()
 
     def _watch(self) -> None:
         masters = [shard.master for shard in self._ownership.shards if shard.master is not None]

@@ -86,6 +86,10 @@ class SameCall:
             self._arrived.record()
             self._sent = True
 
+    def forget(self) -> None:
+        """Look at nothing that was sent so far."""
+        self._sent = False
+
     def check_sent(self) -> None:
         """Before the next cast: look at what was sent. The device has had a whole step to do since, so it does not run dry."""
         if self._sent:

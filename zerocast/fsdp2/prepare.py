@@ -1,4 +1,27 @@
-"""prepare and refresh: where a training script meets zerocast under FSDP2."""
+"""prepare and refresh: where a training script meets zerocast under FSDP2.
+
+The life of a prepared parameter:
+
+    weight of the model (FP32)
+        │ prepare() wraps it                          master_parameter.py
+        │ fully_shard() cuts it
+        ▼
+    DTensor over a MasterParameter: the rows of this rank, FP32
+        │ optimizers, clipping and checkpoints see this and nothing else
+        │ a step, a load or any other write makes a cast due
+        ▼
+    cast of all weights, before the next gather       casts.py, amax_group.py
+        │ amaxes, one all-reduce, scales, codes of the shard
+        │ fsdp_pre_all_gather: codes, scales, header  master.py, wire.py
+        ▼
+    all-gather of bytes, by FSDP2
+        │ fsdp_post_all_gather                        gathered.py
+        ▼
+    QuantizedWeight over the bytes of all ranks: forward and backward products
+        │ resharded: the gathered bytes are freed
+        ▼
+    DTensor over a MasterParameter, with a gradient that FSDP2 has reduced
+"""
 
 import weakref
 from collections.abc import Iterable, Mapping

@@ -113,10 +113,10 @@ class EMA:
     def __init__(self, optimizer: "ZeroAdamW", decay: float = 0.999) -> None:
         self.decay = decay
         self._averages = optimizer.averages
-        self._averages.add(self)
         self._average = self._averages.masters.clone()
         self._count = self._averages.count.clone()
         self._outdated = self._loaded = False
+        self._averages.add(self)  # whole: steps call it from now on
 
     @property
     def decay(self) -> float:

@@ -104,7 +104,8 @@ class BucketBytes:
     def note(self) -> None:
         """What the parameters hold now is what the optimizer left there."""
         self._versions = [tensor._version for tensor in self._watched]
-        self._copies = [flat.clone() for flat in self.flats] if debugging() else []
+        recording = self.flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        self._copies = [flat.clone() for flat in self.flats] if debugging() and not recording else []
 
     def check_unwritten(self) -> None:
         """RuntimeError if anybody else has written the parameters where they lie, since `note`."""
@@ -141,8 +142,10 @@ class BucketBytes:
             raise RuntimeError(
                 f"parameters have other storage and hold other values since the last step, {_some(names)}: {LOST}"
             )
-        self._generation = weight_state.generation()
-        return bool(plain or quantized)
+        moved = bool(plain or quantized)
+        if not moved:  # else `reclaim` brings them back, also where another bucket raises first
+            self._generation = weight_state.generation()
+        return moved
 
     def reclaim(self) -> None:
         """Bring back weights that were moved to other storage since: this is where the gather writes."""

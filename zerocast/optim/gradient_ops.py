@@ -155,22 +155,6 @@ def _same_part(gradient: ReducedGradient) -> ReducedGradient:
     return ReducedGradient(gradient.part, gradient, gradient.dtype)
 
 
-IN_PLACE = (
-    "mul_",
-    "div_",
-    "add_",
-    "sub_",
-    "neg_",
-    "sign_",
-    "fill_",
-    "copy_",
-    "clamp_",
-    "clamp_min_",
-    "clamp_max_",
-    "nan_to_num_",
-)
-EACH_IN_PLACE = ("mul_", "div_", "add_", "sub_", "neg_", "sign_", "copy_", "clamp_min_", "clamp_max_")
-
 _aten = torch.ops.aten
 for _packets, _handler in (
     ([getattr(_aten, name) for name in IN_PLACE], _in_place),

@@ -281,6 +281,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         """
         self._weights.check_whole()
         self.averages.check_not_swapped("the state of an optimizer was asked for")
+        self._weights.plan.check_call()
         self._weights.check_unwritten()
         return self._state.as_dict()
 
@@ -293,11 +294,15 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
         self._check_owns()
         self.averages.check_not_swapped("a state was loaded")
+        nested = self._weights.plan.freshness.is_writing  # a reader, around load_state_dict
         if self._weights.plan.freshness.is_torn:
             self.zero_grad()
+        if not nested:
+            self._weights.plan.forget_call()
         with self._weights.writing("loading a checkpoint"):
             yield
-        self.averages.masters_loaded()
+        if not nested:
+            self.averages.masters_loaded()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ compares and refuses what is stale. Columnwise copies are compared always. In de
 the masters have changed since their last cast: at their version counters, and at steps of torch optimizers over them, since fused
 ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels; `zerocast.verify` sees everything.
 
-Weights that something has left half written are not read either (`wholeness.py`).
+Weights that something has left half written are not read either (`write_guard.py`).
 """
 
 import weakref

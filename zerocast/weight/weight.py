@@ -141,8 +141,9 @@ class QuantizedWeight(Tensor):
 
     def wait(self) -> None:
         """Until the bytes are here: completes a gather in flight."""
-        if self.state.freshness.finish is not None:
-            self.state.freshness.finish(self)
+        finish = self.state.freshness.finish  # read once: another thread may complete the last gather meanwhile
+        if finish is not None:
+            finish(self)
 
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""

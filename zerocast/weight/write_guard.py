@@ -39,6 +39,11 @@ class Wholeness:
             self._writing = before
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way, of which another may be a part."""
+        return self._writing
+
+    @property
     def is_torn(self) -> bool:
         """Whether something died while it wrote, and nothing has been written whole since."""
         return self.torn is not None and not self._writing
