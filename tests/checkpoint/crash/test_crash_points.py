@@ -143,6 +143,7 @@ def kills(name: str, folder: Path, first: int, every: int) -> int:
     return len(left) - 1
 
 
+@pytest.mark.slow
 def test_some_kills(tmp_path: Path) -> None:
     assert kills("in place of itself", tmp_path, 40, 5) >= 2  # files are written by then
 
