@@ -1,7 +1,7 @@
 """Apex's two kernels of a step in plain torch: its formulas, operation by operation, on the CPU.
 
 `fused_adam` is `DistAdamFunctor` of `multi_tensor_distopt_adam_kernel.cu` in decoupled weight decay; `zerocast_adam` has its
-signature and the update of design.md ("One ZeRO step") in its place.
+signature and the update of zerocast/backends/README.md in its place.
 """
 
 from collections.abc import Sequence

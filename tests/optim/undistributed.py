@@ -1,4 +1,4 @@
-"""One step on one process as design.md ("One ZeRO step") has it, in numpy: what any number of ranks must give, to the bit.
+"""One step on one process as zerocast/backends/README.md has it, in numpy: what any number of ranks must give, to the bit.
 
 Knows no shard, bucket, plan or collective. Every line of the update is one f32 operation an element; numpy fuses none.
 """
