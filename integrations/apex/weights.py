@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from zerocast import CastPlan
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.write_guard import WriteGuard
 
 from .wire import Wire
@@ -47,7 +47,7 @@ class Weights:
                 self._owned.append((slot, masters[index][start : start + span.numel], span))
         weights = [weight for wire in self.wires.values() for weight in wire.bytes.weights]
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
-            into_arena([weight for weight in weights if weight.state.buffers[name] is not None], name)
+            into_flat_buffer([weight for weight in weights if weight.state.buffers[name] is not None], name)
         shards, starts = [master for _, master, _ in self._owned], [span.start for _, _, span in self._owned]
         names = [slot.name for slot, _, _ in self._owned]
         self.plan = CastPlan(weights, shards, starts, group, names=names, guard=WriteGuard(RELOAD))
@@ -76,12 +76,12 @@ class Weights:
                 wire.bytes.wait()
             self.plan.post_all_gather()
 
-    def master_source(self) -> MasterSource:
+    def master_views(self) -> MasterViews:
         """The masters with the weights as the model reads them now."""
-        return MasterSource(self._group, tuple(self._show(*owned) for owned in self._owned))
+        return MasterViews(self._group, tuple(self._show(*owned) for owned in self._owned))
 
-    def _show(self, slot: Slot, master: Tensor, span: Span) -> OwnedMaster:
-        return OwnedMaster(slot.name, slot.live_weight(), master, span, self.plan.delayed.cast_scale(slot.name))
+    def _show(self, slot: Slot, master: Tensor, span: Span) -> MasterView:
+        return MasterView(slot.name, slot.live_weight(), master, span, self.plan.delayed.cast_scale(slot.name))
 
     def _reclaim(self) -> None:
         for wire in self.wires.values():

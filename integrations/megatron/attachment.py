@@ -13,9 +13,9 @@ from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 from zerocast.weight.write_guard import WriteGuard
 
 from . import host, refusal, te_tensors, unattached
@@ -63,7 +63,7 @@ class Attachment:
         for refresh in self._refreshes.values():
             refresh()
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
 
         Bytes that no gather has brought since the last cast are gathered first, as the next forward pass would.
@@ -71,7 +71,7 @@ class Attachment:
         self._check_attached()
         self._guard.check_complete()
         for source in self._sources:
-            yield from source.master_sources()
+            yield from source.master_views()
 
     def detach(self) -> None:
         """Give the host its own methods back, but for those that would write over quantized weights: they raise until `attach`.
@@ -295,7 +295,7 @@ def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any], left:
         problem = ValueError(wrong)
     spans = [shards.span(i) for i in range(len(shards.weights))]
     group = Group.of(optimizer.data_parallel_group)
-    by_rank = agree(group, shards.names, problem, [(span.start, span.stop) for span in spans])
+    by_rank = validate_across_ranks(group, shards.names, problem, [(span.start, span.stop) for span in spans])
     if wrong := uncovered(shards, by_rank):
         raise ValueError(wrong)
 

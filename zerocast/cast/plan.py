@@ -15,14 +15,14 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
-from zerocast.cast.partition import ShardData, own
+from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.storage import storages_of
-from zerocast.cast.weight_table import Batch, Batches
-from zerocast.distributed.agreement import agree
+from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats.layout import Span
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
@@ -71,16 +71,16 @@ class CastPlan:
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
-        self._ownership = own(
+        self._partition = partition(
             self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
         )
         self._says = _numbered(self.group) + (" {}" if given.caller else "")  # a caller of many casts knows its step
         self._detail = ""  # what the coming cast was announced with
-        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._ownership.shards]
-        self._cast = [i for i in range(len(self.weights)) if self._ownership.owned_anywhere(i)]
-        device, self.backend = self._ownership.device, self._ownership.backend
-        self.packed = PackedAmax(self._ownership, self._cast, device, self.group)
-        self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
+        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
+        self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
+        device, self.backend = self._partition.device, self._partition.backend
+        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
+        self._received = torch.zeros(2 * len(self.packed.boundary_bytes), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
@@ -108,9 +108,9 @@ class CastPlan:
         return self.guard.transaction(what)
 
     @property
-    def batches(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._batches, *self._neighbours]
+        return [*self._tables, *self._boundary]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
@@ -133,8 +133,8 @@ class CastPlan:
         `done` after it.
         """
         cast(
-            self._batches,
-            self._neighbours,
+            self._tables,
+            self._boundary,
             self.packed,
             self._received,
             self.group,
@@ -168,7 +168,7 @@ class CastPlan:
 
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing is changed then.
         """
-        self._ownership.move(master_weights, fsdp_shard_model_weights)
+        self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
         self._bind()
 
@@ -179,7 +179,7 @@ class CastPlan:
         plan's masters, for one that this plan is attached to, and while another owner (an attached plan, a ZeroAdamW) that somebody
         keeps writes any of these elements. Several optimizers may each step over some of the masters.
         """
-        agree(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
+        validate_across_ranks(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
         hook = _CastAfterStep(self, claim, _stepped(optimizer))
         self._hooks.add(hook)
@@ -205,7 +205,7 @@ class CastPlan:
         )
 
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        spans = [[s[i] for s in self._ownership.spans if s[i].numel] for i in range(len(self.weights))]
+        spans = [[s[i] for s in self._partition.spans if s[i].numel] for i in range(len(self.weights))]
         return [(self.weights[index].state, spans[index]) for index in self._cast]
 
     def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
@@ -214,7 +214,7 @@ class CastPlan:
             if isinstance(hook, _CastAfterStep) and hook.plan is self:
                 return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
         stepped = _stepped(optimizer)
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
         if len(self._without_step(stepped)) < len(masters) or not masters:
             return self._conflict()
         return ValueError(
@@ -224,7 +224,7 @@ class CastPlan:
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """The weights whose masters lie in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self._ownership.shards) if shard.master is not None]
+        held = [(index, shard.master) for index, shard in enumerate(self._partition.shards) if shard.master is not None]
         return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
 
     def report_masters_without_step(self) -> None:
@@ -233,11 +233,11 @@ class CastPlan:
         if idle:
             logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
-        shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
+        shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
         left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
-        return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
+        return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of another call."""
@@ -255,13 +255,13 @@ class CastPlan:
             self.packed.same_call.forget()
 
     def _watch(self) -> None:
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
         self.freshness.watch(masters, sharded=self.group.size > 1)
 
-    def _owned(self, index: int) -> OwnedMaster:
-        shard = self._ownership.shards[index]
+    def _owned(self, index: int) -> MasterView:
+        shard = self._partition.shards[index]
         scale = self.delayed.cast_scale(self._names[index])
-        return OwnedMaster(None, shard.weight, shard.master, shard.span, scale)
+        return MasterView(None, shard.weight, shard.master, shard.span, scale)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
@@ -269,7 +269,7 @@ class CastPlan:
 
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a weight over."""
-        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
+        if self._generation != weight_state.generation() or any(table.moved() for table in self._tables):
             self._bind()
 
     def _bind(self) -> None:
@@ -279,20 +279,20 @@ class CastPlan:
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
         device = self.packed.buffer.device
-        batches = Batches(device, self.backend)
+        tables = WeightTables(device, self.backend)
         for index in self._cast:
-            shard = self._ownership.shards[index]
+            shard = self._partition.shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
-            batch = batches.of(shard.weight, master)
-            batch.add_shard(shard, self.packed.places[index], self._param_groups[index])
-        neighbours = Batches(device, self.backend)
-        for index, element, slot in self.packed.neighbours(self.group.rank):
-            shard = self._ownership.shards[index]
-            batch = neighbours.of(shard.weight)
-            row = batch.add(shard.weight, self.packed.places[index])
-            batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
-        self._batches: list[Batch] = batches.freeze()
-        self._neighbours: list[Batch] = neighbours.freeze()
+            table = tables.of(shard.weight, master)
+            table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
+        boundary = WeightTables(device, self.backend)
+        for index, element, slot in self.packed.boundary_elements(self.group.rank):
+            shard = self._partition.shards[index]
+            table = boundary.of(shard.weight)
+            row = table.add(shard.weight, self.packed.offsets[index])
+            table.set_span(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
+        self._tables: list[WeightTable] = tables.freeze()
+        self._boundary: list[WeightTable] = boundary.freeze()
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 
