@@ -25,7 +25,7 @@ from zerocast.verification.master_views import MasterSource, OwnedMaster
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
-from zerocast.weight.owners import Claim, find_conflict
+from zerocast.weight.owners import Claim, find_conflict, train
 from zerocast.weight.state import WeightState
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class CastPlan:
         self._delayed = [i for i in self._cast if self.weights[i].scale is not None]
         self._cast_scales = torch.ones(len(self._delayed), dtype=torch.float32, device=device)
         self._bind()
+        train(self, [self.weights[index] for index in self._cast])  # also once `.data =` gave them other storage
 
     def cast(self, skip: Tensor | None = None) -> None:
         """Cast the masters as they are now. One all-reduce, no host work a tensor.

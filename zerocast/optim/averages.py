@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.owners import check_owns
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
+from zerocast.weight.owners import Claim
 
 if TYPE_CHECKING:
     from zerocast.optim.zero_adamw import ZeroAdamW
@@ -38,10 +40,16 @@ class Averages:
     """The averages of one optimizer's masters, and whether one of them is swapped in. It keeps none of them alive."""
 
     def __init__(
-        self, masters: Tensor, count: Tensor, state: ZeroState, weights: ShardedWeights, reducer: GradientReducer
+        self,
+        masters: Tensor,
+        count: Tensor,
+        state: ZeroState,
+        weights: ShardedWeights,
+        reducer: GradientReducer,
+        claim: Claim,
     ) -> None:
         self.masters, self.count, self.state = masters, count, state
-        self._weights, self._reducer = weights, reducer
+        self._weights, self._reducer, self._claim = weights, reducer, claim
         self._all: weakref.WeakSet[EMA] = weakref.WeakSet()
         self._swapped = False
 
@@ -78,7 +86,7 @@ class Averages:
         """Within, the weights are cast from what `exchange` makes the masters; it is called again to undo that."""
         self.check_not_swapped("an average was swapped in")
         self._weights.check_whole()
-        self._reducer.check_in_charge()
+        check_owns(self._claim)
         self._reducer.roll_call("swaps an average in")
         self._weights.ready()
         with torch.no_grad(), self._weights.writing("swapping an average in"):
