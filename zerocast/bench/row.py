@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerocast.bench import adam_work, cast_work
-from zerocast.bench.job import Job, Place
+from zerocast.bench import work
 from zerocast.bench.traffic import Traffic
-from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Workload
+from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Job, Place, Workload
 from zerocast.formats import get_format
 
 Build = Callable[[Workload, str, Place], Job]
@@ -53,14 +52,14 @@ class Row:
         return self.work.moved(Traffic(self.workload, get_format(self.fmt or "identity")))
 
 
-CAST = Work("cast", cast_work.cast, lambda traffic: traffic.cast)
-PARTIAL_AMAX = Work("partial_amax", cast_work.partial_amax, lambda traffic: traffic.partial_amax)
-COMPUTE_SCALES = Work("compute_scales", cast_work.compute_scales, lambda traffic: traffic.compute_scales)
-PARTIAL_CAST = Work("partial_cast", cast_work.partial_cast, lambda traffic: traffic.partial_cast)
-AMAX_AND_CAST = Work("amax and cast", cast_work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
-TRANSPOSE = Work("transpose", cast_work.transpose, lambda traffic: traffic.transpose)
-ADAM = Work("Adam", adam_work.adam, lambda traffic: traffic.adam)
-STEP = Work("whole step", adam_work.step, lambda traffic: traffic.step)
+CAST = Work("cast", work.cast, lambda traffic: traffic.cast)
+PARTIAL_AMAX = Work("partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax)
+COMPUTE_SCALES = Work("compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales)
+PARTIAL_CAST = Work("partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast)
+AMAX_AND_CAST = Work("amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
+TRANSPOSE = Work("transpose", work.transpose, lambda traffic: traffic.transpose)
+ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam)
+STEP = Work("whole step", work.step, lambda traffic: traffic.step)
 
 FORMATS = ("fp8_block", "fp8_current", "mxfp8", "nvfp4")
 CAST_LIMIT = {"fp8_block": 1.05, "fp8_current": 1.05, "mxfp8": 1.12, "nvfp4": 1.08}

@@ -1,21 +1,53 @@
-"""One run of the benchmark: copy, every row by us and by its peers, copy again, and a report of it."""
+"""One run of the benchmark: measure a copy, every row by us and by the peers, the copy again, and report.
+
+Before a row is timed, what it writes is compared with the reference backend byte for byte: nobody times a wrong kernel.
+"""
 
 import datetime
 import gc
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
 from zerocast import backends
 from zerocast.bench import machine
-from zerocast.bench.check import REFERENCE, check
 from zerocast.bench.clock import Clock, copy_rate, launches
 from zerocast.bench.config import CPU_SCALE, BenchConfig
-from zerocast.bench.job import Place
 from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.peers import usable
 from zerocast.bench.report import CopyRate, Report
 from zerocast.bench.row import Build, Row, select
+from zerocast.bench.workload import Place, Workload
+
+REFERENCE = "reference"
+
+
+class WrongBytesError(Exception):
+    """A backend wrote other bytes than the reference; the message says where."""
+
+
+def check(row: Row, workload: Workload, place: Place) -> None:
+    """Run the row's work once on `workload`, by its backend and by the reference, from the same inputs.
+
+    Raises WrongBytesError if anything that was written differs. Buffers start full of random bytes, the same for both.
+    """
+    written = []
+    for backend in (place.backend, REFERENCE):
+        job = row.work.build(workload, row.fmt, place.with_backend(backend))
+        job.run()
+        written.append(job.written())
+    for index, (found, expected) in enumerate(zip_longest(*written)):
+        if found is None or expected is None or not torch.equal(_bytes(found), _bytes(expected)):
+            raise WrongBytesError(
+                f"{row.name} by {place.backend} on {workload.name}: buffer {index} of {len(written[1])} differs from the reference"
+            )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
 
 COPY_BYTES, FEWEST_COPY_BYTES = 4 << 30, 1 << 20
 Progress = Callable[[Measurement | Failure], None]

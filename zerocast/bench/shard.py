@@ -1,20 +1,50 @@
-"""Shard: the tensors of a workload in one format, and what zerocast makes of them: a plan, and the stages one by one."""
+"""One rank's share of a workload: the tensors in one format, the plan over them, and the stages one by one.
 
+A Seat stands in for the other ranks, so that one device does exactly one rank's share of a cast.
+"""
+
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from zerocast.bench.job import Place
-from zerocast.bench.seat import Seat
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.workload import Workload
+from zerocast.bench.workload import Place, Workload
 from zerocast.cast.flat_buffer import into_arena
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.weight_table import Batch, Batches
+from zerocast.distributed.agreement import Reply
+from zerocast.distributed.group import Group
 from zerocast.formats.layout import BUFFERS
 from zerocast.weight import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Seat(Group):
+    """A group whose other members are worked out instead of asked: they pass the same weights and own the other shards.
+
+    A plan built in it has amaxes and scales for every weight, as it has on a cluster. Collectives move nothing: their time is the
+    network's and not measured here.
+    """
+
+    workload: Workload
+
+    @staticmethod
+    def at(workload: Workload) -> "Seat":
+        """The seat of the workload's rank."""
+        return Seat(None, workload.rank, workload.world, workload)
+
+    def all_gather_object(self, value: Reply, what: str = "") -> list[Reply]:
+        """What a plan exchanges once: no other rank has a problem, all have these weights."""
+        spans = [[(s.start, s.stop) for s in self.workload.spans(rank)] for rank in range(self.size)]
+        others = [replace(value, problem=None, payload=theirs) for theirs in spans]
+        return [value if rank == self.rank else reply for rank, reply in enumerate(others)]
+
+    def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
+        """Nothing: the amaxes stay this rank's."""
+
 
 STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight
 

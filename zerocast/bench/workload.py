@@ -1,7 +1,13 @@
-"""Workload: whose weights are cast, of what shapes, and which part of them one rank owns. A value; no tensor is made here."""
+"""The values that a benchmark is made of: whose weights are cast (Workload), where (Place), and what is timed (Job).
 
-from collections.abc import Iterator
+Nothing is allocated here: a workload is shapes and one rank's share of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from zerocast.formats.layout import Span, round_up
 
@@ -66,3 +72,28 @@ A = Workload("A", EIGHT_BILLION, 16, rank=4, world=8)  # two whole layers: most 
 C = Workload("C", EIGHT_BILLION, 16, rank=32, world=64)  # two whole weights and a part of a third
 B_FLAT = Workload("B flat", ((768, 512),), 1024)
 B_SCATTERED = Workload("B scattered", ((768, 512),), 1024, flat=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """`run` does the work once; `written` gives the tensors that it writes, for comparison with another backend's."""
+
+    run: Callable[[], object]
+    written: Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, the backend that works there, and the seed of all inputs."""
+
+    device: torch.device
+    backend: str
+    seed: int
+
+    def generator(self) -> torch.Generator:
+        """Inputs are drawn on the device: equal seeds give equal inputs there, whatever the backend."""
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    def with_backend(self, backend: str) -> "Place":
+        """The same inputs for another backend."""
+        return replace(self, backend=backend)

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from zerocast.checkpoint.clear_writer import ClearWriter, reasons
 from zerocast.checkpoint.sources.manifest import FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
-from zerocast.checkpoint.whole_folder import WholeFolder
+from zerocast.checkpoint.whole_folder import ClearWriter, WholeFolder, reasons
 from zerocast.distributed.agreement import agree, from_rank_0
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec

@@ -1,22 +1,25 @@
-"""WholeFolder: a folder that is written whole or not at all; exports and checkpoints are such folders.
+"""WholeFolder: a folder that is written whole or not at all, and ClearWriter, which writes a checkpoint into one.
 
-Files are written into `<path>.partial` and brought to the disk with their names. One rename then
-gives the folder its name. Where a folder is there already, the rename is to `<path>.new`, which from
-then on counts as that folder; it takes the name itself once the old folder is out of its way. So a
-whole folder is there at every moment, and readers move nothing: the next save finishes what a crash
-has interrupted.
+Exports and checkpoints are such folders. Files are written into `<path>.partial` and synced, with their directory entries. One
+rename then gives the folder its name. Where a folder exists already, the rename goes to `<path>.new`, which from then on counts
+as that folder; it takes the name itself once the old folder has moved out of the way. A whole folder thus exists at every moment,
+and readers move nothing: the next save finishes what a crash interrupted.
 
-Nothing is deleted before the rename that takes its place is on the disk. Only renames within a folder
-and syncs of files and folders are relied on, which ext4, XFS, NFS and Lustre have alike; `renameat2`
-with RENAME_EXCHANGE, which NFS and Lustre lack, is not used. `tests/checkpoint/crash` lets the power go at every
-call.
+Nothing is deleted before the rename that replaces it is on the disk. The protocol needs only renames within a directory and fsync
+of files and directories, which ext4, XFS, NFS and Lustre all have; it avoids `renameat2` with RENAME_EXCHANGE, which NFS and
+Lustre lack. `tests/checkpoint/crash` cuts the power at every call.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 PARTIAL, NEW = ".partial", ".new"
 
@@ -105,3 +108,43 @@ def _make_parents(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
+
+
+class _SyncedFiles(FileSystem):
+    """Files that are on the disk once they are closed, by the process that wrote them."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        if "w" in mode:
+            sync_file(Path(path))
+
+
+class ClearWriter(FileSystemWriter):
+    """Brings files to the disk, and raises the OSError behind what torch made of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=False)
+        self.fs = _SyncedFiles()
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch."""
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise _first_os_error(error) from error
+
+
+def _first_os_error(error: BaseException) -> BaseException:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return OSError(cause.errno, cause.strerror)
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def reasons(error: CheckpointException) -> str:
+    """What each rank that failed says, without tracebacks."""
+    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))

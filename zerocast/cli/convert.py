@@ -11,9 +11,9 @@ from typing import Any, Literal
 import tyro
 
 from zerocast.checkpoint.export import SHARD_BYTES
-from zerocast.cli.wishes import DTYPES, Dtype
 from zerocast.inspection import Contents, choose
-from zerocast.inspection.converted import to_checkpoint, to_safetensors
+from zerocast.inspection.convert import to_checkpoint, to_safetensors
+from zerocast.inspection.format_selection import DTYPES, Dtype
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`zerocast plan`: what a model will take in memory and on the wire, beside FP8 and BF16, before there is a machine for it."""
+"""`zerocast plan`: the bytes a model takes in memory and on the wire, next to FP8 and BF16, before there is a machine to run it."""
 
 import json
 import sys
@@ -9,11 +9,16 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from zerocast.cli.files import written
 from zerocast.footprint import Footprint, Setup, footprint, read_model
-from zerocast.footprint.plot import GB, GIB, plot
 from zerocast.optim import ZeroConfig
+
+GIB, GB = 2**30, 10**9
+COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#d55e00", "#cc79a7")
+
 
 COMPARED = ("fp8_block", "bf16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,7 +67,7 @@ def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
         found = [footprint(parameters, fmt, setup) for fmt in formats]
         if config.png:
             with written(config.png) as path:
-                plot(found, _title(config, found[0]), path)
+                _plot(found, _title(config, found[0]), path)
     except (OSError, TypeError, ValueError) as error:
         print(f"zerocast plan: {error}", file=sys.stderr)
         return 2
@@ -107,3 +112,28 @@ def _table(title: str, columns: Sequence[tuple[str, dict[str, int]]], unit: int)
     rows["total"] = [sum(terms.values()) for _, terms in columns]
     lines += [f"  {term:<32}" + "".join(f"{n / unit:>{width}.3f}" for n in row) for term, row in rows.items()]
     return lines
+
+
+def _plot(footprints: Sequence[Footprint], title: str, path: Path) -> None:
+    """Write a PNG."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _stack(left, [(f.format, f.memory) for f in footprints], GIB)
+    left.set_ylabel("GiB a rank, without activations")
+    _stack(right, [(f.format, f.wire) for f in footprints], GB)
+    right.set_ylabel("GB that a rank sends in a step")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _stack(axes: Axes, bars: Sequence[tuple[str, dict[str, int]]], unit: int) -> None:
+    names = [name for name, _ in bars]
+    below = [0.0] * len(bars)
+    for term, color in zip(bars[0][1], COLORS, strict=False):
+        heights = [terms[term] / unit for _, terms in bars]
+        axes.bar(names, heights, bottom=below, color=color, label=term, width=0.6)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    for place, total in enumerate(below):
+        axes.annotate(f"{total:.1f}", (place, total), ha="center", va="bottom", fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    axes.margins(y=0.08)

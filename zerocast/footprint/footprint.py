@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.footprint import fsdp, zero
+from zerocast.footprint import sharding
 from zerocast.footprint.shapes import Parameter
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
@@ -72,10 +72,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     made = [(parameter.name, _on_meta(parameter, spec), parameter.unit) for parameter in parameters]
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, wire = zero.footprint(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, wire = sharding.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, wire = fsdp.footprint(made, shards, setup.ranks // shards, setup.config)
+        memory, wire = sharding.fsdp(made, shards, setup.ranks // shards, setup.config)
     quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(

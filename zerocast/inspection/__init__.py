@@ -2,6 +2,6 @@
 
 from zerocast.inspection.cast_statistics import CastStatistics, measure
 from zerocast.inspection.contents import Contents
-from zerocast.inspection.wanted import Chosen, choose
+from zerocast.inspection.format_selection import Chosen, choose
 
 __all__ = ["CastStatistics", "Chosen", "Contents", "choose", "measure"]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.blocks import block_amax, expand
 from zerocast.backends.reference.codec import decode, encode, round_nominal
-from zerocast.backends.reference.scales import decode_scales, encode_scales, stored_scales
+from zerocast.backends.reference.scales import block_amax, decode_scales, encode_scales, expand, stored_scales
 from zerocast.checkpoint.sources import TensorSource
 from zerocast.checkpoint.sources.source import pieces, read_span
 from zerocast.formats import AmaxPolicy, FormatSpec

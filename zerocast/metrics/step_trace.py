@@ -1,11 +1,13 @@
-"""What a step sends, and where its time goes, seen at torch's dispatcher: whoever calls an operator, it passes there.
+"""StepTrace: where the time of a step goes and what it sends, observed at torch's dispatcher.
 
-A mode of the dispatcher slows every operator down a little, so it is entered for single steps only.
+A dispatch mode sees every operator, whoever calls it. It slows each operator down a little, so it is entered for single steps only.
 """
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +16,43 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerocast.metrics.clock import Clock
+Moment = torch.cuda.Event | float
+
+
+class Clock:
+    """CUDA events where there is a GPU, which nothing waits for until times are asked for; else the time of the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Moment]] = []
+
+    def mark(self, label: str) -> None:
+        """What follows is `label`."""
+        self._marks.append((label, self._now()))
+
+    def milliseconds(self) -> dict[str, float]:
+        """The time of each label; the last mark only ends what was before it. Waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        times: dict[str, float] = {}
+        for (label, start), (_, end) in pairwise(self._marks):
+            times[label] = times.get(label, 0.0) + _between(start, end)
+        return times
+
+    def _now(self) -> Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _between(start: Moment, end: Moment) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        return 1e3 * (float(end) - float(start))  # type: ignore[arg-type]
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
+
 
 STAGES = {
     "zerocast::adam_amax": "adam",

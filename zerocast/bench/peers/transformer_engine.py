@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocast.bench.adam_work import HYPERPARAMETERS, Moments
-from zerocast.bench.job import Job, Place
 from zerocast.bench.peers import Peer
 from zerocast.bench.shard import STANDARD_DEVIATION
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.workload import Workload
+from zerocast.bench.work import HYPERPARAMETERS, Moments
+from zerocast.bench.workload import Job, Place, Workload
 
 PACKAGE = "transformer_engine"
 TENSOR = f"{PACKAGE}.pytorch.tensor"

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import check_regular, read_bounded
-from zerocast.checkpoint.sources.reader import SourceReader
-from zerocast.checkpoint.sources.source import Entry
+from zerocast.checkpoint.sources.source import Entry, SourceReader
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import check_regular
-from zerocast.checkpoint.sources.reader import SourceReader
-from zerocast.checkpoint.sources.source import Entry, dtype_name
+from zerocast.checkpoint.sources.source import Entry, SourceReader, dtype_name
 
 DEEPEST = 16
 

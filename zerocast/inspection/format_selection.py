@@ -1,8 +1,9 @@
-"""Which weight is to be cast to which format: as a checkpoint remembers it, or as somebody wishes."""
+"""Which weight is cast to which format: as the checkpoint recorded it, or as the caller asks."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,6 +11,9 @@ from zerocast.checkpoint.sources import Entry
 from zerocast.checkpoint.sources.manifest import Stored
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import AmaxPolicy
 from zerocast.formats.layout import Span
 from zerocast.inspection.contents import Contents
-from zerocast.inspection.wanted import Chosen
+from zerocast.inspection.format_selection import Chosen
 from zerocast.quantize import cast_whole
 from zerocast.weight import QuantizedWeight
 

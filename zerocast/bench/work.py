@@ -1,16 +1,66 @@
-"""Adam steps as jobs: alone, and whole, with the amaxes in the same pass and the cast after it."""
+"""The pieces of work that the rows time, each set up as a Job: the cast, its stages, columnwise copies and Adam steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocast.backends import ops
-from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import STANDARD_DEVIATION, Shard
-from zerocast.bench.workload import Workload
+from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.weight_table import Batch
+
+
+def cast(workload: Workload, fmt: str, place: Place) -> Job:
+    """`CastPlan.cast()`: amaxes, scales and codes."""
+    shard = Shard(workload, fmt, place)
+    return Job(shard.plan.cast, shard.written)
+
+
+def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
+    """Amaxes of the owned elements, into a buffer that is zero before the first run."""
+    shard = Shard(workload, fmt, place)
+    batch, packed = shard.batch(), shard.packed
+    shard.plan.packed.reset()
+    return Job(lambda: batch.partial_amax(packed), lambda: [packed])
+
+
+def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
+    """Scales of all weights from random amaxes."""
+    shard = Shard(workload, fmt, place)
+    batch, packed = shard.batch(), shard.packed
+    packed.uniform_(0, 0.1, generator=place.generator())
+    return Job(lambda: batch.compute_scales(packed, None), shard.written)
+
+
+def _after_amaxes(stages: Callable[[Shard, Batch], None]) -> Callable[[Workload, str, Place], Job]:
+    def build(workload: Workload, fmt: str, place: Place) -> Job:
+        shard = Shard(workload, fmt, place)
+        shard.plan.cast()  # leaves amaxes and scales as the stages need them
+        batch = shard.batch()
+        return Job(lambda: stages(shard, batch), shard.written)
+
+    return build
+
+
+partial_cast = _after_amaxes(lambda shard, batch: batch.partial_cast(shard.packed, None))
+
+
+@_after_amaxes
+def amax_and_cast(shard: Shard, batch: Batch) -> None:
+    """The two stages whose work is the shard's, and not the whole weight's."""
+    batch.partial_amax(shard.packed)
+    batch.partial_cast(shard.packed, None)
+
+
+@_after_amaxes
+def transpose(shard: Shard, batch: Batch) -> None:
+    """`CastPlan.post_all_gather()` over all weights; of those owned elsewhere the bytes are random."""
+    shard.plan.post_all_gather()
+
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
