@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.codec import round_nominal
 from zerocast.backends.reference.quantize import Quantized, quantize
+from zerocast.backends.reference.scales import block_amax
 from zerocast.distributed.agreement import agree
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.formats import Columnwise, FormatSpec, layout

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
-from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.backends.extension import DTYPES, data, format_of, typed
+from zerocast.backends.extension import DTYPES, data, format_of, typed, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
 from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
-from zerocast.backends.reference.scales import encode_scales, stored_scales
+from zerocast.backends.reference.scales import block_amax, encode_scales, expand, fill_scales, stored_scales
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
 

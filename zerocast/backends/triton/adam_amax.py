@@ -7,14 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerocast.backends.triton.adam import update
+from zerocast.backends.triton.adam_step import update
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into
-from zerocast.backends.triton.blocks import TileShape
 from zerocast.backends.triton.codec import DTYPES, round_nominal
-from zerocast.backends.triton.descriptor import COLUMNS, NUMEL, ROW_AMAX, START, WIDTH, find
-from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
+from zerocast.backends.triton.launch import (
+    COLUMNS,
+    NUMEL,
+    ROW_AMAX,
+    START,
+    WIDTH,
+    addresses,
+    find,
+    launch,
+    skip_flag,
+    tiling,
+)
 from zerocast.backends.triton.partial_amax import store_amaxes
-from zerocast.backends.triton.tiles import Bands, Flat, band_tile, element, is_owned, offsets, owned
+from zerocast.backends.triton.tiles import Bands, Flat, TileShape, band_tile, element, is_owned, offsets, owned
 from zerocast.formats import AmaxPolicy, FormatSpec
 
 RUN = 2048

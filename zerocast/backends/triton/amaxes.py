@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.codec import INF, as_f32, bf16_bits, magnitude
-from zerocast.backends.triton.descriptor import COLUMNS, ROWS
+from zerocast.backends.triton.launch import COLUMNS, ROWS
 
 
 def as_integers(packed: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from zerocast.backends.triton.amaxes import grid_cells, load_amax
 from zerocast.backends.triton.codec import encode
-from zerocast.backends.triton.descriptor import address
+from zerocast.backends.triton.launch import address
 from zerocast.backends.triton.scales import encode_scale
 from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
 

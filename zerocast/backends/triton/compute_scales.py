@@ -10,7 +10,7 @@ from torch import Tensor
 from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.amaxes import as_integers, load_amax
 from zerocast.backends.triton.codec import as_f32
-from zerocast.backends.triton.descriptor import (
+from zerocast.backends.triton.launch import (
     AMAX,
     COLUMN_AMAX,
     COLUMN_SCALE,
@@ -21,9 +21,12 @@ from zerocast.backends.triton.descriptor import (
     SCALE,
     WIDTH,
     address,
+    addresses,
     find,
+    launch,
+    skip_flag,
+    tiling,
 )
-from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
 from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, stored_scale, two_level_global
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec

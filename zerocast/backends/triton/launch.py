@@ -1,8 +1,8 @@
-"""How a stage becomes one launch: base addresses on the device, and a grid that covers the owned tiles only.
+"""How a stage becomes one launch: a grid over the owned tiles, and how a program finds its weight and its data.
 
-A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a `Tiling`, by whose running sum a
-program finds its weight. All three are made once and found again by identity, so that a step does no work on the host for a weight,
-and nothing waits for the device. Only `launch` knows Triton.
+A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a `Tiling`, whose running sum tells a
+program which weight it works on (`find`). All three are made once and found again by identity, so that a step does no host work for
+a single weight and never waits for the device.
 """
 
 import contextlib
@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from zerocast.backends.descriptor import WIDTH as _WIDTH
+from zerocast.backends.descriptor import Column
 
 _KEPT_ADDRESSES = 1024
 
@@ -97,3 +102,41 @@ def launch(
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, maxnreg=registers, enable_fp_fusion=False)
+
+
+WIDTH = tl.constexpr(_WIDTH)
+ROWS = tl.constexpr(int(Column.ROWS))
+COLUMNS = tl.constexpr(int(Column.COLUMNS))
+START = tl.constexpr(int(Column.START))
+NUMEL = tl.constexpr(int(Column.NUMEL))
+MASTER_BASE = tl.constexpr(int(Column.MASTER_BASE))
+MASTER_OFFSET = tl.constexpr(int(Column.MASTER_OFFSET))
+ROW_AMAX = tl.constexpr(int(Column.ROW_AMAX))
+COLUMN_AMAX = tl.constexpr(int(Column.COLUMN_AMAX))
+ROW_DATA = tl.constexpr(int(Column.ROW_DATA_BASE))
+COLUMN_DATA = tl.constexpr(int(Column.COLUMN_DATA_BASE))
+ROW_SCALE = tl.constexpr(int(Column.ROW_SCALE_BASE))
+COLUMN_SCALE = tl.constexpr(int(Column.COLUMN_SCALE_BASE))
+AMAX = tl.constexpr(int(Column.AMAX_BASE))
+SCALE = tl.constexpr(int(Column.SCALE_BASE))
+HISTORY = tl.constexpr(int(Column.HISTORY_BASE))
+
+
+@triton.jit
+def find(firsts, n, tile):
+    """The row that a tile belongs to: the last one whose first tile is not after it. Rows without tiles are passed over."""
+    low = tile * 0
+    high = low + n
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(firsts + middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def address(bases, row, BASE: tl.constexpr, SIZE: tl.constexpr):
+    """Address of element OFFSET of base BASE, as an integer; the offset's column follows the base's, SIZE is that of an element."""
+    return tl.load(bases + tl.load(row + BASE)) + tl.load(row + BASE + 1) * SIZE

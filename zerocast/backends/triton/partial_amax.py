@@ -6,11 +6,30 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, block_max, max_into, store_blocks
-from zerocast.backends.triton.blocks import TileShape
 from zerocast.backends.triton.codec import DTYPES, round_nominal
-from zerocast.backends.triton.descriptor import COLUMN_AMAX, COLUMNS, NUMEL, ROW_AMAX, START, WIDTH, find
-from zerocast.backends.triton.launch import addresses, launch, tiling
-from zerocast.backends.triton.tiles import Bands, Flat, band_tile, element, is_owned, load_f32, offsets, owned
+from zerocast.backends.triton.launch import (
+    COLUMN_AMAX,
+    COLUMNS,
+    NUMEL,
+    ROW_AMAX,
+    START,
+    WIDTH,
+    addresses,
+    find,
+    launch,
+    tiling,
+)
+from zerocast.backends.triton.tiles import (
+    Bands,
+    Flat,
+    TileShape,
+    band_tile,
+    element,
+    is_owned,
+    load_f32,
+    offsets,
+    owned,
+)
 from zerocast.formats import AmaxPolicy, FormatSpec
 
 RUN = 8192

@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.amaxes import as_integers, load_amax
-from zerocast.backends.triton.blocks import TileShape
 from zerocast.backends.triton.codec import DTYPES, bf16_bits, encode, fp16_bits, round_nominal
 from zerocast.backends.triton.codes import code_address, store_codes, tile_codes, tile_scales
-from zerocast.backends.triton.descriptor import (
+from zerocast.backends.triton.launch import (
     AMAX,
     COLUMN_AMAX,
     COLUMN_DATA,
@@ -23,13 +22,17 @@ from zerocast.backends.triton.descriptor import (
     START,
     WIDTH,
     address,
+    addresses,
     find,
+    launch,
+    skip_flag,
+    tiling,
 )
-from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
 from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, two_level_global
 from zerocast.backends.triton.tiles import (
     Bands,
     Flat,
+    TileShape,
     band_tile,
     element,
     is_owned,

@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.codec import INF, as_f32
-from zerocast.backends.triton.descriptor import AMAX, HISTORY, SCALE, WIDTH, address
-from zerocast.backends.triton.launch import addresses, launch, skip_flag
+from zerocast.backends.triton.launch import AMAX, HISTORY, SCALE, WIDTH, address, addresses, launch, skip_flag
 from zerocast.formats import FormatSpec
 
 

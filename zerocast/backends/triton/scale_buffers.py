@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zerocast.backends.descriptor import Column
-from zerocast.backends.triton.descriptor import COLUMNS, ROWS, address
+from zerocast.backends.triton.launch import COLUMNS, ROWS, address
 from zerocast.backends.triton.scales import FP32
 from zerocast.formats import Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv

@@ -1,8 +1,9 @@
-"""How the owned span of a weight is cut into tiles, on the host as a count and in a kernel as positions, loads and stores.
+"""How the owned span of a weight is cut into tiles: shapes and counts on the host; positions, loads and stores in a kernel.
 
 Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands of whole block rows around the
-span, and those into tiles, so that no two programs share a block. A tile that is owned to its last element and lies on 16-byte
-boundaries takes loads and stores without masks (`FULL`), which Triton vectorises; all others go element by element.
+span, and those into tiles of whole blocks in both directions, so that no two programs share a block. A tile that is owned to its
+last element and lies on 16-byte boundaries takes loads and stores without masks (`FULL`), which Triton vectorises; all others go
+element by element.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,56 @@ import triton.language as tl
 
 from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.codec import as_f32, bf16_bits
-from zerocast.backends.triton.descriptor import COLUMNS, MASTER_BASE, NUMEL, START, address
+from zerocast.backends.triton.launch import COLUMNS, MASTER_BASE, NUMEL, START, address
+from zerocast.formats import FormatSpec
+
+_WIDEST = 256
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """A tile of `height` x `width` elements, and how many of them, one below the other, make up a program's `band`."""
+
+    fmt: FormatSpec
+    height: int
+    width: int
+    steps: int
+
+    @staticmethod
+    def of(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
+        """One tile of so many elements a program; its height divides a block's, or is a multiple of it."""
+        assert fmt.block
+        own = fmt.columnwise_block or (1, 1)
+        height = max(fmt.block[0], own[0])
+        width = max(fmt.block[1], own[1], min(_WIDEST, elements // height))
+        height = min(height, elements // width)
+        return TileShape(fmt, height, width, 1)
+
+    @staticmethod
+    def for_amaxes(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
+        """As many tiles a program as make up whole blocks."""
+        assert fmt.block
+        shape = TileShape.of(fmt, elements)
+        return TileShape(fmt, shape.height, shape.width, max(1, fmt.block[0] // shape.height))
+
+    @property
+    def band(self) -> int:
+        """Rows of a program."""
+        return self.height * self.steps
+
+    def constants(self) -> dict[str, int]:
+        """What the kernels are compiled with; an absent grid has no rows."""
+        assert self.fmt.block
+        own = self.fmt.columnwise_block or (0, 0)
+        return {
+            "HEIGHT": self.height,
+            "STEPS": self.steps,
+            "WIDTH_A": self.width,
+            "ROWS_A": self.fmt.block[0],
+            "COLUMNS_A": self.fmt.block[1],
+            "OWN_ROWS": own[0],
+            "OWN_COLUMNS": own[1],
+        }
 
 
 @dataclass(frozen=True)

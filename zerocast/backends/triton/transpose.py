@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.descriptor import Column
-from zerocast.backends.triton.descriptor import (
+from zerocast.backends.triton.launch import (
     COLUMN_DATA,
     COLUMN_SCALE,
     COLUMNS,
@@ -16,9 +16,11 @@ from zerocast.backends.triton.descriptor import (
     ROWS,
     WIDTH,
     address,
+    addresses,
     find,
+    launch,
+    tiling,
 )
-from zerocast.backends.triton.launch import addresses, launch, tiling
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
 from zerocast.backends.triton.scales import FP32
 from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
