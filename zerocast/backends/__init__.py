@@ -1,8 +1,9 @@
 """The backends, the choice between them, and a report of both.
 
-A backend is one module of this folder, found by its file name; ../backends/README.md is the contract. It names the device types
-that it serves (`DEVICES`, None for any) and its rank among the usable ones (`PREFERENCE`); an optional `why_not` gives a reason
-against a device. A backend that cannot run here raises ImportError with the reason. The environment variable `ZEROCAST_BACKEND`
+A backend is one module of this folder, found by its file name; ../backends/README.md is the
+contract. It names the device types that it serves (`DEVICES`, None for any) and its rank among the
+usable ones (`PREFERENCE`); an optional `why_not` gives a reason against a device. A backend that
+cannot run here raises ImportError with the reason. The environment variable `ZEROCAST_BACKEND`
 chooses one for the whole process; a choice that cannot be met raises.
 """
 
@@ -22,25 +23,30 @@ __all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
 
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
-NO_BACKENDS = ("_C", "descriptor", "extension", "ops")  # modules of this folder that the backends share
+# modules of this folder that the backends share
+NO_BACKENDS = ("_C", "descriptor", "extension", "ops")
 
 
 @functools.cache
 def backend_names() -> tuple[str, ...]:
-    """The backends that this version has, usable here or not."""
+    """The names of all backends of this version, whether or not they can run here."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NO_BACKENDS))
 
 
 @functools.cache
 def load(name: str) -> ModuleType:
-    """The backend module called `name`; ValueError for an unknown one, ImportError with the reason for an unusable one."""
+    """Import the backend module called `name`.
+
+    Raises ValueError for an unknown name, ImportError with the reason for a backend that cannot
+    run.
+    """
     if name not in backend_names():
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(backend_names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """None when the backend runs on this device, else the reason that it does not."""
+    """The reason why the backend cannot run on this device, or None if it can."""
     try:
         module = load(name)
     except ImportError as error:
@@ -52,7 +58,8 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def choose(device: torch.device, preference: str | None = None) -> str:
-    """The backend for tensors on `device`: `preference`, else the environment's, else the most preferred usable one.
+    """The backend for tensors on `device`: `preference`, else the environment's, else the most
+    preferred usable one.
 
     Raises ValueError for an unknown name and RuntimeError for a backend that cannot run here.
     """
@@ -78,7 +85,7 @@ def _automatic(device_type: str) -> str:
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One backend on one device type; `reason` says why not where it is not usable."""
+    """One backend on one device type; `reason` is empty if it is usable."""
 
     device: str
     backend: str
@@ -89,7 +96,10 @@ class BackendRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One quantized weight of the model and how `linear` runs with it; `reason` says why not on tensor cores."""
+    """One quantized weight and the path that computes its products.
+
+    `reason` says why the path is not one on FP8 tensor cores; it is empty for one that is.
+    """
 
     name: str
     format: str
@@ -99,7 +109,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What `zerocast.backends.report` found."""
+    """The result of `zerocast.backends.report`; `str()` makes a table of it."""
 
     backends: tuple[BackendRow, ...]
     layers: tuple[LayerRow, ...]
@@ -114,7 +124,7 @@ class Report:
 
 
 def report(model: torch.nn.Module | None = None) -> Report:
-    """The backends for each device type of this machine and, for a model, the path that each quantized weight's products take."""
+    """The backends for each device type of this machine, and the path of each layer of `model`."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     rows = tuple(_row(torch.device(device), name) for device in devices for name in backend_names())
     return Report(rows, tuple(_layers(model.named_parameters() if model else ())))

@@ -1,4 +1,6 @@
-"""The compiled extension `zerocast.backends._C`: loading it, the GPUs that it runs on, and how it is told tensors and formats."""
+"""The compiled extension `zerocast.backends._C`: loading it, the GPUs that it runs on, and how
+it is told tensors and formats.
+"""
 
 import functools
 from types import ModuleType
@@ -16,9 +18,11 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @functools.cache
 def load() -> ModuleType:
-    """The extension; ImportError with the remedy where it is missing or of other sources."""
+    """Import the extension; ImportError with the remedy if it is missing or built from other
+    sources.
+    """
     try:
-        from zerocast.backends import _C  # noqa: PLC0415  (whoever asks gets the reason)
+        from zerocast.backends import _C  # noqa: PLC0415  (so that the caller gets the reason)
     except ImportError as error:
         raise ImportError(
             "zerocast.backends._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in "
@@ -33,8 +37,8 @@ def load() -> ModuleType:
 
 
 def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is
-    """The format as plain data."""
-    key = str(fmt)  # hashes faster than its many fields
+    """The format as the plain data that the extension takes."""
+    key = str(fmt)  # faster to hash than the fields
     if key not in _FORMATS:
         _FORMATS[key] = _plain(fmt)
     return _FORMATS[key]
@@ -57,20 +61,21 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
 
 
 def typed(tensor: Tensor) -> tuple[int, str]:
-    """Address and name of the dtype."""
+    """The address of a tensor and the name of its dtype."""
     return tensor.data_ptr(), DTYPES[tensor.dtype]
 
 
 def data(tensor: Tensor) -> tuple[int, str]:
-    """The same of one direction of a weight: codes, whose dtype no stage reads, or values of the nominal dtype."""
+    """The same for one direction of a weight: codes, whose dtype is ignored, or nominal values."""
     assert tensor.is_contiguous(), tensor.stride()
     return tensor.data_ptr(), DTYPES.get(tensor.dtype, "float32")
 
 
 def why_no_kernels(targets: str, device: torch.device) -> str | None:
-    """None when one of the built targets, such as "90a 100f 90+PTX", serves this GPU, else the reason.
+    """The reason why no target of the build runs on this GPU, or None if one does.
 
-    "90a" is for compute capability 9.0 alone, "100f" for 10.x, "80" for 8.x; PTX is for that capability and all above.
+    `targets` is text such as "90a 100f 90+PTX": "90a" runs on compute capability 9.0 alone, "100f"
+    on 10.x, "80" on 8.x, and PTX on its own capability and all above.
     """
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"

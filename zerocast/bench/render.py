@@ -16,7 +16,7 @@ LEFT = {"row", "by", "target"}
 
 
 def markdown(report: Report) -> str:
-    """The whole report, ready for a README."""
+    """The whole report as Markdown, ready for a README."""
     return "\n".join([*_head(report), "", *_table(report), *_score(report), *_failures(report.failures)]) + "\n"
 
 
@@ -86,15 +86,17 @@ LONGEST = 4.0  # times the floor; longer bars are cut and say their length
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write a PNG: a bar a measurement, rows from the top down, ours and the peers in colours of their own."""
+    """Write a PNG with a bar for each measurement: rows from the top, a colour for each
+    implementation.
+    """
     rows = list(dict.fromkeys(m.row.name for m in report.measurements))
     figure = Figure(figsize=(14, 1.5 + 0.3 * len(report.measurements)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     by = dict.fromkeys([report.backend, *(m.by for m in report.measurements)])
     height = 0.8 / max(1, len(by))
-    for lane, (name, color) in enumerate(zip(by, COLORS, strict=False)):
+    for number, (name, color) in enumerate(zip(by, COLORS, strict=False)):
         own = [m for m in report.measurements if m.by == name]
-        places = [rows.index(m.row.name) + lane * height for m in own]
+        places = [rows.index(m.row.name) + number * height for m in own]
         _floors(left, report, own, places, height, color, name)
         right.barh(places, [m.rate for m in own], height, color=color)
     left.axvline(1.0, color="black", linewidth=0.8)

@@ -1,4 +1,6 @@
-"""Report: all measurements of one run and the copy rate they are compared with, as JSON, and against a stored report."""
+"""Report: all measurements of one run and the copy rate they are compared with, as JSON, and
+against a stored report.
+"""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class CopyRate:
-    """GB/s of a device-to-device copy of `nbytes` before and after the rows, bytes read plus bytes written."""
+    """GB/s of a copy of `nbytes` on the device, before and after the rows; reads plus writes."""
 
     nbytes: int
     before: float
@@ -23,15 +25,15 @@ class CopyRate:
 
     @property
     def rate(self) -> float:
-        """What the rows are held against: the mean of the two."""
+        """The mean of the two, by which the floors of the rows are computed."""
         return (self.before + self.after) / 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run. `backend` is ours; measurements by others stand beside those of the same row by ours.
+    """All results of one run; `backend` is the one of ours that was measured.
 
-    `full` tells whether targets apply: they are set for workloads at full size on a GPU.
+    `full` is True if targets apply, which are set for full-size workloads on a GPU.
     """
 
     date: str
@@ -49,7 +51,7 @@ class Report:
         return {m.row.name: m for m in self.measurements if m.by == self.backend}
 
     def verdict(self, measurement: Measurement) -> Verdict | None:
-        """Whether one of ours meets its target; None where there is none, or none for this size."""
+        """The verdict on one of our measurements; None if no target applies to it."""
         target = measurement.row.target
         if target is None or not self.full or measurement.by != self.backend:
             return None
@@ -57,17 +59,17 @@ class Report:
         return judge(measurement, target, self.copy.rate, other.ms if other else None)
 
     def over_ours(self, measurement: Measurement) -> float | None:
-        """How many times as long as ours a peer takes for the same row."""
+        """A peer's time divided by ours for the same row; None for our own measurements."""
         ours = self._ours.get(measurement.row.name)
         return None if measurement.by == self.backend or ours is None else measurement.ms / ours.ms
 
     @property
     def failed(self) -> bool:
-        """Whether a row of ours could not be measured, or wrote wrong bytes."""
+        """True if a row of ours could not be measured or wrote wrong bytes."""
         return any(failure.ours for failure in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every number, measured and derived; see README.md for the keys."""
+        """All numbers, measured and derived, as JSON types; README.md lists the keys."""
         return {
             "schema": SCHEMA,
             "date": self.date,
@@ -106,7 +108,7 @@ class Report:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write `as_dict`."""
+        """Write the result of `as_dict` to a file."""
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
 
@@ -115,7 +117,7 @@ MOST_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Regression:
-    """Time over floor of a row, stored and now."""
+    """A row's time divided by its floor, in the stored report and now."""
 
     row: str
     before: float
@@ -126,7 +128,10 @@ class Regression:
 
 
 def stored_ratios(path: Path) -> dict[str, float]:
-    """Time over floor by row, of the backend that the stored report was about. ValueError for a file of another kind."""
+    """Time divided by floor for each row of a stored report's own backend.
+
+    Raises ValueError for a file that is no report of this benchmark.
+    """
     stored = json.loads(read_bounded(path, MOST_BYTES))
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a report of this benchmark (schema {SCHEMA})")
@@ -134,7 +139,9 @@ def stored_ratios(path: Path) -> dict[str, float]:
 
 
 def regressions(report: Report, stored: dict[str, float], threshold: float) -> list[Regression]:
-    """The rows whose ratio grew by more than `threshold` of itself. Rows that only one of the two has are not compared."""
+    """The rows whose ratio grew by more than the fraction `threshold`; only rows in both are
+    compared.
+    """
     rate = report.copy.rate
     own = {m.row.name: m.over_floor(rate) for m in report.measurements if m.by == report.backend}
     pairs = [Regression(row, stored[row], now) for row, now in own.items() if row in stored]

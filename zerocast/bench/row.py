@@ -1,4 +1,6 @@
-"""Row: a line of the report, before it is measured. Which work on which workload, what it moves, and what it must reach."""
+"""Row: a line of the report before it is measured: its work, workload, format, traffic and
+target.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ Build = Callable[[Workload, str, Place], Job]
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work: its name, how to set it up on a workload in a format, and the bytes that it must move there."""
+    """A piece of work: its name, the function that sets it up, and the bytes that it must move."""
 
     name: str
     build: Build
@@ -23,7 +25,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Target:
-    """At most `limit` times the row's floor; or, with `row`, `limit` times `share` of that row's time. And a host time."""
+    """A limit on a row's time: `limit` times its floor, or times `share` of the time of `row`.
+
+    `host_ms` limits the host time as well.
+    """
 
     limit: float
     row: str | None = None
@@ -33,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """`clock` says which of its times the row is about."""
+    """One work on one workload in one format; `clock` is the time that the row reports."""
 
     workload: Workload
     work: Work
@@ -43,12 +48,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the row is called in tables and stored reports, whatever its scale."""
+        """The name in tables and stored reports, which does not depend on the scale."""
         return f"{self.workload.name.partition('/')[0]} {self.work.name} {self.fmt}".strip()
 
     @property
     def moved(self) -> int:
-        """Bytes read plus bytes written, at least."""
+        """The least number of bytes read plus written."""
         return self.work.moved(Traffic(self.workload, get_format(self.fmt or "identity")))
 
 
@@ -91,17 +96,18 @@ def all_rows() -> Iterator[Row]:
 
 
 def select(only: Sequence[str], scale: int) -> list[Row]:
-    """The rows whose name contains one of `only`, or all, on workloads shrunk by `scale`.
+    """The rows whose names contain one of `only`, or all rows, on workloads shrunk by `scale`.
 
-    A row that another one is held against comes along. ValueError for a text that no name contains.
+    Rows that the target of a selected row refers to are included. Raises ValueError for a text that
+    no name contains.
     """
     rows = list(all_rows())
     for text in only:
         if not any(text in row.name for row in rows):
             raise ValueError(f"no row is called {text!r}; there are: {', '.join(row.name for row in rows)}")
-    wanted = {row.name for row in rows if not only or any(text in row.name for text in only)}
-    wanted |= {row.target.row for row in rows if row.name in wanted and row.target and row.target.row}
-    return [_scaled(row, scale) for row in rows if row.name in wanted]
+    selected = {row.name for row in rows if not only or any(text in row.name for text in only)}
+    selected |= {row.target.row for row in rows if row.name in selected and row.target and row.target.row}
+    return [_scaled(row, scale) for row in rows if row.name in selected]
 
 
 def _scaled(row: Row, scale: int) -> Row:

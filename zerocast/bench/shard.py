@@ -1,4 +1,5 @@
-"""One rank's share of a workload: the tensors in one format, the plan over them, and the stages one by one.
+"""One rank's share of a workload: the tensors in one format, the plan over them, and the stages one
+by one.
 
 A Seat stands in for the other ranks, so that one device does exactly one rank's share of a cast.
 """
@@ -23,10 +24,11 @@ from zerocast.weight import QuantizedWeight
 
 @dataclass(frozen=True)
 class Seat(Group):
-    """A group whose other members are worked out instead of asked: they pass the same weights and own the other shards.
+    """A group whose other members are simulated: they pass the same weights and own the other
+    shards.
 
-    A plan built in it has amaxes and scales for every weight, as it has on a cluster. Collectives move nothing: their time is the
-    network's and not measured here.
+    A plan in it has amaxes and scales for every weight, as on a cluster. Collectives move nothing:
+    their time belongs to the network and is not measured here.
     """
 
     workload: Workload
@@ -37,22 +39,23 @@ class Seat(Group):
         return Seat(None, workload.rank, workload.world, workload)
 
     def all_gather_object(self, value: Reply, what: str = "") -> list[Reply]:
-        """What a plan exchanges once: no other rank has a problem, all have these weights."""
+        """The replies when a plan is built: no rank has a problem, all have these weights."""
         spans = [[(s.start, s.stop) for s in self.workload.spans(rank)] for rank in range(self.size)]
         others = [replace(value, problem=None, payload=theirs) for theirs in spans]
         return [value if rank == self.rank else reply for rank, reply in enumerate(others)]
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """Nothing: the amaxes stay this rank's."""
+        """Do nothing: the amaxes stay those of this rank."""
 
 
 STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight
 
 
 class Shard:
-    """Weights full of random bytes and random masters of the owned spans, on `place.device`.
+    """Weights of random bytes, and random masters of the owned spans, on `place.device`.
 
-    Flat: `flat` holds all masters and every kind of weight buffer lies in one arena. Scattered: each weight has its own.
+    A flat workload has all masters in `flat` and each kind of weight buffer in one tensor; a
+    scattered one has separate tensors for each weight.
     """
 
     def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
@@ -72,16 +75,16 @@ class Shard:
 
     @property
     def packed(self) -> Tensor:
-        """The buffer of all amaxes."""
+        """The packed buffer of all amaxes."""
         return self.plan.packed.buffer
 
     def written(self) -> list[Tensor]:
-        """Every buffer of every weight."""
+        """All buffers of all weights, in a fixed order."""
         buffers = chain.from_iterable(weight.state.buffers.values() for weight in self.weights)
         return [buffer for buffer in buffers if buffer is not None]
 
     def batch(self) -> Batch:
-        """The stages of the plan's cast, to be called one by one."""
+        """The plan's weights as a table, to run the stages of a cast one by one."""
         batches = Batches(self.flat.device, self.plan.backend)
         for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
             owned = master if span.numel else None
@@ -91,7 +94,9 @@ class Shard:
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:
-    """Bytes of any value, floats of a harmless one: a kernel that leaves them shows."""
+    """Fill with random bytes, or floats around 1, so that a kernel that skips an element is
+    found.
+    """
     if tensor.dtype is torch.uint8:
         tensor.random_(0, 256, generator=random)
     else:

@@ -1,4 +1,6 @@
-"""The pieces of work that the rows time, each set up as a Job: the cast, its stages, columnwise copies and Adam steps."""
+"""The pieces of work that the rows time, each set up as a Job: the cast, its stages, columnwise
+copies and Adam steps.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +17,13 @@ from zerocast.cast.weight_table import Batch
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
-    """`CastPlan.cast()`: amaxes, scales and codes."""
+    """Job of a whole `CastPlan.cast()`: amaxes, scales and codes."""
     shard = Shard(workload, fmt, place)
     return Job(shard.plan.cast, shard.written)
 
 
 def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
-    """Amaxes of the owned elements, into a buffer that is zero before the first run."""
+    """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
     shard = Shard(workload, fmt, place)
     batch, packed = shard.batch(), shard.packed
     shard.plan.packed.reset()
@@ -29,7 +31,7 @@ def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
-    """Scales of all weights from random amaxes."""
+    """Job of the scales of all weights, from random amaxes."""
     shard = Shard(workload, fmt, place)
     batch, packed = shard.batch(), shard.packed
     packed.uniform_(0, 0.1, generator=place.generator())
@@ -39,7 +41,7 @@ def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
 def _after_amaxes(stages: Callable[[Shard, Batch], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
-        shard.plan.cast()  # leaves amaxes and scales as the stages need them
+        shard.plan.cast()  # computes the amaxes and scales that the stages read
         batch = shard.batch()
         return Job(lambda: stages(shard, batch), shard.written)
 
@@ -51,14 +53,14 @@ partial_cast = _after_amaxes(lambda shard, batch: batch.partial_cast(shard.packe
 
 @_after_amaxes
 def amax_and_cast(shard: Shard, batch: Batch) -> None:
-    """The two stages whose work is the shard's, and not the whole weight's."""
+    """The two stages whose work is proportional to the shard and not to the whole weight."""
     batch.partial_amax(shard.packed)
     batch.partial_cast(shard.packed, None)
 
 
 @_after_amaxes
 def transpose(shard: Shard, batch: Batch) -> None:
-    """`CastPlan.post_all_gather()` over all weights; of those owned elsewhere the bytes are random."""
+    """`CastPlan.post_all_gather()` over all weights; those owned elsewhere have random bytes."""
     shard.plan.post_all_gather()
 
 
@@ -68,7 +70,7 @@ GRADIENT = 1e-3
 
 
 class Moments:
-    """A gradient, both moments and the scalars of step `STEP`, for `numel` masters."""
+    """A gradient, both moments and the scalars of step `STEP` for `numel` masters."""
 
     def __init__(self, numel: int, device: torch.device, random: torch.Generator) -> None:
         def normal() -> Tensor:
@@ -82,7 +84,7 @@ class Moments:
 
 
 def adam(workload: Workload, fmt: str, place: Place) -> Job:
-    """`adam_step` on the flat shard."""
+    """Job of `adam_step` on the flat shard."""
     random, numel = place.generator(), workload.owned
     master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
     m = Moments(numel, place.device, random)
@@ -95,7 +97,7 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def step(workload: Workload, fmt: str, place: Place) -> Job:
-    """Everything after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
+    """Job of all work after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
     shard = Shard(workload, fmt, place)
     batch, packed = shard.batch(), shard.plan.packed
     m = Moments(shard.flat.numel(), place.device, place.generator())

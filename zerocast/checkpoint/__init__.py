@@ -1,4 +1,6 @@
-"""States on disk: whole checkpoints, files of other programs as masters, and exports for inference."""
+"""States on disk: whole checkpoints, files of other programs as masters, and exports for
+inference.
+"""
 
 from zerocast.checkpoint import export
 

@@ -20,13 +20,15 @@ from zerocast.cli.files import written
 
 
 def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
-    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside TransformerEngine where it is installed.
+    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
+    TransformerEngine where it is installed.
 
     Prints a Markdown table and writes it with JSON and a plot.
 
     Example: zerocast bench --only "A cast" --compare stored.json
 
-    Exit status: 0, 1 if a row of ours fails or has grown by more than the threshold, 2 for a wish that cannot be met.
+    Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
+    cannot be met.
     """
     if config.trace is not None:
         return _trace(config.trace, config)
@@ -81,9 +83,11 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _joined() -> Iterator[torch.device]:
-    """The device of this rank, inside a default process group: NCCL where every rank of the host has a GPU, else gloo.
+    """Yield this rank's device, inside the default process group that torchrun's variables
+    describe.
 
-    Started without torchrun there is no process group.
+    The group uses NCCL if every rank of the host has a GPU, else gloo. Without torchrun there is
+    none.
     """
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     use_cuda = torch.cuda.device_count() >= local_size

@@ -1,4 +1,6 @@
-"""`zerocast inspect`: what is in a checkpoint, and what a format makes, or would make, of its weights."""
+"""`zerocast inspect`: shows the contents of a checkpoint and the effect of a format on its
+weights.
+"""
 
 import json
 import pickle
@@ -19,35 +21,43 @@ from zerocast.inspection.cast_statistics import LOWEST
 from zerocast.inspection.contents import nbytes_of
 from zerocast.inspection.format_selection import DTYPES, Dtype
 
-ROWS = 200  # of the lower panel; more weights are drawn one in so many
+ROWS = 200  # of the lower panel, which samples the weights if there are more
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """What to look at."""
+    """The options of `zerocast inspect`."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or folder), or a file of torch.save."""
+    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    folder), or a file of torch.save.
+    """
     format: str | None = None
-    """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default those stored with the checkpoint."""
+    """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default the
+    stored formats.
+    """
     weights: tuple[str, ...] = ("*",)
     """With --format: globs on names of parameters of two or more dimensions."""
     dtype: Dtype = "bfloat16"
     """With --format: the nominal dtype, to which masters are rounded first."""
     png: Path | None = None
-    """Also draw masters and casts by power of two."""
+    """Also draw a histogram of masters and casts by power of two."""
     json: bool = False
     """Print JSON."""
 
 
 def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
-    """Show what is in a checkpoint, and by weight the amax, the shares that saturate and that are flushed to zero, and the error.
+    """Show the contents of a checkpoint, and for each weight its amax, saturated and flushed shares
+    and error.
 
-    Reads a million elements at a time, or of checkpoint folders a weight at a time. Files with hashes are compared with them first.
+    Reads a million elements at a time, or one weight of a checkpoint folder. Files are first
+    compared with their hashes, if any.
 
-    Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png histogram.png
+    Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png
+    histogram.png
 
-    Exit status: 0, 1 for files that are damaged and masters that are not finite, 2 for a wish that cannot be met.
+    Exit status: 0; 1 for damaged files and masters that are not finite; 2 for options that cannot
+    be met.
     """
     try:
         contents = Contents.of(config.checkpoint)
@@ -129,7 +139,10 @@ def _row(one: dict[str, Any], width: int) -> str:
 
 
 def _plot(found: Sequence[CastStatistics], title: str, path: Path) -> None:
-    """Write a PNG of the weights that are cast, or of all tensors where none is; at least one."""
+    """Write a PNG with a histogram of all weights above and one row for each weight below.
+
+    It shows the weights that are cast, or all tensors if none is; `found` is not empty.
+    """
     found = [one for one in found if one.casts] or found
     masters = np.array([one.masters for one in found], dtype=np.float64)
     casts = np.array([one.casts or one.masters for one in found], dtype=np.float64)

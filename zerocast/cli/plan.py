@@ -1,4 +1,6 @@
-"""`zerocast plan`: the bytes a model takes in memory and on the wire, next to FP8 and BF16, before there is a machine to run it."""
+"""`zerocast plan`: the bytes a model takes in memory and on the wire, next to FP8 and BF16,
+before there is a machine to run it.
+"""
 
 import json
 import sys
@@ -27,38 +29,47 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What to plan for."""
+    """The options of `zerocast plan`."""
 
     model: str
-    """llama3-8b, deepseek-v3, gpt3-175b, or a JSON file: a model's config.json, or a list of parameters."""
+    """llama3-8b, deepseek-v3, gpt3-175b, or a JSON file: a model's config.json, or a list of
+    parameters.
+    """
     ranks: int = 8
     """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
     format: str = "nvfp4"
-    """Of the linear weights inside the blocks; the rest is bf16. Options inline, as in fp8_block:power_of_2_scale=False."""
+    """Format of the linear weights inside blocks; the rest is bf16. Options inline, as in
+    fp8_block:power_of_2_scale=False.
+    """
     parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
-    """zero1 and zero2 are ZeroAdamW; fsdp2 and hsdp cut every parameter by rows as torch's fully_shard does."""
+    """zero1 and zero2 are ZeroAdamW; fsdp2 and hsdp cut every parameter by rows as torch's
+    fully_shard does.
+    """
     shard_ranks: int = 8
     """For hsdp: how many ranks share one copy of the model."""
     bucket_size: int = ZeroConfig.bucket_size
     """For zero1 and zero2: elements a bucket."""
     moment_dtype: Dtype = "float32"
-    """Of both moments."""
+    """Dtype of both moments."""
     grad_dtype: Dtype = "bfloat16"
-    """Of gradients as they are reduced."""
+    """Dtype in which gradients are reduced."""
     json: bool = False
     """Print JSON."""
     png: Path | None = None
-    """Also draw it."""
+    """Also draw the footprints as stacked bars."""
 
 
 def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
-    """Show the bytes of a rank in memory and in each step's communication, beside FP8 and BF16 weights.
+    """Show the bytes of a rank in memory and in a step's communication, compared with FP8 and BF16
+    weights.
 
-    Laid out on the meta device by the code that training uses, so padding is counted. Activations are left out.
+    Laid out on the meta device by the code that training uses, so padding is counted. Activations
+    are left out.
 
-    Example: zerocast plan --model llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png plan.png
+    Example: zerocast plan --model llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
+    plan.png
 
-    Exit status: 0, or 2 for a model or setup that cannot be planned for.
+    Exit status: 0, or 2 for a model or setup that cannot be planned.
     """
     try:
         parameters = read_model(config.model)
@@ -85,9 +96,9 @@ def _setup(config: PlanConfig) -> Setup:
 
 
 def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
-    wish = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
     totals = [{"total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
-    return {"plan": wish, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
+    return {"plan": options, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
 
 
 def _title(config: PlanConfig, found: Footprint) -> str:
@@ -115,7 +126,7 @@ def _table(title: str, columns: Sequence[tuple[str, dict[str, int]]], unit: int)
 
 
 def _plot(footprints: Sequence[Footprint], title: str, path: Path) -> None:
-    """Write a PNG."""
+    """Write a PNG with stacked bars: memory on the left, traffic on the right."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     _stack(left, [(f.format, f.memory) for f in footprints], GIB)

@@ -1,1 +1,3 @@
-"""Ranks: each collective as one call (`group.py`), and what all ranks must have alike (`agreement.py`)."""
+"""Collectives with errors that name their caller (`group.py`); checks across ranks
+(`agreement.py`).
+"""

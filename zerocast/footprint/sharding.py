@@ -1,14 +1,18 @@
-"""The bytes of one rank under each way to shard: the buckets of a ZeroAdamW, or the row shards of FSDP2 and HSDP.
+"""The bytes of one rank under each way to shard: the buckets of a ZeroAdamW, or the row shards of
+FSDP2 and HSDP.
 
-ZeroAdamW: its own buckets, laid out over meta tensors. The gradients of stage 2 are the FP32 shard and the buckets in flight: two
-of the largest size, the reduced part of one, and a started bucket for every further kind of storage (../optim/README.md). Stage 1
-also keeps the gradients on the parameters.
+ZeroAdamW: its own buckets, laid out over meta tensors. The gradients of stage 2 are the FP32 shard
+and the buckets in flight: two of the largest size, the reduced part of one, and a started bucket
+for every further kind of storage (../optim/README.md). Stage 1 also keeps the gradients on the
+parameters.
 
-FSDP2 and HSDP: every parameter is cut along its first dimension, as torch's `fully_shard` cuts it. Every block is a unit that is
-resharded after its forward pass and gathered again for its backward pass; parameters outside of blocks form the root, gathered
-once. The FP32 shard is the parameter; next to it lie the quantized bytes of the shard with the scales of its blocks, which are what
-is gathered. At the peak the root and two blocks are unsharded, the one that computes and the next one, with columnwise copies, and
-the gradients of two units. The traffic follows the design of `zerocast.fsdp2` and was not compared with a run.
+FSDP2 and HSDP: every parameter is cut along its first dimension, as torch's `fully_shard` cuts it.
+Every block is a unit that is resharded after its forward pass and gathered again for its backward
+pass; parameters outside of blocks form the root, gathered once. The FP32 shard is the parameter;
+next to it lie the quantized bytes of the shard with the scales of its blocks, which are what is
+gathered. At the peak the root and two blocks are unsharded, the one that computes and the next one,
+with columnwise copies, and the gradients of two units. The traffic follows the design of
+`zerocast.fsdp2` and was not compared with a run.
 """
 
 import math
@@ -32,7 +36,9 @@ Bytes = dict[str, int]
 
 
 def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
-    """(bytes in memory, bytes that this rank sends in a step), by what they are."""
+    """(bytes in memory by purpose, bytes sent in a step by collective) of one rank of a
+    ZeroAdamW.
+    """
     buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
     shard = flat_numel(buckets)
     weights = _quantized(tensor for _, tensor, _ in tensors)
@@ -57,7 +63,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
 
 
 def _gathered(bucket: Bucket) -> int:
-    """Bytes of the flat buffers of a bucket, padding included."""
+    """The bytes of the flat buffers of a bucket, padding included."""
     storage = bucket.storage
     directions = 2 if storage.both_directions else 1
     return directions * bucket.numel // storage.elements_per_byte * storage.dtype.itemsize
@@ -71,13 +77,14 @@ def _in_flight(buckets: Sequence[Bucket], ranks: int, deterministic: bool) -> in
         largest[dtype] = max(largest.get(dtype, 0), bucket.numel * dtype.itemsize)
     started = sum(largest[kind.grad_dtype] for kind in kinds)
     biggest = max(largest.values())
-    second = biggest if len(buckets) > len(kinds) else 0  # one that is filled while another is on its way
+    # one that is filled while another is on its way
+    second = biggest if len(buckets) > len(kinds) else 0
     results = 0 if ranks == 1 else biggest if deterministic else biggest // ranks
     return started + second + results
 
 
 def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
-    """(bytes in memory, bytes that this rank sends in a step), by what they are, of a rank with full shards."""
+    """The same for FSDP2 and HSDP, for a rank with full shards."""
     every = [tensor for _, tensor, _ in tensors]
     owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in every)
     grad = (config.grad_dtype or torch.bfloat16).itemsize
@@ -109,18 +116,20 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
 
 
 def _at_the_most(by_unit: dict[int, int]) -> int:
-    """Of the root and two blocks."""
+    """The bytes of the root and of the two largest blocks."""
     blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
     return by_unit.get(ROOT, 0) + sum(blocks[-2:])
 
 
 def _rows(tensor: Tensor, shards: int) -> int:
-    """Of the first dimension, on a rank that has its full share."""
+    """The rows of the first dimension on a rank with a full share."""
     return -(-tensor.shape[0] // shards)
 
 
 def _sent(tensor: Tensor, shards: int) -> int:
-    """Bytes that a rank gives to one all-gather, the same on all: those of the shard, with the scales of its blocks."""
+    """The bytes that each rank contributes to one all-gather: the shard and the scales of its
+    blocks.
+    """
     rows = _rows(tensor, shards)
     numel = rows * (tensor.numel() // tensor.shape[0])
     if not isinstance(tensor, QuantizedWeight):
@@ -132,7 +141,9 @@ def _sent(tensor: Tensor, shards: int) -> int:
 
 
 def _sent_scales(fmt: FormatSpec, rows: int, columns: int) -> int:
-    """One scale a block; a scale a tensor follows from the reduced amax and is not sent."""
+    """The bytes of block scales; a per-tensor scale follows from the reduced amax and is not
+    sent.
+    """
     if fmt.block is None:
         return 0
     size = 4 if fmt.scale_rule is ScaleRule.FP32 else 1
@@ -141,12 +152,14 @@ def _sent_scales(fmt: FormatSpec, rows: int, columns: int) -> int:
 
 
 def _made(weight: QuantizedWeight) -> int:
-    """What is made after the all-gather: whole scale buffers, and transposed codes."""
+    """The bytes that are made after the all-gather: whole scale buffers and transposed codes."""
     return _scales(weight) + _transposed(weight)
 
 
 def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
-    """Of the one all-reduce: a tensor amax, and the amaxes of the block rows that boundaries cut, in bf16."""
+    """The bytes of the one all-reduce: tensor amaxes and those of block rows that shards cut, in
+    bf16.
+    """
     total = 0
     for weight in weights:
         rows, columns = weight.matrix_shape
@@ -160,26 +173,27 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
 
 
 def _quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
-    """Those that are."""
     return [tensor for tensor in tensors if isinstance(tensor, QuantizedWeight)]
 
 
 def _scales(weight: QuantizedWeight) -> int:
-    """Scale buffers of both directions with their padding, amax and delayed scaling, in arenas."""
+    """The bytes of scale buffers of both directions, amax and delayed scaling, in flat buffers."""
     found = buffers(weight.format, weight.matrix_shape, weight.dtype)
     names = [name for name in SCALES if not (name == "columnwise_scale_inv" and _shared(weight.format))]
-    return sum(_in_arena(found[name]) for name in names)
+    return sum(_in_flat_buffer(found[name]) for name in names)
 
 
 def _transposed(weight: QuantizedWeight) -> int:
-    """Codes that are made after the all-gather, in an arena; none where they are gathered or not needed."""
+    """The bytes of transposed codes, in a flat buffer; 0 if they are gathered or not needed."""
     if weight.format.columnwise is not Columnwise.TRANSPOSE:
         return 0
-    return _in_arena(buffers(weight.format, weight.matrix_shape, weight.dtype)["columnwise_data"])
+    return _in_flat_buffer(buffers(weight.format, weight.matrix_shape, weight.dtype)["columnwise_data"])
 
 
 def _packed_amaxes(weights: Iterable[QuantizedWeight], ranks: int) -> int:
-    """The buffer of the one all-reduce, in bf16: amaxes, and two numbers by which several ranks compare their calls."""
+    """The bf16 bytes of the one all-reduce: amaxes, and two numbers that compare the ranks'
+    calls.
+    """
     amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
     return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
 
@@ -188,5 +202,5 @@ def _shared(fmt: FormatSpec) -> bool:
     return fmt.columnwise is Columnwise.TRANSPOSE and fmt.block is None
 
 
-def _in_arena(buffer: Buffer | None) -> int:
+def _in_flat_buffer(buffer: Buffer | None) -> int:
     return round_up(math.prod(buffer.shape), ALIGNMENT) * buffer.dtype.itemsize if buffer else 0

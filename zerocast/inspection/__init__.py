@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and what a format would make of it: behind `zerocast inspect` and `zerocast convert`."""
+"""The contents of a checkpoint and their casts, for `zerocast inspect` and `zerocast convert`."""
 
 from zerocast.inspection.cast_statistics import CastStatistics, measure
 from zerocast.inspection.contents import Contents

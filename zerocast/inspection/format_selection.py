@@ -18,7 +18,9 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bf
 
 @dataclass(frozen=True)
 class Chosen:
-    """Format and nominal dtype by name, and the weights that were wished for and whose shape their format cannot take."""
+    """Format and nominal dtype by weight name; `kept` are selected weights whose shape does not
+    fit.
+    """
 
     formats: Mapping[str, tuple[FormatSpec, torch.dtype]]
     kept: tuple[str, ...] = ()
@@ -31,9 +33,10 @@ def choose(
     weights: Sequence[str],
     nominal: torch.dtype,
 ) -> Chosen:
-    """What is `stored`, unless a format is named: that for all of two or more dimensions whose name matches one of `weights`.
+    """Select `fmt` for matrices whose names match a glob of `weights`; without `fmt`, the stored
+    formats.
 
-    ValueError for an unknown format, and for a glob that matches no weight.
+    Raises ValueError for an unknown format and for a glob that matches no weight.
     """
     if fmt is None:
         known = {name: one for name, one in stored.items() if name in masters}
@@ -43,12 +46,12 @@ def choose(
     for glob in weights:
         if not fnmatch.filter(matrices, glob):
             raise ValueError(f"{glob!r} matches no weight; there are: {', '.join(list(matrices)[:8])} ...")
-    wished = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
-    kept = tuple(name for name, entry in wished.items() if not _takes(spec, entry))
-    return Chosen({name: (spec, nominal) for name in wished if name not in kept}, kept)
+    selected = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
+    kept = tuple(name for name, entry in selected.items() if not _fits(spec, entry))
+    return Chosen({name: (spec, nominal) for name in selected if name not in kept}, kept)
 
 
-def _takes(fmt: FormatSpec, entry: Entry) -> bool:
+def _fits(fmt: FormatSpec, entry: Entry) -> bool:
     try:
         check_shape(fmt, entry.shape)
     except ValueError:

@@ -1,8 +1,10 @@
-"""CastMeter: what the last cast did to every quantized weight, from the masters owned here and the bytes cast from them.
+"""CastMeter: what the last cast did to every quantized weight, from the masters owned here and the
+bytes cast from them.
 
-A rank reads its own elements only; one all-gather of eight numbers a weight and rank makes the sums known to all ranks. Nothing
-runs between two measurements. To find codes that have not changed since the last one, a rank keeps a copy of those that it owns:
-1 byte an element of its shard, half of that for nvfp4. Under FSDP2 a measurement gathers one group of parameters after another.
+A rank reads its own elements only; one all-gather of eight numbers a weight and rank makes the sums
+known to all ranks. Nothing runs between two measurements. To find codes that have not changed since
+the last one, a rank keeps a copy of those that it owns: 1 byte an element of its shard, half of
+that for nvfp4. Under FSDP2 a measurement gathers one group of parameters after another.
 """
 
 import math
@@ -22,17 +24,18 @@ from zerocast.verification.master_views import MasterSource, owners_of
 
 @dataclass(frozen=True)
 class CastCounts:
-    """Elements of masters m and what their codes stand for, y.
+    """Counts over masters m and their decoded values y; sums, so that parts can be added up.
 
     Attributes:
-        elements: how many masters there are.
+        elements: the number of masters.
         nonfinite: masters that are NaN or Inf.
-        saturated: masters that lie above the largest value of their block by more than half of its last step: clipped, not rounded.
-        flushed: masters other than zero that the weight holds as zero.
-        unchanged: elements whose code is that of the measurement before.
+        saturated: masters above the largest value of their block by more than half of its last
+            step, so clipped and not rounded.
+        flushed: nonzero masters that decode to zero.
+        unchanged: elements with the same code as at the previous measurement.
         square_error: sum of (y - m)**2 over finite masters.
         square_sum: sum of m**2 over finite masters.
-        amax: the largest |m|, NaN ignored.
+        amax: the largest |m|; NaN is ignored.
     """
 
     elements: int = 0
@@ -46,18 +49,20 @@ class CastCounts:
 
     @staticmethod
     def together(parts: Iterable["CastCounts"]) -> "CastCounts":
-        """All parts as one: sums, in their order, and the largest amax."""
+        """The counts of all parts together: sums in their order, and the largest amax."""
         columns = list(zip(*map(astuple, parts), strict=True))
         values = [*map(sum, columns[:-1]), max(columns[-1])] if columns else []
         return CastCounts(*values)
 
     @property
     def cast_error(self) -> float:
-        """sqrt(sum (y - m)**2 / sum m**2): the error of the cast relative to the masters."""
+        """The relative error of the cast, sqrt(sum (y - m)**2 / sum m**2)."""
         return math.sqrt(self.square_error / self.square_sum) if self.square_sum else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """What one logs: shares of the elements in percent, the relative error, the amax, how many masters are not finite."""
+        """Numbers to log: shares in percent, the relative error, the amax and the number of
+        nonfinite.
+        """
         share = 100.0 / max(self.elements, 1)
         return {
             "saturated_percent": share * self.saturated,
@@ -73,15 +78,17 @@ FIELDS = len(CastCounts.__dataclass_fields__)
 
 
 class CastMeter:
-    """Counts over the quantized weights of whoever owns their masters; takes what `zerocast.verify` takes.
+    """Counts over the quantized weights of an owner of masters; takes what `zerocast.verify` takes.
 
-    All ranks of the owner's group make one, and `measure` together. `identity` weights have no codes and are left out.
+    All ranks of the owner's group construct one and call `measure` together. Weights of format
+    `identity` have no codes and are left out.
 
     Attributes:
-        gathered_into: what a gather of the weights writes to; None where a step gathers into other memory (FSDP2).
-        device: where the weights are.
+        gathered_into: the buffers that a gather of the weights writes to; None under FSDP2, where a
+            step gathers into temporary memory.
+        device: the device of the weights.
 
-    Raises TypeError for what owns no masters.
+    Raises TypeError for an object that owns no masters.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -98,7 +105,9 @@ class CastMeter:
 
     @property
     def gathered_into(self) -> list[Tensor] | None:
-        """Buffers of the weights where they are now. Nothing is gathered for it, since that is what is measured."""
+        """The present buffers of the weights; reading them starts no gather, as gathers are
+        measured.
+        """
         if self._transient:
             return None
         held = [buffers[name] for buffers in self._buffers for name in ("rowwise_data", "columnwise_data")]
@@ -115,7 +124,10 @@ class CastMeter:
 
     @torch.no_grad()
     def measure(self) -> dict[str, CastCounts]:
-        """By name of the weight, over all ranks; on all of them alike. Waits for the device, and for gathers in flight."""
+        """Counts by weight name over all ranks, the same on every rank.
+
+        Waits for the device and for gathers in flight.
+        """
         counts: dict[str, CastCounts] = {}
         for source in self._sources():
             for group, parts in _by_group(source):
@@ -134,13 +146,16 @@ class CastMeter:
 
 
 def _parts(source: MasterSource) -> dict[str, OwnedPart]:
-    """The quantized weights by name, or by number where the owner knows no names."""
+    """The quantized weights by name, or by number if the owner knows no names."""
     quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
     return {owned.name or str(index): OwnedPart(owned) for index, owned in enumerate(quantized)}
 
 
 def _by_group(source: MasterSource) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
-    """Who owns elements of which: slices of tensor parallelism add up over the ranks of all slices."""
+    """The weights by the group over which their counts add up.
+
+    Slices of tensor parallelism add up over the ranks of all slices.
+    """
     parts = _parts(source)
     whole = {name: part for name, part in parts.items() if part.owned.slices is None}
     if whole:
@@ -156,7 +171,7 @@ def _counts(row: list[float]) -> CastCounts:
 
 
 def _count(part: OwnedPart, before: Tensor) -> Tensor:
-    """One weight's `CastCounts` of what is owned here, f64[FIELDS] on the device."""
+    """The `CastCounts` of one weight's owned elements, as f64[FIELDS] on the device."""
     total = torch.zeros(FIELDS, dtype=torch.float64, device=before.device)
     data = part.data()
     for piece in part.pieces():

@@ -1,4 +1,7 @@
-"""The reference backend: plain torch on any device, written for reading. It is the specification that the others equal."""
+"""The reference backend: plain torch on any device, written to be read.
+
+It is the executable specification: every other backend produces the same bytes.
+"""
 
 from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.backends.reference.stages import (

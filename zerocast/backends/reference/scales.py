@@ -1,6 +1,8 @@
-"""Scales: amaxes of a grid of blocks, the scale rules, and scales spread over elements and buffers (docs/formats).
+"""Scales: amaxes of a grid of blocks, the scale rules, and scales spread over elements and buffers
+(docs/formats).
 
-Every line of a rule is one f32 operation on a tensor; the order of operations is part of the format.
+Every line of a rule is one f32 operation on a tensor; the order of operations is part of the
+format.
 """
 
 import struct
@@ -14,7 +16,9 @@ from zerocast.formats.layout import Buffer, amax_grid
 
 
 def block_amax(x: Tensor, block: Block | None) -> Tensor:
-    """The largest |x| of each block of an f32 matrix `[R, C]`, NaN ignored; the grid `[down, across]`."""
+    """The largest |x| of each block of an f32 matrix `[R, C]`, as `[down, across]`; NaN is
+    ignored.
+    """
     rows, columns = x.shape
     down, across = amax_grid(block, rows, columns)
     height, width = block or (rows, columns)
@@ -32,7 +36,9 @@ def expand(grid: Tensor, block: Block | None, rows: int, columns: int) -> Tensor
 
 
 def fill_scales(fmt: FormatSpec, grid: Tensor, rows: int, buffer: Buffer) -> Tensor:
-    """The whole scale buffer: the grid in its corner, nvfp4 tiles repeated over their rows, padding as specified."""
+    """The whole scale buffer: the grid at its origin, two-level scales repeated over rows,
+    padding.
+    """
     full = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=grid.device)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert fmt.block
@@ -48,13 +54,15 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def f32(bits: int) -> float:
-    """The f32 with these bits; the constants of the formats are given so."""
+    """The f32 with these bits, in which form the formats specify their constants."""
     value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return value
 
 
 def divide(numerator: float, x: Tensor) -> Tensor:
-    """One correctly rounded division; torch's `scalar / tensor` is a reciprocal and a product."""
+    """`numerator / x`, rounded once; torch computes `scalar / tensor` as reciprocal times
+    scalar.
+    """
     return torch.full_like(x, numerator) / x
 
 
@@ -75,15 +83,16 @@ def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def _nvfp4_global(amax: Tensor) -> Tensor:
-    """S_enc, from the tensor amax."""
+    """The global scale S_enc, computed from the tensor amax."""
     s = divide(2688.0, amax.clamp(min=FLT_MIN)).clamp(max=FLT_MAX)
     return torch.where(amax > 0, s, torch.ones_like(s))
 
 
 def _nvfp4_byte(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
-    """sd, the stored E4M3 byte of each block."""
+    """The stored E4M3 scale sd of each block, as a byte."""
     v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
-    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))  # fminf: NaN gives FLT_MAX
+    # fminf: NaN gives FLT_MAX
+    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))
 
 
 def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
@@ -94,12 +103,12 @@ def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
 
 
 def _e8m0_encode(code: Tensor) -> Tensor:
-    """2**(127 - code); 2**-127 is subnormal and kept."""
+    """2**(127 - code), including the subnormal 2**-127."""
     return decode_e8m0(254 - code)
 
 
 def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What an element of each block is multiplied by before it is encoded; same shape as `amaxes`, f32."""
+    """The factor for the elements of each block before encoding, f32 of the shape of `amaxes`."""
     if fmt.scale_rule is ScaleRule.NONE:
         return torch.ones_like(amaxes)
     if fmt.scale_rule is ScaleRule.E8M0:
@@ -114,7 +123,7 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What the scale buffer holds for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
+    """The entry of the scale buffer for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
     if fmt.scale_rule is ScaleRule.E8M0:
         return encode_e8m0(amaxes * ONE_448TH)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
@@ -124,7 +133,7 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -> Tensor:
-    """What a decoded element of each block is multiplied by, f32."""
+    """The factor for the decoded elements of each block, f32."""
     if fmt.scale_rule is ScaleRule.E8M0:
         return decode_e8m0(stored)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:

@@ -1,6 +1,7 @@
 """The stages of a cast and of an Adam step in plain torch, in the order in which a step runs them.
 
-This file is the specification: ../README.md says what each stage reads and writes, and every other backend gives these bytes.
+This file is the specification: ../README.md says what each stage reads and writes, and every other
+backend gives these bytes.
 """
 
 import torch
@@ -33,7 +34,7 @@ def adam_step(
     clip: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the segments of one flat shard: masters and moments in place."""
+    """Stage adam_step: run Adam in place over the segments of one flat shard."""
     if skip is not None and bool(skip):
         return
     for offset, numel, group in segments.tolist():
@@ -43,7 +44,10 @@ def adam_step(
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The update as a pure function of f32 tensors; returns the new (p, m, v)."""
+    """The AdamW update of f32 tensors as a pure function; returns the new (p, m, v).
+
+    Each line is one f32 operation on an element, in the order that ../README.md fixes.
+    """
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_c2, eps = scalars.unbind()
     g = g * clip
     p = p * decay
@@ -54,12 +58,12 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Ten
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded f32 square root; torch.sqrt on the CPU is off by one ulp for one number in six."""
+    """The correctly rounded f32 square root; torch.sqrt on the CPU is often off by one ulp."""
     return x.double().sqrt().float()
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """Write the amax of every block that holds an owned element, over the owned elements."""
+    """Stage partial_amax: the amax of the owned elements of every block that holds any."""
     for row in table.tolist():
         window = Window.of(fmt, row)
         if window is None:
@@ -85,7 +89,7 @@ def adam_amax(
     packed: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same pass."""
+    """Stage adam_amax: run Adam over the owned spans, then take the amaxes of the new masters."""
     if skip is not None and bool(skip):
         return
     owned = table[:, Column.NUMEL] > 0
@@ -97,7 +101,7 @@ def adam_amax(
 
 
 def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:
-    """The amaxes of a whole weight as f32 `[down, across]`."""
+    """The packed amaxes of a whole weight as f32 `[down, across]`."""
     down, across = amax_grid(block, rows, columns)
     return packed[offset : offset + down * across].view(down, across).float()
 
@@ -112,7 +116,7 @@ def compute_scales(
     scales: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Write scale buffers, padding included, and tensor amaxes from the reduced packed amaxes."""
+    """Stage compute_scales: whole scale buffers and tensor amaxes from the reduced amaxes."""
     if skip is not None and bool(skip):
         return
     for row in table.tolist():
@@ -148,7 +152,9 @@ def partial_cast(
     column_data: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Write the codes of the owned elements, to the byte or the half byte."""
+    """Stage partial_cast: write the codes of the owned elements, and only those, to the half
+    byte.
+    """
     if skip is not None and bool(skip):
         return
     for row in table.tolist():
@@ -215,7 +221,7 @@ def roll_history(
     histories: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Move each amax history by one step and write the scale of the next cast."""
+    """Stage roll_history: shift each amax history by one and write the scale of the next cast."""
     if skip is not None and bool(skip):
         return
     for row in table.tolist():
@@ -228,7 +234,10 @@ def roll_history(
 
 
 def rolled(fmt: FormatSpec, amax: Tensor, scale: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """The history and the scale after a step whose reduced amax is `amax`; f32[L] and f32[1]. No host synchronisation."""
+    """The history f32[L] and scale f32[1] after a step whose reduced amax is `amax`.
+
+    The formula is that of docs/formats/fp8_delayed.md. The host never waits for the device.
+    """
     assert fmt.element
     last = torch.where(amax != 0, amax, history[:1])
     moved = torch.cat((torch.zeros_like(last), history[2:], last))[: history.numel()]
@@ -250,7 +259,7 @@ def transpose(
     column_data: list[Tensor],
     column_scales: list[Tensor],
 ) -> None:
-    """Write columnwise data and scales from all rowwise bytes."""
+    """Stage transpose: write the columnwise data and scales from the gathered rowwise bytes."""
     for row in table.tolist():
         rows, columns = row[Column.ROWS], row[Column.COLUMNS]
         width = columns // fmt.elements_per_byte
@@ -280,7 +289,7 @@ def dequantize(
     columnwise: bool,
     out: Tensor,
 ) -> None:
-    """Write one direction of one weight to `out`, in the dtype of `out`."""
+    """Stage dequantize: write one direction of one weight to `out`, in the dtype of `out`."""
     if fmt.element is None:
         out.copy_(to_nominal(data, out.dtype))
         return

@@ -1,4 +1,4 @@
-"""Stage adam_amax: the AdamW update and, of the master that it leaves, the partial amaxes, in one pass."""
+"""Stage adam_amax: the AdamW update and the partial amaxes of the updated masters, in one pass."""
 
 from typing import Any
 
@@ -44,7 +44,8 @@ def adam_amax(
     packed: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same pass.
+    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same
+    pass.
 
     `masters` are FP32; each other list has one dtype.
     """
@@ -107,7 +108,7 @@ def _run(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """One amax a tensor, or none."""
+    """A run of elements of a format without blocks: one amax for the tensor, or none."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)
@@ -149,7 +150,9 @@ def _update_band(
     EXP_AVG_SQ: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Update a band's tile; the largest |x| of the elements that share a place in its STEPS parts, `[HEIGHT, WIDTH_A]`, as bits."""
+    """Update the STEPS tiles of a band; returns their elementwise largest |x| as bits
+    `[HEIGHT, WIDTH_A]`.
+    """
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)
     largest = tl.zeros((HEIGHT, WIDTH_A), tl.int32)
@@ -190,7 +193,7 @@ def _blocks(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """One amax a block."""
+    """A band of whole block rows: one amax for each block."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,6 @@
-"""Stage adam_step: AdamW on flat FP32 shards, and the update inside a kernel; moments are FP32 or bf16."""
+"""Stage adam_step: AdamW on flat FP32 shards, and the update inside a kernel; moments are FP32
+or bf16.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,10 @@ from zerocast.backends.triton.tiles import load_f32, store_f32
 
 @triton.jit
 def adamw(p, g, m, v, scalars, clip):
-    """The new (master, exp_avg, exp_avg_sq) from f32 blocks; `scalars` points to a group's row."""
+    """The new (master, exp_avg, exp_avg_sq) from f32 blocks; `scalars` points to a group's row.
+
+    Each line is one f32 operation on an element, in the order that ../README.md fixes.
+    """
     decay = tl.load(scalars)
     beta1 = tl.load(scalars + 1)
     one_minus_beta1 = tl.load(scalars + 2)
@@ -45,7 +50,9 @@ def update(
     EXP_AVG_SQ: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Update the elements `i` behind four addresses in place; returns the new master, with anything where masked."""
+    """Update elements `i` at four addresses in place; returns the new master, undefined where
+    masked.
+    """
     p = load_f32(p_at, i, mask, tl.float32, FULL)
     g = load_f32(g_at, i, mask, GRAD, FULL)
     m = load_f32(m_at, i, mask, EXP_AVG, FULL)
@@ -63,12 +70,12 @@ REGISTERS = 128
 
 @dataclass(frozen=True)
 class SegmentRuns:
-    """Runs of `size` elements of (offset, numel, row of scalars) segments."""
+    """Cuts segments, rows of (offset, numel, row of scalars), into runs of `size` elements."""
 
     size: int
 
     def count(self, row: list[int]) -> int:
-        """Number of runs."""
+        """The number of runs of one segment."""
         return -(-row[1] // self.size)
 
 

@@ -90,7 +90,7 @@ def _magnitudes(
     NOMINAL: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """The largest |x| of the STEPS elements that share a place in the tiles of a band, `[HEIGHT, WIDTH_A]`, as bits."""
+    """The elementwise largest |x| of the STEPS tiles of a band, as bits `[HEIGHT, WIDTH_A]`."""
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)
     largest = tl.zeros((HEIGHT, WIDTH_A), tl.int32)
@@ -147,7 +147,7 @@ def store_amaxes(
     OWN_ROWS: tl.constexpr,
     OWN_COLUMNS: tl.constexpr,
 ):
-    """Reduce the magnitudes of a band's tile to its blocks, rowwise and in an own columnwise grid, and store them."""
+    """Reduce the magnitudes of a band to its rowwise and columnwise blocks, and store them."""
     down: tl.constexpr = HEIGHT * STEPS // ROWS_A
     across: tl.constexpr = WIDTH_A // COLUMNS_A
     bits = block_max(m, HEIGHT, WIDTH_A, ROWS_A // STEPS, COLUMNS_A)

@@ -1,4 +1,4 @@
-"""Stage partial_cast: the codes of the owned elements, written to the byte, or to the half byte."""
+"""Stage partial_cast: the codes of the owned elements, written to the half byte."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def partial_cast(
     column_data: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Write the codes of the owned elements, to the byte or the half byte."""
+    """Write the codes of the owned elements, and only those, to the half byte."""
     if not masters:
         return
     device = table.device
@@ -112,7 +112,9 @@ def partial_cast(
 
 @triton.jit
 def _run_origin(masters, table, firsts, n, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """(row, address of its first master element, index of that element in the weight, elements left) of this program's run."""
+    """(table row, address of the run's first master element, its index in the weight, elements
+    left).
+    """
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
     row = table + weight * WIDTH
@@ -134,7 +136,9 @@ def _round(
     DTYPE: tl.constexpr,
     NOMINAL: tl.constexpr,
 ):
-    """Formats without codes: the master rounded to the nominal dtype; its bits as they are where it has that dtype already."""
+    """Formats without codes: the master rounded to nominal, or its bits if it is nominal
+    already.
+    """
     if tl.load(skip) != 0:
         return
     row, at, first, left = _run_origin(masters, table, firsts, n, SIZE, DTYPE)
@@ -183,7 +187,7 @@ def _run(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale a tensor."""
+    """Encode a run of elements with one scale for the tensor."""
     if tl.load(skip) != 0:
         return
     row, at, first, left = _run_origin(masters, table, firsts, n, SIZE, DTYPE)
@@ -227,7 +231,7 @@ def _blocks(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale a block, rowwise and in an own columnwise grid."""
+    """Encode a tile with one scale for each block, rowwise and in a columnwise grid of its own."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,5 @@
-"""Peers: other implementations of the same work, timed in the same process on tensors of the same shapes and seeds.
+"""Peers: other implementations of the same work, timed in the same process on tensors of the same
+shapes and seeds.
 
 torch's fused AdamW is always there; TransformerEngine is timed where it can be imported.
 """
@@ -16,14 +17,18 @@ from zerocast.bench.workload import Job, Place, Workload
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation: its name in the report, and how to set up each work that it can do, by the work's name."""
+    """Another implementation: its name in the report, and how to set up each work that it can
+    do, by the work's name.
+    """
 
     name: str
     works: Mapping[str, Build]
 
 
 def fused_adamw(workload: Workload, fmt: str, place: Place) -> Job:
-    """One step of torch.optim.AdamW with fused=True on the flat shard; its bits differ from those of `adam_step`."""
+    """One step of torch.optim.AdamW with fused=True on the flat shard; its bits differ from
+    those of `adam_step`.
+    """
     random, numel = place.generator(), workload.owned
     master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
     parameter = torch.nn.Parameter(master)
