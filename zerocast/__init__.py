@@ -1,7 +1,7 @@
-"""zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step, the same bytes
-however they are sharded.
+"""zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step.
 
-The names below are the public surface; each is documented where it is defined.
+The bytes do not depend on how the masters are sharded. The names below are the public surface; each
+is documented where it is defined.
 """
 
 import sys

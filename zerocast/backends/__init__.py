@@ -58,8 +58,7 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def choose(device: torch.device, preference: str | None = None) -> str:
-    """The backend for tensors on `device`: `preference`, else the environment's, else the most
-    preferred usable one.
+    """The backend for `device`: `preference`, else the environment's, else the most preferred one.
 
     Raises ValueError for an unknown name and RuntimeError for a backend that cannot run here.
     """

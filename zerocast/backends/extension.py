@@ -1,6 +1,4 @@
-"""The compiled extension `zerocast.backends._C`: loading it, the GPUs that it runs on, and how
-it is told tensors and formats.
-"""
+"""The compiled extension `zerocast.backends._C`: loading it, its GPU targets and its arguments."""
 
 import functools
 from types import ModuleType

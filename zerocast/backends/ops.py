@@ -1,5 +1,4 @@
-"""The stages: a table of their arguments, and each stage as a torch.library op that calls a
-backend.
+"""The stages: a table of their arguments, and each stage as a torch.library op.
 
 Ops take base tensors, declared mutable where a stage writes them, and the descriptor table. An op
 on bare addresses would pass opcheck and still compile into wrong results, since nothing would tell

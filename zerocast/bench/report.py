@@ -1,6 +1,4 @@
-"""Report: all measurements of one run and the copy rate they are compared with, as JSON, and
-against a stored report.
-"""
+"""Report: all measurements of one run as JSON, and their comparison with a stored report."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,4 @@
-"""Row: a line of the report before it is measured: its work, workload, format, traffic and
-target.
-"""
+"""Row: a line of the report before it is measured, with its work, workload and target."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

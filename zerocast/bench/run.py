@@ -1,5 +1,4 @@
-"""One run of the benchmark: measure a copy, every row by us and by the peers, the copy again, and
-report.
+"""One run of the benchmark: a copy, every row by us and by the peers, and the copy again.
 
 Before a row is timed, what it writes is compared with the reference backend byte for byte: nobody
 times a wrong kernel.

@@ -1,5 +1,4 @@
-"""One rank's share of a workload: the tensors in one format, the plan over them, and the stages one
-by one.
+"""One rank's share of a workload: its tensors, the plan over them, and the stages.
 
 A Seat stands in for the other ranks, so that one device does exactly one rank's share of a cast.
 """
@@ -24,8 +23,7 @@ from zerocast.weight import QuantizedWeight
 
 @dataclass(frozen=True)
 class Seat(Group):
-    """A group whose other members are simulated: they pass the same weights and own the other
-    shards.
+    """A group whose other members are simulated: same weights, the other shards.
 
     A plan in it has amaxes and scales for every weight, as on a cluster. Collectives move nothing:
     their time belongs to the network and is not measured here.

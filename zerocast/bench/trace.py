@@ -36,11 +36,10 @@ class Overlap:
 def write_trace(
     path: Path, device: torch.device, scale: int = 1, fmt: str = "nvfp4", backend: str | None = None
 ) -> Overlap | None:
-    """Train a stack of linear layers over the default process group; write rank 0's trace to
-    `path`.
+    """Train a stack of linear layers over the default process group and write rank 0's trace.
 
-    `scale` divides the width. Returns the overlap on rank 0 of GPUs, None on other ranks and on
-    CPUs.
+    The trace goes to `path`. `scale` divides the width. Returns the overlap on rank 0 of GPUs, None
+    on other ranks and on CPUs.
     """
     trainer = _Trainer(device, max(32, WIDTH // scale), fmt, backend)
     for _ in range(WARM_UP):

@@ -1,6 +1,4 @@
-"""The pieces of work that the rows time, each set up as a Job: the cast, its stages, columnwise
-copies and Adam steps.
-"""
+"""The work that the rows time, as jobs: casts, their stages, columnwise copies, Adam steps."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""The values that a benchmark is made of: whose weights are cast (Workload), where (Place), and
-what is timed (Job).
+"""The values of a benchmark: what is cast (Workload), where (Place), and what is timed (Job).
 
 Nothing is allocated here: a workload is shapes and one rank's share of them.
 """

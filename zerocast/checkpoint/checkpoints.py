@@ -92,8 +92,8 @@ class Checkpoints:
             saving.wait()
 
     def load(self, optimizer: Checkpointed, step: int | None = None, extra: Mapping[str, Tensor] | None = None) -> int:
-        """Read a checkpoint into the optimizer and its weights; all ranks call it. Returns its
-        step.
+        """Read a checkpoint into the optimizer and its weights; returns its step. All ranks call
+        it.
 
         Without `step`, reads the newest undamaged one; damaged ones are logged and skipped. Raises
         FileNotFoundError if there is none, ValueError if the chosen one is damaged or does not fit,

@@ -3,12 +3,14 @@
 | naming | weights | tensors of `<name>.weight` |
 |---|---|---|
 | `bf16` | all, dequantized | `weight` |
-| `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` f32 `[1]` = 2688 / amax |
-| `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` f32 `[]` = amax / 2688 |
-| `deepseek` | fp8_block | `weight` E4M3 `[M, K]`, `weight_scale_inv` f32 `[M/128, K/128]` rounded up |
+| `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` |
+| `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` |
+| `deepseek` | fp8_block | `weight` E4M3 `[M, K]`, `weight_scale_inv` f32 |
 
 Codes of nvfp4 are u8 `[M, K/2]` with the even element in the low half, its scales E4M3
-`[M, K/16]`. Scales have no padding. All other tensors are written unchanged.
+`[M, K/16]`; `weight_global_scale` is f32 `[1]`, 2688 / amax, and `weight_scale_2` f32 `[]`,
+amax / 2688. `weight_scale_inv` is `[M/128, K/128]`, rounded up. Scales have no padding. All other
+tensors are written unchanged.
 
 The export has weights only: an engine that also quantizes activations needs their scales from a
 calibration. Layers that an engine fuses (query, key and value) keep one global scale each, and some

@@ -1,5 +1,4 @@
-"""WholeFolder: a folder that is written whole or not at all, and ClearWriter, which writes a
-checkpoint into one.
+"""WholeFolder: a folder that is written whole or not at all; ClearWriter, which fills one.
 
 Exports and checkpoints are such folders. Files are written into `<path>.partial` and synced, with
 their directory entries. One rename then gives the folder its name. Where a folder exists already,

@@ -83,8 +83,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _joined() -> Iterator[torch.device]:
-    """Yield this rank's device, inside the default process group that torchrun's variables
-    describe.
+    """Yield this rank's device, inside the default process group that torchrun asks for.
 
     The group uses NCCL if every rank of the host has a GPU, else gloo. Without torchrun there is
     none.

@@ -1,6 +1,4 @@
-"""`zerocast convert`: high-precision weights into a checkpoint of masters, and masters into
-safetensors for inference.
-"""
+"""`zerocast convert`: weights to a checkpoint of masters, or masters to safetensors."""
 
 import fnmatch
 import json

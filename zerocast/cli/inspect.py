@@ -1,6 +1,4 @@
-"""`zerocast inspect`: shows the contents of a checkpoint and the effect of a format on its
-weights.
-"""
+"""`zerocast inspect`: the contents of a checkpoint and the effect of a format on its weights."""
 
 import json
 import pickle

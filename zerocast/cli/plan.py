@@ -1,6 +1,4 @@
-"""`zerocast plan`: the bytes a model takes in memory and on the wire, next to FP8 and BF16,
-before there is a machine to run it.
-"""
+"""`zerocast plan`: the bytes of a model in memory and on the wire, without a machine to run it."""
 
 import json
 import sys

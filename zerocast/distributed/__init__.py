@@ -1,3 +1,1 @@
-"""Collectives with errors that name their caller (`group.py`); checks across ranks
-(`agreement.py`).
-"""
+"""Collectives whose errors name their caller (`group.py`), and checks across ranks."""

@@ -1,5 +1,4 @@
-"""The bytes of one rank under each way to shard: the buckets of a ZeroAdamW, or the row shards of
-FSDP2 and HSDP.
+"""The bytes of one rank by sharding: buckets of a ZeroAdamW, or row shards of FSDP2 and HSDP.
 
 ZeroAdamW: its own buckets, laid out over meta tensors. The gradients of stage 2 are the FP32 shard
 and the buckets in flight: two of the largest size, the reduced part of one, and a started bucket

@@ -1,6 +1,4 @@
-"""mxfp8: E4M3 with an E8M0 scale for 32 consecutive elements, in each direction
-(docs/formats/mxfp8.md).
-"""
+"""mxfp8: E4M3 with an E8M0 scale for 32 elements, in each direction (docs/formats/mxfp8.md)."""
 
 from zerocast.formats.element import E4M3
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule

@@ -27,8 +27,7 @@ from zerocast.weight import QuantizedWeight
 
 
 def to_checkpoint(contents: Contents, names: Sequence[str], chosen: Chosen, path: Path) -> None:
-    """Write `model.<name>` in FP32 for `zerocast.optim.load_masters`, and record the chosen
-    formats.
+    """Write `model.<name>` in FP32 for `zerocast.optim.load_masters`, and record the formats.
 
     Raises RuntimeError if the checkpoint cannot be written.
     """

@@ -33,8 +33,7 @@ def choose(
     weights: Sequence[str],
     nominal: torch.dtype,
 ) -> Chosen:
-    """Select `fmt` for matrices whose names match a glob of `weights`; without `fmt`, the stored
-    formats.
+    """Select `fmt` for the matrices that match a glob of `weights`, or else the stored formats.
 
     Raises ValueError for an unknown format and for a glob that matches no weight.
     """

@@ -1,5 +1,4 @@
-"""CastMeter: what the last cast did to every quantized weight, from the masters owned here and the
-bytes cast from them.
+"""CastMeter: what the last cast did to every quantized weight, element by element.
 
 A rank reads its own elements only; one all-gather of eight numbers a weight and rank makes the sums
 known to all ranks. Nothing runs between two measurements. To find codes that have not changed since

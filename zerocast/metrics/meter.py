@@ -1,6 +1,4 @@
-"""Meter: measures one training step in so many and leaves the others alone; a Sample holds what
-it measured.
-"""
+"""Meter: measures one training step in so many; a Sample holds the numbers."""
 
 import contextlib
 from collections.abc import Iterator, Mapping

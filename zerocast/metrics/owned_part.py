@@ -1,6 +1,4 @@
-"""OwnedPart: the elements of a weight whose masters this rank owns, as masters, codes and
-values.
-"""
+"""OwnedPart: the owned elements of a weight, as masters, as codes and as decoded values."""
 
 import functools
 from collections.abc import Iterator

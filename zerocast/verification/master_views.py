@@ -1,5 +1,4 @@
-"""MasterSource: the masters behind cast weights, as whoever owns them shows them to
-`zerocast.verify` and `zerocast.metrics`.
+"""MasterSource: masters behind cast weights, for `zerocast.verify` and `zerocast.metrics`.
 
 An optimizer, a plan or a host provides them by one method, `master_sources()`: one for each group
 that masters are sharded over, or for each part of a model whose bytes exist at the same time. The
@@ -20,8 +19,7 @@ from zerocast.weight import QuantizedWeight
 
 @dataclass(frozen=True)
 class OwnedMaster:
-    """One weight with the flat master of the elements that this rank owns, `span` of the row-major
-    weight.
+    """A weight and the flat master of the elements owned here, `span` of the row-major weight.
 
     Attributes:
         name: None if the owner knows no names.

@@ -1,6 +1,4 @@
-"""The unsharded cast of a whole weight, with which every plan, rank count and backend is
-compared.
-"""
+"""The unsharded cast of a whole weight, the standard for every plan, rank count and backend."""
 
 from dataclasses import dataclass
 

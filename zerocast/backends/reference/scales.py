@@ -1,5 +1,4 @@
-"""Scales: amaxes of a grid of blocks, the scale rules, and scales spread over elements and buffers
-(docs/formats).
+"""Scales: amaxes of blocks, the scale rules, and scales in their buffers (docs/formats).
 
 Every line of a rule is one f32 operation on a tensor; the order of operations is part of the
 format.

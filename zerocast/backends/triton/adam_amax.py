@@ -44,8 +44,7 @@ def adam_amax(
     packed: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same
-    pass.
+    """Run Adam over the owned spans and take the partial amaxes in the same pass.
 
     `masters` are FP32; each other list has one dtype.
     """

@@ -1,6 +1,4 @@
-"""Stage adam_step: AdamW on flat FP32 shards, and the update inside a kernel; moments are FP32
-or bf16.
-"""
+"""Stage adam_step: AdamW on flat FP32 shards, with FP32 or bf16 moments."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,4 @@
-"""How a stage becomes one launch: a grid over the owned tiles, and how a program finds its weight
-and its data.
+"""How a stage becomes one launch, and how a program finds its weight and its data.
 
 A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a
 `Tiling`, whose running sum tells a program which weight it works on (`find`). All three are made

@@ -1,5 +1,4 @@
-"""How the owned span of a weight is cut into tiles: shapes and counts on the host; positions, loads
-and stores in a kernel.
+"""How the owned span of a weight is cut into tiles, and the loads and stores of a tile.
 
 Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands
 of whole block rows around the span, and those into tiles of whole blocks in both directions, so
@@ -23,9 +22,7 @@ _WIDEST = 256
 
 @dataclass(frozen=True)
 class TileShape:
-    """A tile of `height` x `width` elements; `steps` tiles, one below the other, form a
-    program's band.
-    """
+    """A tile of `height` x `width` elements; `steps` of them, stacked, form a program's band."""
 
     fmt: FormatSpec
     height: int
@@ -34,9 +31,7 @@ class TileShape:
 
     @staticmethod
     def of(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
-        """One tile of about `elements` a program; its height divides that of a block, or the
-        reverse.
-        """
+        """One tile a program; its height divides that of a block, or is a multiple of it."""
         assert fmt.block
         own = fmt.columnwise_block or (1, 1)
         height = max(fmt.block[0], own[0])

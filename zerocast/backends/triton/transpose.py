@@ -1,6 +1,4 @@
-"""Stage transpose: columnwise copies from the gathered rowwise bytes, one launch for the data
-and one for the scales.
-"""
+"""Stage transpose: columnwise copies, one launch for the data and one for the scales."""
 
 from dataclasses import dataclass
 

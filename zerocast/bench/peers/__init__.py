@@ -1,5 +1,4 @@
-"""Peers: other implementations of the same work, timed in the same process on tensors of the same
-shapes and seeds.
+"""Peers: other implementations of the same work, timed in the same process on the same shapes.
 
 torch's fused AdamW is always there; TransformerEngine is timed where it can be imported.
 """

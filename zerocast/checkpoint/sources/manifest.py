@@ -177,8 +177,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def check_files(path: Path, group: Group) -> None:
-    """Raise ValueError on every rank if a file differs from the manifest; each rank reads some
-    files.
+    """Raise ValueError on every rank if a file differs from the manifest; ranks share the work.
 
     A folder of another program has no manifest; rank 0 then logs that nothing is checked.
     """

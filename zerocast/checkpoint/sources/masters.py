@@ -24,8 +24,7 @@ SHOWN = 4
 def read_masters(
     masters: Mapping[str, Tensor], source: AnySource, ignore: Sequence[str], group: Group, begin: Callable[[], object]
 ) -> None:
-    """Fill `masters`, FP32 tensors by parameter name, in place; each rank reads the elements it
-    owns.
+    """Fill the FP32 tensors `masters` in place by name; each rank reads the elements it owns.
 
     bf16 and fp16 are widened exactly. All names in the source may begin with "model.", "module." or
     "state_dict.". Tensors that match a glob of `ignore` are skipped. `begin` is called just before
