@@ -21,12 +21,10 @@ class Column(enum.IntEnum):
     NUMEL = 3  # owned elements; 0 when this rank owns nothing
     MASTER_BASE = 4  # index into the list of masters
     MASTER_OFFSET = 5  # of element START
-    # of the first rowwise amax in the packed buffer; rows of blocks follow each other unpadded
-    ROW_AMAX = 6
+    ROW_AMAX = 6  # of the first rowwise amax in the packed buffer; the grid is not padded
     COLUMN_AMAX = 7  # of the first amax of an own columnwise grid
     ROW_DATA_BASE = 8
-    # of element 0 of the weight, even when only a shard is stored: may be negative
-    ROW_DATA_OFFSET = 9
+    ROW_DATA_OFFSET = 9  # of element 0 of the weight; negative if only a later shard is stored
     COLUMN_DATA_BASE = 10
     COLUMN_DATA_OFFSET = 11
     ROW_SCALE_BASE = 12
