@@ -59,7 +59,8 @@ def over() -> None:
 
     While Python cleans up it would kill the process and so change the exit status.
     """
-    if _COMMAND_LINE and _ours_to_handle(_end, signal.default_int_handler):
+    # _raise: Ctrl-C may come while that handler is being installed
+    if _COMMAND_LINE and _ours_to_handle(_end, _raise, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -90,6 +91,13 @@ def say() -> None:
     if not _said:
         _said = True
         os.write(2, f"{LINE}\n".encode())
+
+
+def complain(line: str) -> None:
+    """Print an error of a command, or raise KeyboardInterrupt if Ctrl-C was its cause."""
+    if came():
+        raise KeyboardInterrupt
+    sys.stderr.write(f"{line}\n")
 
 
 def _ours_to_handle(*handlers: object) -> bool:

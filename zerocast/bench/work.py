@@ -11,7 +11,7 @@ from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
@@ -23,41 +23,41 @@ def cast(workload: Workload, fmt: str, place: Place) -> Job:
 def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
     shard = Shard(workload, fmt, place)
-    batch, packed = shard.batch(), shard.packed
+    table, packed = shard.table(), shard.packed
     shard.plan.packed.reset()
-    return Job(lambda: batch.partial_amax(packed), lambda: [packed])
+    return Job(lambda: table.partial_amax(packed), lambda: [packed])
 
 
 def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of the scales of all weights, from random amaxes."""
     shard = Shard(workload, fmt, place)
-    batch, packed = shard.batch(), shard.packed
+    table, packed = shard.table(), shard.packed
     packed.uniform_(0, 0.1, generator=place.generator())
-    return Job(lambda: batch.compute_scales(packed, None), shard.written)
+    return Job(lambda: table.compute_scales(packed, None), shard.written)
 
 
-def _after_amaxes(stages: Callable[[Shard, Batch], None]) -> Callable[[Workload, str, Place], Job]:
+def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
         shard.plan.cast()  # computes the amaxes and scales that the stages read
-        batch = shard.batch()
-        return Job(lambda: stages(shard, batch), shard.written)
+        table = shard.table()
+        return Job(lambda: stages(shard, table), shard.written)
 
     return build
 
 
-partial_cast = _after_amaxes(lambda shard, batch: batch.partial_cast(shard.packed, None))
+partial_cast = _after_amaxes(lambda shard, table: table.partial_cast(shard.packed, None))
 
 
 @_after_amaxes
-def amax_and_cast(shard: Shard, batch: Batch) -> None:
+def amax_and_cast(shard: Shard, table: WeightTable) -> None:
     """The two stages whose work is proportional to the shard and not to the whole weight."""
-    batch.partial_amax(shard.packed)
-    batch.partial_cast(shard.packed, None)
+    table.partial_amax(shard.packed)
+    table.partial_cast(shard.packed, None)
 
 
 @_after_amaxes
-def transpose(shard: Shard, batch: Batch) -> None:
+def transpose(shard: Shard, table: WeightTable) -> None:
     """`CastPlan.post_all_gather()` over all weights; those owned elsewhere have random bytes."""
     shard.plan.post_all_gather()
 
@@ -97,14 +97,14 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
 def step(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of all work after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
     shard = Shard(workload, fmt, place)
-    batch, packed = shard.batch(), shard.plan.packed
+    table, packed = shard.table(), shard.plan.packed
     m = Moments(shard.flat.numel(), place.device, place.generator())
     update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
     def run() -> None:
         packed.reset()
-        batch.adam_amax(update, packed.buffer, None)
-        batch.compute_scales(packed.buffer, None)
-        batch.partial_cast(packed.buffer, None)
+        table.adam_amax(update, packed.buffer, None)
+        table.compute_scales(packed.buffer, None)
+        table.partial_cast(packed.buffer, None)
 
     return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])

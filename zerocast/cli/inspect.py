@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
+from zerocast import interrupts
 from zerocast.cli.files import written
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
 from zerocast.inspection.cast_statistics import LOWEST
@@ -80,7 +80,7 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    print(f"zerocast inspect: {error}", file=sys.stderr)
+    interrupts.complain(f"zerocast inspect: {error}")
     return status
 
 

@@ -1,7 +1,6 @@
 """`zerocast plan`: the bytes of a model in memory and on the wire, without a machine to run it."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from zerocast import interrupts
 from zerocast.cli.files import written
 from zerocast.footprint import Footprint, Setup, footprint, read_model
 from zerocast.optim import ZeroConfig
@@ -78,7 +78,7 @@ def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
             with written(config.png) as path:
                 _plot(found, _title(config, found[0]), path)
     except (OSError, TypeError, ValueError) as error:
-        print(f"zerocast plan: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast plan: {error}")
         return 2
     print(json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found))
     return 0

@@ -26,7 +26,7 @@ class Reply:
     payload: Any
 
 
-def agree(
+def validate_across_ranks(
     group: Group, lines: Sequence[str], problem: Exception | None, payload: Any = None, what: str = "agrees"
 ) -> list[Any]:
     """Exchange `payload` over the group, if all is well everywhere; returns the payloads by rank.
@@ -50,10 +50,10 @@ def agree(
     return [reply.payload for reply in replies]
 
 
-def roll_call(group: Group, what: str) -> None:
+def check_same_call(group: Group, what: str) -> None:
     """In debug mode, raise RuntimeError on every rank unless all ranks make this call now."""
     if debugging() and group.size > 1:
-        agree(group, [], None, what=what)
+        validate_across_ranks(group, [], None, what=what)
 
 
 class SameCall:
@@ -68,24 +68,33 @@ class SameCall:
     """
 
     def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group, self._slots, self._says, self._sent = group, slots, "", False
+        self._group, self._slots, self._says = group, slots, ""
+        self._announced = self._sent = False
         self._is_late = slots.is_cuda
         if self._is_late:
             self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
             self._arrived = torch.cuda.Event()
 
     def announce(self, says: str) -> None:
-        """Before a cast, store the digest of this rank's call, a verb phrase; takes one launch."""
+        """Before a cast, store the digest of this rank's call, a verb phrase.
+
+        It takes one launch, and none to announce the same call again.
+        """
+        if self._announced and says == self._says:
+            return
         digest, self._says = _digest(says), says
         torch.linspace(digest, -digest, 2, out=self._slots)
+        self._announced = True
 
     def reduced(self) -> None:
         """After the all-reduce, check on a CPU; a GPU may be capturing a graph and checks later."""
+        self._announced = False
         if not self._is_late:
             self._check(self._slots)
 
     def send(self) -> None:
         """After a cast on a GPU, start copying the numbers to the host."""
+        self._announced = False
         if self._is_late:
             self._pinned.copy_(self._slots, non_blocking=True)
             self._arrived.record()
@@ -108,7 +117,7 @@ class SameCall:
         """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""
         largest, negated = slots.tolist()
         if largest != -negated:
-            agree(self._group, [], None, what=self._says)
+            validate_across_ranks(self._group, [], None, what=self._says)
             raise RuntimeError(
                 f"the amaxes of a cast were reduced with those of another call: this rank {self._says}; every rank makes the same "
                 "calls in the same order"
@@ -139,7 +148,7 @@ def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
             result = work()
         except Exception as error:
             problem = error
-    return agree(group, [], problem, result, what)[0]
+    return validate_across_ranks(group, [], problem, result, what)[0]
 
 
 def _raise_difference(by_rank: list[list[str]]) -> None:

@@ -13,7 +13,7 @@ from zerocast.backends import ops
 from zerocast.backends.reference.codec import decode, encode, unpack
 from zerocast.formats import Element, ScaleRule
 from zerocast.formats.layout import Span, byte_range, round_up
-from zerocast.verification.master_views import OwnedMaster
+from zerocast.verification.master_views import MasterView
 
 PIECE = 2**20  # elements; a measurement needs about ten times as many bytes of memory
 
@@ -22,7 +22,7 @@ PIECE = 2**20  # elements; a measurement needs about ten times as many bytes of 
 class OwnedPart:
     """A quantized weight and its owned masters; reading its bytes waits for a gather in flight."""
 
-    owned: OwnedMaster
+    owned: MasterView
 
     @property
     def numel(self) -> int:

@@ -1,6 +1,6 @@
-"""MasterSource: masters behind cast weights, for `zerocast.verify` and `zerocast.metrics`.
+"""MasterViews: masters behind cast weights, for `zerocast.verify` and `zerocast.metrics`.
 
-An optimizer, a plan or a host provides them by one method, `master_sources()`: one for each group
+An optimizer, a plan or a host provides them by one method, `master_views()`: one for each group
 that masters are sharded over, or for each part of a model whose bytes exist at the same time. The
 attribute `master_owner` of a parameter names the object that has this method.
 """
@@ -18,7 +18,7 @@ from zerocast.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class OwnedMaster:
+class MasterView:
     """A weight and the flat master of the elements owned here, `span` of the row-major weight.
 
     Attributes:
@@ -38,7 +38,7 @@ class OwnedMaster:
 
 
 @dataclass(frozen=True)
-class MasterSource:
+class MasterViews:
     """The masters of some weights, in the same order on every rank of `group`. Spans of the ranks
     do not overlap.
 
@@ -50,7 +50,7 @@ class MasterSource:
     """
 
     group: Group
-    masters: tuple[OwnedMaster, ...]
+    masters: tuple[MasterView, ...]
     left_out: tuple[str, ...] = ()
     transient: bool = False
 
@@ -58,7 +58,7 @@ class MasterSource:
 class OwnsMasters(Protocol):
     """An object that `zerocast.verify` accepts besides a model."""
 
-    def master_sources(self) -> Iterable[MasterSource]:
+    def master_views(self) -> Iterable[MasterViews]:
         """Yield the present masters. All ranks iterate together; each item is valid until the
         next.
         """
@@ -71,7 +71,7 @@ def owners_of(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, 
     `what` is an owner, a model whose weights have owners, or a model or optimizer under
     `zerocast.fsdp2`.
     """
-    if hasattr(what, "master_sources"):
+    if hasattr(what, "master_views"):
         return [what], {}, ()
     owners: dict[int, OwnsMasters] = {}
     names, without = {}, []
