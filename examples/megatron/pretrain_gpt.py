@@ -1,7 +1,7 @@
 """GPT pre-training on megatron-core's own model, DistributedDataParallel and DistributedOptimizer,
 with quantized weights.
 
-    torchrun --nproc-per-node 8 -m examples.megatron.pretrain_gpt --format nvfp4             # a GPU a rank
+    torchrun --nproc-per-node 8 -m examples.megatron.pretrain_gpt --format nvfp4  # a GPU a rank
     torchrun --nproc-per-node 2 -m examples.megatron.pretrain_gpt --format nvfp4 --cpu
 
 The text is drawn from a first-order Markov chain, so that there is something to learn and nothing
