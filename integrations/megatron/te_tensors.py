@@ -1,4 +1,4 @@
-"""TransformerEngine's tensors in Megatron's byte buffers, each by its twin: a QuantizedWeight over the tensor's own buffers.
+"""TransformerEngine's tensors in Megatron's byte buffers, each by its view: a QuantizedWeight over the tensor's own buffers.
 
 The only file here that knows of them. zerocast's integration of TransformerEngine, and so TransformerEngine itself, is imported
 when a model has such a tensor.
@@ -16,7 +16,7 @@ from zerocast.cast.flat_buffer import into_arena
 from .refusal import two_directions
 
 _INTEGRATION = "zerocast.integrations.transformer_engine"
-Named = tuple[str, Any, QuantizedWeight]  # a parameter, with its name and its twin's weight
+Named = tuple[str, Any, QuantizedWeight]  # a parameter, with its name and its view's weight
 
 
 def is_te_tensor(param: Any) -> bool:
@@ -27,15 +27,15 @@ def is_te_tensor(param: Any) -> bool:
 
 def weight_of(param: Any) -> QuantizedWeight:
     """The weight over a tensor's buffers as they lie now. TypeError or ValueError for what cannot be cast in a byte buffer."""
-    twin = _twin(param)
-    twin.follow(param)
-    weight: QuantizedWeight = twin.weight
+    view = _view(param)
+    view.locate(param)
+    weight: QuantizedWeight = view.weight
     return weight
 
 
 def check(param: Any) -> None:
     """Raise the same unless the tensor can be cast in a byte buffer."""
-    _twin(param)
+    _view(param)
 
 
 class TETensors:
@@ -43,7 +43,7 @@ class TETensors:
 
     def __init__(self, named: Iterable[Named]) -> None:
         self._named = [(name, param, weight) for name, param, weight in named if param is not weight]
-        own_amax = [weight for _, param, weight in self._named if _twin(param).keeps_own_amax]
+        own_amax = [weight for _, param, weight in self._named if _view(param).owns_amax]
         into_arena(own_amax, "amax")
 
     def follow(self) -> None:
@@ -53,20 +53,20 @@ class TETensors:
         options changed to what is not cast.
         """
         for name, param, weight in self._named:
-            twin = _twin(param)
-            if twin.weight is not weight:
+            view = _view(param)
+            if view.weight is not weight:
                 raise RuntimeError(
-                    f"{name} was attached as {weight.format} and has a quantizer of {twin.weight.format} now: build the model anew"
+                    f"{name} was attached as {weight.format} and has a quantizer of {view.weight.format} now: build the model anew"
                 )
-            twin.follow(param)
+            view.locate(param)
 
     def follow_copies(self) -> None:
         """Look where all buffers are now, columnwise copies included."""
         self.follow()
         for _, param, _ in self._named:
-            twin = _twin(param)
-            if twin.derives and twin.adapter.copies():
-                twin.follow_columnwise(param)
+            view = _view(param)
+            if view.derives and view.adapter.copies():
+                view.locate_columnwise(param)
 
     def release(self) -> None:
         """Keep nothing of them."""
@@ -95,13 +95,13 @@ def check_before_forward(chunk: nn.Module, check_whole: Callable[[], None]) -> l
     ]
 
 
-def _twin(param: Any) -> Any:
-    if _module(".hybrid").is_hybrid(param):
+def _view(param: Any) -> Any:
+    if _module(".entry").is_hybrid(param):
         raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
-    twin = _module(".twin").twin_of(param, param.dtype)
-    if twin.adapter.two_payloads:
+    view = _module(".weight_view").view_of(param, param.dtype)
+    if view.adapter.two_payloads:
         raise two_directions(type(param).__name__)
-    return twin
+    return view
 
 
 def _module(name: str) -> Any:
