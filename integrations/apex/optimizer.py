@@ -62,19 +62,19 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def refresh(self) -> None:
         """Make the quantized weights from the masters as they are: after those were written by hand. All ranks call it."""
         assert self._weights is not None
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._weights.refresh()
 
     def param_sync(self) -> None:
         """Nothing is left to gather: a step ends with that. RuntimeError after a step that raised half-way."""
         if self._weights is not None:
-            self._weights.check_whole()
+            self._weights.plan.guard.check_complete()
         self._params_buckets.clear()  # a step that raised before its update left some, of which nothing was written
 
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
         """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised half-way."""
         assert self._weights is not None
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         norm: Tensor = super().grad_norm(*args, **options)
         return norm
 
@@ -84,7 +84,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         assert self._weights is not None
         with checkpoint.PlainZeros():
             state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)
-        checkpoint.add_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+        checkpoint.add_delayed(state_dict["state"], self._weights.plan.delayed, self._keys(state_dict))
         return state_dict
 
     @torch.no_grad()
@@ -98,11 +98,11 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         assert self._weights is not None
         problem = checkpoint.problem_of(state_dict, self.param_groups)
         agree(Group.of(self.process_group), [], problem, what="loads a state")
-        if self._weights.is_torn:
+        if self._weights.plan.guard.is_partial:
             self.zero_grad()
-        with self._weights.writing("loading a state"):
+        with self._weights.plan.transaction("loading a state"):
             super().load_state_dict(state_dict)
-            checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+            checkpoint.load_delayed(state_dict["state"], self._weights.plan.delayed, self._keys(state_dict))
             self._weights.refresh()
 
     def master_sources(self) -> tuple[MasterSource, ...]:
@@ -149,7 +149,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def _local_step(self, bucket_ids: list[int]) -> None:
         """The update, the cast, the gather and the columnwise copies. Apex asks for the gather after this, and finds it done."""
         assert self._weights is not None
-        with self._weights.writing("an optimizer step"):
+        with self._weights.plan.transaction("an optimizer step"):
             super()._local_step(bucket_ids)
             super().param_sync()
             self._weights.finish()

@@ -86,10 +86,10 @@ def loaded(param: Any) -> Any:
     return param.detach()
 
 
-def check_before_forward(chunk: nn.Module, check_whole: Callable[[], None]) -> list[Callable[[], None]]:
-    """Modules that hold such tensors ask `check_whole` first: TransformerEngine's products do not. Returns what undoes it."""
+def check_before_forward(chunk: nn.Module, check_complete: Callable[[], None]) -> list[Callable[[], None]]:
+    """Modules that hold such tensors ask `check_complete` first: TransformerEngine's products do not. Returns what undoes it."""
     return [
-        module.register_forward_pre_hook(lambda *_: check_whole()).remove
+        module.register_forward_pre_hook(lambda *_: check_complete()).remove
         for module in chunk.modules()
         if any(map(is_te_tensor, module.parameters(recurse=False)))
     ]

@@ -99,7 +99,7 @@ class Trained:
 
     def is_torn(self) -> bool:
         """Whether anything here is."""
-        return any(torn.wholeness(owner).is_torn for owner in self.state._owners())
+        return any(torn.guard_of(owner).is_partial for owner in self.state._owners())
 
 
 def stepping(trained: Trained, memory: OutOfMemory) -> tuple[str, list[str]]:

@@ -63,24 +63,30 @@ class SameCall:
     """
 
     def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group, self._slots, self._says, self._sent = group, slots, "", False
+        self._group, self._slots, self._says = group, slots, ""
+        self._announced = self._sent = False
         self._is_late = slots.is_cuda
         if self._is_late:
             self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
             self._arrived = torch.cuda.Event()
 
     def announce(self, says: str) -> None:
-        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers."""
+        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers; none to say it again."""
+        if self._announced and says == self._says:
+            return
         digest, self._says = _digest(says), says
         torch.linspace(digest, -digest, 2, out=self._slots)
+        self._announced = True
 
     def reduced(self) -> None:
         """After the all-reduce: a CPU looks. Nothing on a GPU, where a graph may be recording."""
+        self._announced = False
         if not self._is_late:
             self._check(self._slots)
 
     def send(self) -> None:
         """After a cast: from a GPU the numbers begin to travel."""
+        self._announced = False
         if self._is_late:
             self._pinned.copy_(self._slots, non_blocking=True)
             self._arrived.record()

@@ -52,7 +52,7 @@ class Casts:
         self._reductions: list[tuple[Reduction, list[Held]]] = []
         self.gathers = Gathers()
         self.written: list[Master] = []  # all that say so
-        self.wholeness = torn.wholeness(self)
+        self.guard = torn.guard_of(self)
 
     @property
     def model(self) -> nn.Module:
@@ -122,7 +122,7 @@ class Casts:
     def delayed(self) -> dict[str, dict[str, Tensor]]:
         """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
         self.before_gather()
-        self.wholeness.check_whole()
+        self.guard.check_complete()
         return self._delayed.by_name()
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:

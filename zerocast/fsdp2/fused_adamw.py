@@ -77,7 +77,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return self._outside_of_graphs(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        torn.check_whole([self])
+        torn.check_complete([self])
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,7 +109,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
-        torn.check_whole([self])
+        torn.check_complete([self])
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

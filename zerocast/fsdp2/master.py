@@ -16,7 +16,7 @@ from zerocast.fsdp2.headers import Gather
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.shard_weight import CLEAN, EMPTY, TORN, WRITTEN, ShardWeight
 from zerocast.weight.freshness import Freshness
-from zerocast.weight.write_guard import Wholeness
+from zerocast.weight.write_guard import WriteGuard
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
 
@@ -26,7 +26,7 @@ class Casting(Protocol):
 
     generation: int
     memory: MasterMemory
-    wholeness: Wholeness
+    guard: WriteGuard
     written: list["Master"]
     rewrapped: bool
 
@@ -148,7 +148,7 @@ class Master:
     @property
     def says(self) -> int:
         """What this rank says of its shard."""
-        if self.casts.wholeness.is_torn:
+        if self.casts.guard.is_partial:
             return TORN
         if self.casts.is_written(self):
             self.mark_written()
@@ -201,7 +201,7 @@ class Master:
 
     def _all_written(self, headers: Tensor) -> bool:
         """Whether every rank that has rows was written to since it last cast; RuntimeError where only some were, or are torn."""
-        self.casts.wholeness.check_whole()
+        self.casts.guard.check_complete()
         said = headers.tolist()
         torn = [rank for rank, (flag, _) in enumerate(said) if flag == TORN]
         if torn:

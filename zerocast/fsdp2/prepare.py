@@ -126,7 +126,7 @@ def refresh(model: nn.Module) -> None:
     for casts in casts_of(model):
         casts.make_due()
         casts.before_gather()
-        casts.wholeness.check_whole()
+        casts.guard.check_complete()
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -238,7 +238,7 @@ class _Loaded:
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """RuntimeError for masters that something has left half written: they would be saved."""
-    torn.check_whole(casts_of(module))
+    torn.check_complete(casts_of(module))
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -251,7 +251,7 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """RuntimeError for an optimizer of any class whose state a load has left half written."""
     if not torch.compiler.is_compiling():
-        torn.check_whole([optimizer])
+        torn.check_complete([optimizer])
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -10,36 +10,32 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zerocast.weight.write_guard import Wholeness
+from zerocast.weight.write_guard import WriteGuard, transaction
 
 RELOAD = (
     "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
     "load_state_dict) through zerocast.fsdp2.TrainingState, or end the run if ranks have died"
 )
-_of: "weakref.WeakKeyDictionary[Any, Wholeness]" = weakref.WeakKeyDictionary()
+_of: "weakref.WeakKeyDictionary[Any, WriteGuard]" = weakref.WeakKeyDictionary()
 
 
-def wholeness(owner: Any) -> Wholeness:
+def guard_of(owner: Any) -> WriteGuard:
     """That of a model, an optimizer of any class, or the casts of a model."""
     if owner not in _of:
-        _of[owner] = Wholeness()
+        _of[owner] = WriteGuard(RELOAD)
     return _of[owner]
 
 
-def check_whole(owners: Iterable[Any]) -> None:
-    """RuntimeError while any of them is torn."""
+def check_complete(owners: Iterable[Any]) -> None:
+    """RuntimeError while any of them is partial."""
     for owner in owners:
         if owner in _of:
-            _of[owner].check_whole()
+            _of[owner].check_complete()
 
 
-@contextlib.contextmanager
-def writing(what: str, owners: Iterable[Any]) -> Iterator[None]:
+def writing(what: str, owners: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     """Within, `what` writes what belongs to all of these."""
-    with contextlib.ExitStack() as stack:
-        for owner in owners:
-            stack.enter_context(wholeness(owner).writing(what, RELOAD))
-        yield
+    return transaction(map(guard_of, owners), what)
 
 
 @contextlib.contextmanager
@@ -47,5 +43,5 @@ def overlooked(owners: Iterable[Any]) -> Iterator[None]:
     """Within, they are shown all the same, to a reader that will overwrite them."""
     with contextlib.ExitStack() as stack:
         for owner in owners:
-            stack.enter_context(wholeness(owner).overlooked())
+            stack.enter_context(guard_of(owner).overlooked())
         yield

@@ -53,7 +53,7 @@ class TrainingState:
 
         RuntimeError after a step or a load that raised half-way, since that would save masters and moments of different steps.
         """
-        torn.check_whole(self._owners())
+        torn.check_complete(self._owners())
         optim: Any
         model, optim = get_state_dict(self._model, self._optimizers)
         names = [name for name, _ in self._model.named_parameters()]
@@ -74,7 +74,7 @@ class TrainingState:
     def overwriting(self) -> Iterator[None]:
         """Within, the state is overwritten: what raises in here leaves it torn until it is loaded again."""
         owners = self._owners()
-        if any(torn.wholeness(owner).is_torn for owner in owners):
+        if any(torn.guard_of(owner).is_partial for owner in owners):
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
         for casts in self._casts():

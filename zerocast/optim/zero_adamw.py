@@ -142,7 +142,7 @@ class ZeroAdamW(torch.optim.Optimizer):
                 loss = closure()
         self._before()
         square_sum = self._reduced_square_sum()
-        with self._weights.writing("an optimizer step"):
+        with self._weights.plan.transaction("an optimizer step"):
             self._device.update(square_sum)
             self._weights.gather()
         self._after()
@@ -157,7 +157,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
         parameters that are not on a CUDA device, and for the reference backend.
         """
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._check_owns()
         self.averages.check_not_swapped("a step was captured")
         check_capturable(self._masters.master.device, self._weights.plan.backend)
@@ -166,7 +166,7 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     def _before(self, clipped: str = "") -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         check_gradients()
         self.averages.before_step()
         self._weights.check_unwritten()
@@ -205,7 +205,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
         `torch.nn.utils.clip_grad_norm_` does the same, but takes a kernel for each gradient where this one scales in the update.
         """
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._finish_gradients()
         self._reducer.roll_call(f"clips gradients to {max_norm}")
         self._apply_clip()
@@ -279,7 +279,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         after a step that raised half-way, since that would save masters and moments of different steps, and when parameters were
         written by somebody else: masters do not know of it.
         """
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self.averages.check_not_swapped("the state of an optimizer was asked for")
         self._weights.plan.check_call()
         self._weights.check_unwritten()
@@ -294,12 +294,12 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
         self._check_owns()
         self.averages.check_not_swapped("a state was loaded")
-        nested = self._weights.plan.freshness.is_writing  # a reader, around load_state_dict
-        if self._weights.plan.freshness.is_torn:
+        nested = self._weights.plan.guard.is_open  # a reader, around load_state_dict
+        if self._weights.plan.guard.is_partial:
             self.zero_grad()
         if not nested:
             self._weights.plan.forget_call()
-        with self._weights.writing("loading a checkpoint"):
+        with self._weights.plan.transaction("loading a checkpoint"):
             yield
         if not nested:
             self.averages.masters_loaded()

@@ -189,8 +189,8 @@ class QuantizedWeight(Tensor):
         owners.note_read(self)
 
     def check_filled(self) -> None:
-        """RuntimeError for bytes that were never cast nor filled, and for those that a cast or step left torn."""
-        self.state.freshness.check_whole()
+        """RuntimeError for bytes that were never cast nor filled, and for those whose last write is partial."""
+        self.state.freshness.guard.check_complete()
         if not self.state.ever_cast:
             raise RuntimeError(
                 f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
