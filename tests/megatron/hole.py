@@ -51,6 +51,6 @@ def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
             said = str(error)
         else:
             said = ""
-        with mock.patch.object(attachment, "misplaced", return_value=None):
+        with mock.patch.object(attachment, "bytes_not_sent", return_value=None):
             integration.attach(run.optimizer, run.ddp)
         return said, trained(run)[1]

@@ -7,7 +7,7 @@ import pytest
 from tests.megatron import refusals
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.workers import Ranks
-from zerocast.integrations.megatron import refusal
+from zerocast.integrations.megatron import validate
 
 pytestmark = needs_megatron
 
@@ -62,5 +62,5 @@ def test_refused_in_the_real_host_with_what_to_do(ranks: Ranks, name: str) -> No
 
 def test_every_case_and_every_setting_is_in_the_table() -> None:
     assert TABLE.keys() == refusals.CASES.keys()
-    for setting, _ in refusal._SETTINGS:
+    for setting, _ in validate.SETTINGS:
         assert any(f"ValueError: {setting} " in message for message in TABLE.values()), setting

@@ -16,7 +16,7 @@ from tests.megatron.here import host
 from tests.megatron.training import FORMATS, MIXED, Case, Run, build, build_chunk, build_optimizer
 from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.unattached import Refused
+from zerocast.integrations.megatron.unattached import RefusedMethod
 
 INSIDE, ANOTHER, OUTSIDE = "inside building()", "inside another building()", "outside"
 NEVER, ATTACHED, DETACHED = "never attached", "attached", "detached"
@@ -222,7 +222,7 @@ def nothing_quantized() -> tuple[int, list[float]]:
         with integration.building():
             run = build(Case("plain"))
         optimizers = [run.optimizer, *run.optimizer.chained_optimizers]
-        left = sum(isinstance(value, Refused) for one in optimizers for value in vars(one).values())
+        left = sum(isinstance(value, RefusedMethod) for one in optimizers for value in vars(one).values())
         return left, [run.step(number) for number in range(3)]
 
 

@@ -87,6 +87,7 @@ class CastPlan:
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()  # of attached optimizers
         self._watch()
+        self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
         self._bind()
@@ -236,7 +237,7 @@ class CastPlan:
     def master_sources(self) -> tuple[MasterSource, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
         shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
-        left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
+        left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
@@ -261,7 +262,8 @@ class CastPlan:
     def _owned(self, index: int) -> OwnedMaster:
         shard = self._ownership.shards[index]
         scale = self.delayed.cast_scale(self._names[index])
-        return OwnedMaster(None, shard.weight, shard.master, shard.span, scale)
+        name = self._names[index] if self._is_named else None
+        return OwnedMaster(name, shard.weight, shard.master, shard.span, scale)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
