@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zerocast import CastPlan, QuantizedWeight
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.distributed.group import Group
 from zerocast.integrations.host_adapter import HostAdapter
 from zerocast.optim.bucket import Bucket
@@ -59,7 +59,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
         super().__init__({index: QuantizedBucket(bucket, group, device) for index, bucket in buckets.items()})
         self._group = group
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
-            into_arena([weight for weight in self._weights() if weight.state.buffers[name] is not None], name)
+            into_flat_buffer([weight for weight in self._weights() if weight.state.buffers[name] is not None], name)
 
     def adapter(self, masters: Mapping[int, Tensor]) -> HostAdapter:
         """What zerocast needs of Apex; `masters[i]` is this rank's f32 shard of bucket i."""

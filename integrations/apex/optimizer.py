@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.integrations.host_adapter import HostPlan
 from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
 from . import checkpoint, host
 from .buckets import QuantizedBuckets
@@ -98,7 +98,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         number of parameters and for other shapes.
         """
         problem = checkpoint.problem_of(state_dict, self.param_groups)
-        agree(Group.of(self.process_group), [], problem, what="loads a state")
+        validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
         if self._plan.guard.is_partial:
             self.zero_grad()
         with self._plan.transaction("loading a state"):
@@ -106,9 +106,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
             self._host_plan.refresh()
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of the quantized weights, for `zerocast.verify`."""
-        return tuple(self._host_plan.master_sources())
+        return tuple(self._host_plan.master_views())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while constructing: buckets are laid out once."""
@@ -122,7 +122,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """The host's first collective, and the first look at the parameters. Masters of quantized weights follow one by one."""
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
-        agree(
+        validate_across_ranks(
             Group.of(self.process_group),
             [_describe(*item) for item in named],
             problem_of(self, named),

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from zerocast import CastPlan, verify
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
 from . import unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
@@ -100,7 +100,7 @@ class Attachment:
         self._check_attached()
         self._guard.refresh([one.refresh for one in self._optimizer_plans])
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
 
         Bytes that no gather has brought since the last cast are gathered first, as the next forward
@@ -109,7 +109,7 @@ class Attachment:
         self._check_attached()
         self._guard.check_complete()
         for one in self._optimizer_plans:
-            yield from one.master_sources()
+            yield from one.master_views()
 
     def detach(self) -> None:
         """Give the host its own methods back.
@@ -215,6 +215,6 @@ def _check_together(shards: OptimizerShards) -> None:
     elif wrong := bytes_not_sent(shards):
         problem = ValueError(wrong)
     spans = [shards.span(i) for i in range(len(shards.weights))]
-    by_rank = agree(shards.group, shards.names, problem, [(span.start, span.stop) for span in spans])
+    by_rank = validate_across_ranks(shards.group, shards.names, problem, [(span.start, span.stop) for span in spans])
     if wrong := elements_without_owner(shards, by_rank):
         raise ValueError(wrong)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from zerocast import QuantizedWeight
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 
 _INTEGRATION = "zerocast.integrations.transformer_engine"
 
@@ -66,7 +66,7 @@ class TETensors:
     def __init__(self, names: Iterable[str], params: Iterable[Any], weights: Iterable[QuantizedWeight]) -> None:
         named = zip(names, params, weights, strict=True)
         self._tensors = [(name, param, weight) for name, param, weight in named if param is not weight]
-        into_arena([weight for _, param, weight in self._tensors if _view(param).owns_amax], "amax")
+        into_flat_buffer([weight for _, param, weight in self._tensors if _view(param).owns_amax], "amax")
 
     def locate(self) -> None:
         """Look where the buffers that a cast writes are now.

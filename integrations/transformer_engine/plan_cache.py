@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import CastPlan
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import ShardData
 from zerocast.distributed.group import Group
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
 from .adapters import is_quantized
 from .entry import Entry
@@ -29,7 +29,7 @@ class CachedPlan:
         self._fingerprint: Fingerprint | None = None
         self._group, self._owned = group, _owned(entries)
         weights, starts = [view.weight for view in self._views], [entry.start for entry in entries]
-        into_arena([view.weight for view in self._views if view.owns_amax], "amax")
+        into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
         masters, shards = _lists(entries)
         self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
         self._plan.freshness.advice = "call quantize_master_weights after the masters change"
@@ -40,9 +40,9 @@ class CachedPlan:
         same = len(views) == len(self._views) and group.handle is self._group.handle
         return same and all(one is other for one, other in zip(views, self._views, strict=True))
 
-    def master_source(self) -> MasterSource:
+    def master_views(self) -> MasterViews:
         """The masters of the last call with the views that they were cast into."""
-        (source,) = self._plan.master_sources()
+        (source,) = self._plan.master_views()
         return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:

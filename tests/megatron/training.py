@@ -160,7 +160,7 @@ class Run:
         ours = (weight for weight in self.weights.values() if isinstance(weight, QuantizedWeight))
         owners = {id(weight.master_owner): weight.master_owner for weight in ours}
         shown = [
-            owned for owner in owners.values() if owner for source in owner.master_sources() for owned in source.masters
+            owned for owner in owners.values() if owner for source in owner.master_views() for owned in source.masters
         ]
         names = {id(weight_of(param).state): name for name, param in self.weights.items()}
         scales = {names.get(id(o.weight.state), ""): float(o.scale) for o in shown if o.scale is not None}
@@ -270,7 +270,7 @@ def train_chunks(case: Case) -> list[dict[str, int]]:
             optimizer.step()
         for run in runs:
             run.force_sync()
-        names = [owned.name for source in attached.master_sources() for owned in source.masters]
+        names = [owned.name for source in attached.master_views() for owned in source.masters]
         assert len(names) == len(set(names)) == sum(len(list(chunk.parameters())) for chunk in chunks)
         attached.refresh()
         assert zerocast.verify(attached).ok

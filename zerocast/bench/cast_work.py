@@ -5,7 +5,7 @@ from collections.abc import Callable
 from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import Shard
 from zerocast.bench.workload import Workload
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
@@ -30,7 +30,7 @@ def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
     return Job(lambda: batch.compute_scales(packed, None), shard.written)
 
 
-def _after_amaxes(stages: Callable[[Shard, Batch], None]) -> Callable[[Workload, str, Place], Job]:
+def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
         shard.plan.cast()  # leaves amaxes and scales as the stages need them
@@ -44,13 +44,13 @@ partial_cast = _after_amaxes(lambda shard, batch: batch.partial_cast(shard.packe
 
 
 @_after_amaxes
-def amax_and_cast(shard: Shard, batch: Batch) -> None:
+def amax_and_cast(shard: Shard, batch: WeightTable) -> None:
     """The two stages whose work is the shard's, and not the whole weight's."""
     batch.partial_amax(shard.packed)
     batch.partial_cast(shard.packed, None)
 
 
 @_after_amaxes
-def transpose(shard: Shard, batch: Batch) -> None:
+def transpose(shard: Shard, batch: WeightTable) -> None:
     """`CastPlan.post_all_gather()` over all weights; of those owned elsewhere the bytes are random."""
     shard.plan.post_all_gather()

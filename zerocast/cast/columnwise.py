@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from zerocast.cast.flat_buffer import into_arena
-from zerocast.cast.weight_table import Batch, Batches
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
@@ -16,7 +16,7 @@ class ColumnwiseCopies:
         self._weights = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._backend = backend
         self._generation = -1
-        self._batches: list[Batch] = []
+        self._batches: list[WeightTable] = []
 
     def make(self) -> None:
         """Transpose all of them; waits for gathers in flight."""
@@ -25,7 +25,7 @@ class ColumnwiseCopies:
         for batch in self.batches():
             batch.transpose()
 
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[WeightTable]:
         """The tables of where everything lies now."""
         moved = self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches)
         if self._weights and moved:
@@ -34,8 +34,8 @@ class ColumnwiseCopies:
 
     def _bind(self) -> None:
         for name in ("columnwise_data", "columnwise_scale_inv"):
-            into_arena([w for w in self._weights if w.state.buffers[name] is None], name)
-        batches = Batches(self._weights[0].device, self._backend)
+            into_flat_buffer([w for w in self._weights if w.state.buffers[name] is None], name)
+        batches = WeightTables(self._weights[0].device, self._backend)
         for w in self._weights:
             batches.of(w).add(w)
         self._batches = batches.freeze()

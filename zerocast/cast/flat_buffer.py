@@ -13,7 +13,7 @@ from zerocast.weight import QuantizedWeight
 ALIGNMENT = 64  # elements; slots start on a cache line or better
 
 
-def into_arena(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
+def into_flat_buffer(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
     """Move buffer `name` of every weight that has one into an arena a dtype; returns the arenas.
 
     Weights whose format has the buffer but which have none yet get uninitialised storage.
@@ -28,6 +28,6 @@ def into_arena(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
         sizes = [round_up(math.prod(buffer.shape), ALIGNMENT) for _, buffer in members]
         arena = torch.empty(sum(sizes), dtype=dtype, device=members[0][0].device)
         for (weight, buffer), part in zip(members, arena.split(sizes), strict=True):
-            weight.state.rehome({name: part[: math.prod(buffer.shape)].view(buffer.shape)})
+            weight.state.move_to({name: part[: math.prod(buffer.shape)].view(buffer.shape)})
         arenas.append(arena)
     return arenas

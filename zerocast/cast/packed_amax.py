@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.cast.partition import MasterShard, Ownership
+from zerocast.cast.partition import MasterShard, Partition
 from zerocast.distributed.agreement import SameCall
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, amax_counts
 
 
 @dataclass(frozen=True)
-class SharedByte:
+class BoundaryByte:
     """A byte of weight `index` whose elements `element` and `element + 1` belong to two ranks, `owners` in that order."""
 
     index: int
@@ -32,24 +32,24 @@ class SharedByte:
     owners: tuple[int, int]
 
 
-def shared_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[SharedByte]:
+def boundary_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[BoundaryByte]:
     """The bytes that two ranks share, from the spans of all ranks of one weight."""
     if elements_per_byte == 1:
         return
     held = sorted((span.start, span.stop, rank) for rank, span in enumerate(spans) if span.numel)
     for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
         if stop == start and stop % 2:
-            yield SharedByte(index, stop - 1, (rank, other))
+            yield BoundaryByte(index, stop - 1, (rank, other))
 
 
 class PackedAmax:
     """The buffer, the place of each weight's amaxes in it (`places`), the shared bytes behind them, and `same_call`."""
 
-    def __init__(self, ownership: Ownership, cast: Sequence[int], device: torch.device, group: Group) -> None:
+    def __init__(self, ownership: Partition, cast: Sequence[int], device: torch.device, group: Group) -> None:
         self._shards = ownership.shards
         self.places: dict[int, tuple[int, int]] = {}
-        self.shared: list[SharedByte] = []
-        self._kept = [index for index in cast if self._shards[index].weight.state.keeps_amax]
+        self.shared: list[BoundaryByte] = []
+        self._kept = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
         size, dtypes = 0, set()
         for index in cast:
             weight = self._shards[index].weight
@@ -59,7 +59,7 @@ class PackedAmax:
             if rowwise:
                 dtypes.add(torch.float32 if index in self._kept else weight.dtype)
             spans = [spans[index] for spans in ownership.spans]
-            self.shared += shared_bytes(index, spans, weight.format.elements_per_byte)
+            self.shared += boundary_bytes(index, spans, weight.format.elements_per_byte)
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
         numel = size + 4 * len(self.shared)
         has_slots = bool(numel) and group.size > 1

@@ -9,14 +9,14 @@ from torch import Tensor
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 
 
 @torch.no_grad()
 def cast(
-    batches: Sequence[Batch],
-    neighbours: Sequence[Batch],
+    batches: Sequence[WeightTable],
+    neighbours: Sequence[WeightTable],
     packed: PackedAmax,
     received: Tensor,
     group: Group,
@@ -49,13 +49,13 @@ def cast(
 
 @torch.no_grad()
 def encode(
-    batches: Sequence[Batch],
+    batches: Sequence[WeightTable],
     packed: Tensor,
     delayed: DelayedScaling,
     *,
     skip: Tensor | None = None,
     repeat: bool = False,
-    neighbours: Sequence[Batch] = (),
+    neighbours: Sequence[WeightTable] = (),
 ) -> None:
     """Write scales and codes by the reduced amaxes in `packed`. `delayed` has the weights of `batches` that scale by their past.
 
@@ -76,6 +76,6 @@ def encode(
         _roll(batches, skip)
 
 
-def _roll(batches: Sequence[Batch], skip: Tensor | None) -> None:
+def _roll(batches: Sequence[WeightTable], skip: Tensor | None) -> None:
     for batch in batches:
         batch.roll_history(skip)

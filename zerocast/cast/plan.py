@@ -18,11 +18,11 @@ from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import ShardData, own
 from zerocast.cast.pipeline import cast
 from zerocast.cast.storage import storages_of
-from zerocast.cast.weight_table import Batch, Batches
-from zerocast.distributed.agreement import agree
+from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats.layout import Span
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
@@ -109,7 +109,7 @@ class CastPlan:
         return self.guard.transaction(what)
 
     @property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[WeightTable]:
         """The tables that a cast works by."""
         return [*self._batches, *self._neighbours]
 
@@ -180,7 +180,7 @@ class CastPlan:
         plan's masters, for one that this plan is attached to, and while another owner (an attached plan, a ZeroAdamW) that somebody
         keeps writes any of these elements. Several optimizers may each step over some of the masters.
         """
-        agree(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
+        validate_across_ranks(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
         hook = _CastAfterStep(self, claim, _stepped(optimizer))
         self._hooks.add(hook)
@@ -234,11 +234,11 @@ class CastPlan:
         if idle:
             logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
         shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
         left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
-        return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
+        return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of another call."""
@@ -259,11 +259,11 @@ class CastPlan:
         masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
         self.freshness.watch(masters, sharded=self.group.size > 1)
 
-    def _owned(self, index: int) -> OwnedMaster:
+    def _owned(self, index: int) -> MasterView:
         shard = self._ownership.shards[index]
         scale = self.delayed.cast_scale(self._names[index])
         name = self._names[index] if self._is_named else None
-        return OwnedMaster(name, shard.weight, shard.master, shard.span, scale)
+        return MasterView(name, shard.weight, shard.master, shard.span, scale)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
@@ -281,20 +281,20 @@ class CastPlan:
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
         device = self.packed.buffer.device
-        batches = Batches(device, self.backend)
+        batches = WeightTables(device, self.backend)
         for index in self._cast:
             shard = self._ownership.shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
             batch = batches.of(shard.weight, master)
             batch.add_shard(shard, self.packed.places[index], self._param_groups[index])
-        neighbours = Batches(device, self.backend)
+        neighbours = WeightTables(device, self.backend)
         for index, element, slot in self.packed.neighbours(self.group.rank):
             shard = self._ownership.shards[index]
             batch = neighbours.of(shard.weight)
             row = batch.add(shard.weight, self.packed.places[index])
             batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
-        self._batches: list[Batch] = batches.freeze()
-        self._neighbours: list[Batch] = neighbours.freeze()
+        self._batches: list[WeightTable] = batches.freeze()
+        self._neighbours: list[WeightTable] = neighbours.freeze()
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

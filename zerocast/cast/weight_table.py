@@ -1,4 +1,4 @@
-"""Batch: weights of one format and dtype as base tensors and a descriptor table, so that a stage is one call for all of them."""
+"""WeightTable: weights of one format and dtype as base tensors and a descriptor table, so that a stage is one call for all of them."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from zerocast.backends import ops
 from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.storage import Bases
+from zerocast.cast.storage import StorageTable
 from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, byte_range
 from zerocast.weight import QuantizedWeight
@@ -26,7 +26,7 @@ _BUFFER_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class BatchKey:
+class TableKey:
     """What the weights of a batch have in common."""
 
     backend: str
@@ -37,23 +37,23 @@ class BatchKey:
 
 
 @dataclass
-class Batch:
+class WeightTable:
     """One descriptor table with the bases that it points into. Add weights, then `freeze`, then call stages."""
 
-    key: BatchKey
+    key: TableKey
     device: torch.device
     table: Tensor = field(init=False)
-    masters: Bases = field(init=False)
-    buffers: dict[str, Bases] = field(init=False)
+    masters: StorageTable = field(init=False)
+    buffers: dict[str, StorageTable] = field(init=False)
     _rows: list[list[int]] = field(default_factory=list)
     _groups: list[int] = field(default_factory=list)  # parameter group by row
 
     def __post_init__(self) -> None:
         scale = torch.float32 if self.key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
-        self.masters = Bases(self.key.master)
-        self.buffers = {name: Bases(torch.float32) for name in ("amax", "scale", "amax_history")}
-        self.buffers |= {name: Bases(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
-        self.buffers |= {name: Bases(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
+        self.masters = StorageTable(self.key.master)
+        self.buffers = {name: StorageTable(torch.float32) for name in ("amax", "scale", "amax_history")}
+        self.buffers |= {name: StorageTable(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
+        self.buffers |= {name: StorageTable(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
 
     def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
         """Append a weight that owns nothing here; the row is returned for the columns of a shard."""
@@ -87,7 +87,7 @@ class Batch:
             row[base], row[offset] = self.buffers[name].add(tensor)
             row[offset] -= first
 
-    def freeze(self) -> "Batch":
+    def freeze(self) -> "WeightTable":
         """Put the table on the device."""
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
@@ -103,7 +103,7 @@ class Batch:
         """Whether a storage was replaced since the table was made."""
         return self.masters.moved() or any(bases.moved() for bases in self.buffers.values())
 
-    def lies_like(self, other: "Batch") -> bool:
+    def lies_like(self, other: "WeightTable") -> bool:
         """Whether both tables describe the same weights in the same memory."""
         return (self.key, self._rows, self._groups, self._addresses()) == (
             other.key,
@@ -217,21 +217,21 @@ class Batch:
         return self.key.backend, str(self.key.fmt)
 
 
-class Batches(dict[BatchKey, Batch]):
+class WeightTables(dict[TableKey, WeightTable]):
     """Batches by key, each made when its first weight arrives."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         super().__init__()
         self._device, self._backend = device, backend
 
-    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> Batch:
+    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> WeightTable:
         """The batch of a weight with masters of this dtype."""
-        rolls = not weight.state.keeps_amax
-        key = BatchKey(self._backend, weight.format, weight.dtype, master, rolls)
+        rolls = not weight.state.external_scaling_state
+        key = TableKey(self._backend, weight.format, weight.dtype, master, rolls)
         if key not in self:
-            self[key] = Batch(key, self._device)
+            self[key] = WeightTable(key, self._device)
         return self[key]
 
-    def freeze(self) -> list[Batch]:
+    def freeze(self) -> list[WeightTable]:
         """All batches, ready for their stages."""
         return [batch.freeze() for batch in self.values()]

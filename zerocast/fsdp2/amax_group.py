@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.weight_table import Batch, Batches
+from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.fsdp2.delayed import DelayedShards
 from zerocast.fsdp2.shard_weight import ShardWeight
@@ -61,11 +61,11 @@ class AmaxGroup:
             self._headers += [(members[0].says, header) for header in members[0].wire.headers(stack.sent)]
         self._targets, self._sources = [target for target, _ in copies], [source for _, source in copies]
         self._batches = self._batch(list(self._shards))
-        self._unmeasured: dict[frozenset[str], list[Batch]] = {frozenset(): self._batches}
+        self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._batches}
         self._pack(self.places, device)
 
-    def _batch(self, names: Iterable[str]) -> list[Batch]:
-        batches = Batches(self.weights[0].master.device, self.backend)
+    def _batch(self, names: Iterable[str]) -> list[WeightTable]:
+        batches = WeightTables(self.weights[0].master.device, self.backend)
         for name in names:
             batches.of(self._shards[name].weight).add_shard(self._shards[name], self.places[name])
         return batches.freeze()

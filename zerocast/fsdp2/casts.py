@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.distributed.agreement import agree, roll_call
+from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.fsdp2 import torn
 from zerocast.fsdp2.amax_group import AmaxGroup, Reduction
@@ -27,7 +27,7 @@ from zerocast.fsdp2.master import Master
 from zerocast.fsdp2.master_memory import MasterMemory
 from zerocast.fsdp2.sources import sources
 from zerocast.fsdp2.unsharded import check_managed
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 from zerocast.weight.freshness import debugging
 
 
@@ -107,7 +107,9 @@ class Casts:
         """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
         due = self.due and not self.gathers.step_goes_on
         for reduction, _ in self._reductions:
-            roll_call(reduction.group, f"{'casts and gathers' if due else 'gathers'} after cast {self.generation}")
+            check_same_call(
+                reduction.group, f"{'casts and gathers' if due else 'gathers'} after cast {self.generation}"
+            )
         self.headers.check(leave=0 if due else UNREAD)
         if due:
             self.gathers.before_cast()
@@ -159,7 +161,7 @@ class Casts:
         for master in self.masters if debugging() else ():
             master.freshness.count_cast()
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters and their gathered weights, for `zerocast.verify`; every rank asks for them."""
         return sources(self)
 
@@ -200,7 +202,9 @@ class Casts:
             group = Group.of(mesh).called_by(self._caller)
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
             peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
-            lanes = sorted(set(agree(group, [one.line for one in members], next(iter(problems), None), peers)))
+            lanes = sorted(
+                set(validate_across_ranks(group, [one.line for one in members], next(iter(problems), None), peers))
+            )
             yield Reduction(group, mesh.device_type, lanes.index(peers), len(lanes)), members
 
     def _mesh_of(self, held: Held) -> DeviceMesh:

@@ -92,7 +92,7 @@ class Gathered:
         """
         self.weight.state.freshness.cast += 1
         if self._wire.one_direction:
-            self.weight.state.only = "columnwise" if columnwise else "rowwise"
+            self.weight.state.gathered_direction = "columnwise" if columnwise else "rowwise"
         with torch_fsdp.unversioned(self.inner):
             for fill in self._fills:
                 if not self._wire.one_direction or fill.scales.side == columnwise:

@@ -11,14 +11,14 @@ from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.held import Held, held_by
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.verification.verify import verify
 
 if TYPE_CHECKING:
     from zerocast.fsdp2.casts import Casts
 
 
-def sources(casts: "Casts") -> Iterator[MasterSource]:
+def sources(casts: "Casts") -> Iterator[MasterViews]:
     """The masters of each group with the weights that a forward pass computes with; what is not gathered is, and freed again.
 
     A gather casts first if that is due, as that of the next forward pass would.
@@ -29,16 +29,16 @@ def sources(casts: "Casts") -> Iterator[MasterSource]:
         if held:
             with torch_fsdp.gathered(group):
                 shard_group = Group.of(held[0].shard_mesh)
-                yield MasterSource(shard_group, tuple(_owned(one, casts) for one in held), transient=True)
+                yield MasterViews(shard_group, tuple(_owned(one, casts) for one in held), transient=True)
 
 
-def _owned(held: Held, casts: "Casts") -> OwnedMaster:
+def _owned(held: Held, casts: "Casts") -> MasterView:
     master, shard = held.master, held.master.shard
     rows = shard.shards.span(shard.rank)
     span = Span(rows.start * shard.columns, rows.stop * shard.columns)
     flat = held.local.plain.view(-1) if span.numel else None
     slices = casts.reduction_of(master).group if master.sliced else None
-    return OwnedMaster(master.name, held.live, flat, span, master.delayed.get("cast_scale"), slices)
+    return MasterView(master.name, held.live, flat, span, master.delayed.get("cast_scale"), slices)
 
 
 class VerifyEvery:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from zerocast import CastPlan, QuantizedWeight, get_format
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.freshness import CAST
 from zerocast.weight.write_guard import WriteGuard
 
@@ -48,13 +48,13 @@ class PlainShard:
     start: int = 0
     rounded: Tensor | None = None
 
-    def view(self) -> OwnedMaster:
+    def view(self) -> MasterView:
         """The parameter as `zerocast.verify` compares it: an identity weight over its bytes."""
         shape = tuple(self.parameter.shape) or (1,)
         live = {"rowwise_data": self.parameter.detach().view(-1, shape[-1])}
         weight = QuantizedWeight.of_buffers(shape, _IDENTITY, self.parameter.dtype, live)
         numel = 0 if self.master is None else self.master.numel()
-        return OwnedMaster(self.name, weight, self.master, Span(self.start, self.start + numel))
+        return MasterView(self.name, weight, self.master, Span(self.start, self.start + numel))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class HostPlan:
         self.host = host
         delayed = [weight for weight in host.weights if weight.amax_history is not None]
         for name in ("scale", "amax_history"):
-            into_arena(delayed, name)  # so that what is done to all of them is one launch
+            into_flat_buffer(delayed, name)  # so that what is done to all of them is one launch
         self.plan = CastPlan(host.weights, host.masters, host.starts, host.group, names=host.names, guard=host.guard)
         self.plan.freshness.advice = host.advice
         self.plan.freshness.owner = weakref.ref(self)
@@ -139,13 +139,13 @@ class HostPlan:
             self.cast(repeat=repeat)
             self.host.gather(self.plan)
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, for `zerocast.verify`. Collective.
 
         Bytes that the host still has to gather are gathered first.
         """
         self.host.before_reading()
-        (source,) = self.plan.master_sources()
+        (source,) = self.plan.master_views()
         yield dataclasses.replace(source, masters=(*source.masters, *(shard.view() for shard in self.host.plain)))
 
 

@@ -79,7 +79,7 @@ class Averages:
         self.check_not_swapped("an average was swapped in")
         self._weights.plan.guard.check_complete()
         self._reducer.check_in_charge()
-        self._reducer.roll_call("swaps an average in")
+        self._reducer.check_same_call("swaps an average in")
         self._weights.ready()
         with torch.no_grad(), self._weights.plan.transaction("swapping an average in"):
             exchange()
@@ -93,7 +93,7 @@ class Averages:
             yield
         finally:
             self._swapped, self._reducer.refusal = False, ""
-            self._reducer.roll_call("swaps an average out")
+            self._reducer.check_same_call("swaps an average out")
             with torch.no_grad(), self._weights.plan.transaction("swapping an average out"):
                 exchange()
                 self._weights.recast()

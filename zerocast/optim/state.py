@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zerocast.checkpoint.sharded_tensor import TensorShard
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket
@@ -75,7 +75,7 @@ class ZeroState:
                 self._check_tensor(name, tensor)
         except ValueError as error:
             problem = error
-        agree(self._group, [], problem, what="loads an average")
+        validate_across_ranks(self._group, [], problem, what="loads an average")
         for name, (bucket, slot) in self._slots.items():
             span, start = bucket.owned(slot, self._group.rank)
             _copy(flat[start : start + span.numel], saved[name], span)
@@ -89,7 +89,7 @@ class ZeroState:
             problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
         except ValueError as error:
             problem = error
-        agree(self._group, [], problem, what="loads a state")
+        validate_across_ranks(self._group, [], problem, what="loads a state")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters that was checked."""

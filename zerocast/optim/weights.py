@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.optim.bucket import Bucket, Slot
@@ -14,7 +14,7 @@ from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.gather import WeightGather
 from zerocast.optim.masters import Masters
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.write_guard import WriteGuard
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
@@ -39,7 +39,7 @@ class ShardedWeights:
                 starts.append(span.start)
                 param_groups.append(slot.param_group)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
-            into_arena([w for w in weights.values() if w.state.buffers[name] is not None], name)
+            into_flat_buffer([w for w in weights.values() if w.state.buffers[name] is not None], name)
         self._masters, self._group = masters, group
         self.plan = CastPlan(
             list(weights.values()),
@@ -57,10 +57,10 @@ class ShardedWeights:
         self.overlap = config.overlap_all_gather
         self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
 
-    def master_source(self) -> MasterSource:
+    def master_views(self) -> MasterViews:
         """The masters with the parameters as the model reads them now, wherever those lie."""
         owned = [self._owned(buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots]
-        return MasterSource(self._group, tuple(owned))
+        return MasterViews(self._group, tuple(owned))
 
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
         """Format and nominal dtype of each quantized weight by name."""
@@ -69,11 +69,9 @@ class ShardedWeights:
         }
         return {name: (w.format, w.dtype) for name, w in weights.items() if w.format.element is not None}
 
-    def _owned(self, bucket: Bucket, slot: Slot) -> OwnedMaster:
+    def _owned(self, bucket: Bucket, slot: Slot) -> MasterView:
         span, views = self._masters.owned(bucket, slot)
-        return OwnedMaster(
-            slot.name, slot.live_weight(), views["master"], span, self.plan.delayed.cast_scale(slot.name)
-        )
+        return MasterView(slot.name, slot.live_weight(), views["master"], span, self.plan.delayed.cast_scale(slot.name))
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a step: nothing in flight, everything in its place. RuntimeError for what others wrote.
@@ -87,7 +85,7 @@ class ShardedWeights:
         """RuntimeError if anybody else has written parameters where they lie; local, and nothing is changed."""
         self._gather.check_unwritten()
 
-    def tables(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """What a step works by, after `ready`: where everything lies."""
         return [*self.plan.batches, *self._gather.batches()]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.optim.averages import Averages
@@ -35,7 +35,7 @@ from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.freshness import debugging
 from zerocast.weight.owners import check_gradients
@@ -89,7 +89,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             problem = error
         lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
         free = free_groups(self._group)
-        by_rank = agree(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
+        by_rank = validate_across_ranks(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
         first = by_rank[0][0]
         for rank, (found, _, _) in enumerate(by_rank):
             if found != first:
@@ -174,7 +174,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._hyperparameters.refresh(self.param_groups)
         self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.says}")
         if debugging():
-            self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
+            self._reducer.check_same_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
 
     def _check_owns(self) -> None:
         """RuntimeError once a newer optimizer has taken a parameter over."""
@@ -207,7 +207,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         """
         self._weights.plan.guard.check_complete()
         self._finish_gradients()
-        self._reducer.roll_call(f"clips gradients to {max_norm}")
+        self._reducer.check_same_call(f"clips gradients to {max_norm}")
         self._apply_clip()
         norm = self._reduced_square_sum().sqrt().float()
         self._device.clip_to(max_norm, norm)
@@ -254,9 +254,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The group that the masters are sharded over; None for one process without any."""
         return self._group.handle
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of all parameters, for `zerocast.verify`."""
-        return (self._weights.master_source(),)
+        return (self._weights.master_views(),)
 
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:

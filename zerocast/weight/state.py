@@ -78,7 +78,7 @@ class WeightState:
         return data
 
     @property
-    def keeps_amax(self) -> bool:
+    def external_scaling_state(self) -> bool:
         """Whether a host keeps the amax history: `amax` then grows by what casts see, and `scale` is the host's to set."""
         return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
@@ -129,7 +129,7 @@ class WeightState:
             self._share_scalar()
             moved()
 
-    def rehome(self, targets: Mapping[str, Tensor]) -> None:
+    def move_to(self, targets: Mapping[str, Tensor]) -> None:
         """Move buffers, by name, into new storage: same bytes, new place.
 
         ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype and device of what it replaces.
@@ -155,7 +155,7 @@ class WeightState:
         self._share_scalar()
         moved()
 
-    def repoint(self, buffers: Mapping[str, Tensor | None]) -> None:
+    def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Their owner moved these buffers, by name, and the bytes with them: read and write them there from now on."""
         self.buffers.update(buffers)
         self._forget()
@@ -178,7 +178,7 @@ class WeightState:
         else:
             self.drop_columnwise()  # it was the copy of the old bytes
 
-    def once_a_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What `make` derives from the bytes of the last cast, kept until the next cast or until the bytes change or move."""
         cast, value = self._derived.get(name, (-1, None))
         if value is None or cast != self.freshness.cast:

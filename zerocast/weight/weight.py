@@ -243,7 +243,7 @@ class QuantizedWeight(Tensor):
         """
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
-        self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
+        self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
 
     def restate(self, state: WeightState) -> None:
         """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
@@ -298,7 +298,7 @@ class QuantizedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
         names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
-        if self.state.only:
+        if self.state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, context
