@@ -14,7 +14,7 @@ from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends
-from zerocast.optim import captured
+from zerocast.optim import device_step
 from zerocast.weight import state as weight_state
 
 CASES = {
@@ -130,7 +130,7 @@ def test_only_on_a_cuda_device():
 def test_not_with_the_reference_backend():
     """Which looks at the device in every stage."""
     with pytest.raises(RuntimeError, match="reference backend"):
-        captured.check_capturable(torch.device("cuda"), "reference")
+        device_step.check_capturable(torch.device("cuda"), "reference")
 
 
 def test_moved_storage_is_refused_and_then_captured_anew(device):

@@ -22,7 +22,7 @@ STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight
 class Shard:
     """Weights full of random bytes and random masters of the owned spans, on `place.device`.
 
-    Flat: `flat` holds all masters and every kind of weight buffer lies in one arena. Scattered: each weight has its own.
+    Flat: `flat` holds all masters and every kind of weight buffer lies in one flat buffer. Scattered: each weight has its own.
     """
 
     def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
@@ -50,14 +50,14 @@ class Shard:
         buffers = chain.from_iterable(weight.state.buffers.values() for weight in self.weights)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def batch(self) -> WeightTable:
+    def table(self) -> WeightTable:
         """The stages of the plan's cast, to be called one by one."""
-        batches = WeightTables(self.flat.device, self.plan.backend)
+        tables = WeightTables(self.flat.device, self.plan.backend)
         for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
             owned = master if span.numel else None
-            batches.of(weight).add_shard(MasterShard(weight, owned, span), self.plan.packed.places[index])
-        (batch,) = batches.freeze()
-        return batch
+            tables.of(weight).add_shard(MasterShard(weight, owned, span), self.plan.packed.offsets[index])
+        (table,) = tables.freeze()
+        return table
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:

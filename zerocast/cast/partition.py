@@ -69,7 +69,7 @@ class Partition:
         return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()
 
 
-def own(
+def partition(
     group: Group,
     model_weights: Sequence[Any],
     master_weights: Sequence[Tensor | None],

@@ -15,7 +15,7 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
-from zerocast.cast.partition import ShardData, own
+from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.storage import storages_of
 from zerocast.cast.weight_table import WeightTable, WeightTables
@@ -71,16 +71,16 @@ class CastPlan:
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
-        self._ownership = own(
+        self._partition = partition(
             self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
         )
         self._says = _numbered(self.group) + (" {}" if given.caller else "")  # a caller of many casts knows its step
         self._detail = ""  # what the coming cast was announced with
-        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._ownership.shards]
-        self._cast = [i for i in range(len(self.weights)) if self._ownership.owned_anywhere(i)]
-        device, self.backend = self._ownership.device, self._ownership.backend
-        self.packed = PackedAmax(self._ownership, self._cast, device, self.group)
-        self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
+        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
+        self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
+        device, self.backend = self._partition.device, self._partition.backend
+        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
+        self._received = torch.zeros(2 * len(self.packed.boundary_bytes), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
@@ -109,9 +109,9 @@ class CastPlan:
         return self.guard.transaction(what)
 
     @property
-    def batches(self) -> list[WeightTable]:
+    def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._batches, *self._neighbours]
+        return [*self._tables, *self._boundary]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
@@ -134,8 +134,8 @@ class CastPlan:
         `done` after it.
         """
         cast(
-            self._batches,
-            self._neighbours,
+            self._tables,
+            self._boundary,
             self.packed,
             self._received,
             self.group,
@@ -169,7 +169,7 @@ class CastPlan:
 
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing is changed then.
         """
-        self._ownership.move(master_weights, fsdp_shard_model_weights)
+        self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
         self._bind()
 
@@ -206,7 +206,7 @@ class CastPlan:
         )
 
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        spans = [[s[i] for s in self._ownership.spans if s[i].numel] for i in range(len(self.weights))]
+        spans = [[s[i] for s in self._partition.spans if s[i].numel] for i in range(len(self.weights))]
         return [(self.weights[index].state, spans[index]) for index in self._cast]
 
     def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
@@ -215,7 +215,7 @@ class CastPlan:
             if isinstance(hook, _CastAfterStep) and hook.plan is self:
                 return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
         stepped = _stepped(optimizer)
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
         if len(self._without_step(stepped)) < len(masters) or not masters:
             return self._conflict()
         return ValueError(
@@ -225,7 +225,7 @@ class CastPlan:
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """The weights whose masters lie in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self._ownership.shards) if shard.master is not None]
+        held = [(index, shard.master) for index, shard in enumerate(self._partition.shards) if shard.master is not None]
         return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
 
     def report_masters_without_step(self) -> None:
@@ -236,7 +236,7 @@ class CastPlan:
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
-        shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
+        shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
         left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
@@ -256,11 +256,11 @@ class CastPlan:
             self.packed.same_call.forget()
 
     def _watch(self) -> None:
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
         self.freshness.watch(masters, sharded=self.group.size > 1)
 
     def _owned(self, index: int) -> MasterView:
-        shard = self._ownership.shards[index]
+        shard = self._partition.shards[index]
         scale = self.delayed.cast_scale(self._names[index])
         name = self._names[index] if self._is_named else None
         return MasterView(name, shard.weight, shard.master, shard.span, scale)
@@ -271,7 +271,7 @@ class CastPlan:
 
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a weight over."""
-        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
+        if self._generation != weight_state.generation() or any(table.moved() for table in self._tables):
             self._bind()
 
     def _bind(self) -> None:
@@ -281,20 +281,20 @@ class CastPlan:
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
         device = self.packed.buffer.device
-        batches = WeightTables(device, self.backend)
+        tables = WeightTables(device, self.backend)
         for index in self._cast:
-            shard = self._ownership.shards[index]
+            shard = self._partition.shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
-            batch = batches.of(shard.weight, master)
-            batch.add_shard(shard, self.packed.places[index], self._param_groups[index])
-        neighbours = WeightTables(device, self.backend)
-        for index, element, slot in self.packed.neighbours(self.group.rank):
-            shard = self._ownership.shards[index]
-            batch = neighbours.of(shard.weight)
-            row = batch.add(shard.weight, self.packed.places[index])
-            batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
-        self._batches: list[WeightTable] = batches.freeze()
-        self._neighbours: list[WeightTable] = neighbours.freeze()
+            table = tables.of(shard.weight, master)
+            table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
+        boundary = WeightTables(device, self.backend)
+        for index, element, slot in self.packed.boundary_elements(self.group.rank):
+            shard = self._partition.shards[index]
+            table = boundary.of(shard.weight)
+            row = table.add(shard.weight, self.packed.offsets[index])
+            table.set_span(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
+        self._tables: list[WeightTable] = tables.freeze()
+        self._boundary: list[WeightTable] = boundary.freeze()
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

@@ -1,4 +1,4 @@
-"""Base tensors: many tensors seen as offsets into the few storages that hold them; which storages tensors lie in."""
+"""StorageTable: many tensors seen as offsets into the few storages that hold them."""
 
 from collections.abc import Iterable
 

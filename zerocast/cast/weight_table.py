@@ -1,4 +1,7 @@
-"""WeightTable: weights of one format and dtype as base tensors and a descriptor table, so that a stage is one call for all of them."""
+"""WeightTable: weights of one format and dtype, so that a stage is one call for all of them.
+
+A stage is given the storages that hold the weights, and a descriptor table of offsets into them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -27,18 +30,18 @@ _BUFFER_COLUMNS = {
 
 @dataclass(frozen=True)
 class TableKey:
-    """What the weights of a batch have in common."""
+    """What the weights of a table have in common."""
 
     backend: str
     fmt: FormatSpec
     nominal: torch.dtype
     master: torch.dtype
-    rolls: bool = True  # delayed scaling: whether the amax history is here
+    external_scaling_state: bool = False
 
 
 @dataclass
 class WeightTable:
-    """One descriptor table with the bases that it points into. Add weights, then `freeze`, then call stages."""
+    """One descriptor table with the storages that it points into. Add weights, then `freeze`, then call stages."""
 
     key: TableKey
     device: torch.device
@@ -56,7 +59,7 @@ class WeightTable:
         self.buffers |= {name: StorageTable(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
 
     def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
-        """Append a weight that owns nothing here; the row is returned for the columns of a shard."""
+        """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = weight.matrix_shape
         row[Column.START] = row[Column.NUMEL] = 0
@@ -73,9 +76,9 @@ class WeightTable:
         """Append a weight with what this rank owns of it, and its parameter group."""
         row = self.add(shard.weight, place, group)
         if shard.master is not None:
-            self.own(row, shard, shard.span, shard.master)
+            self.set_span(row, shard, shard.span, shard.master)
 
-    def own(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
+    def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
         """Fill in the columns of an owned span, and of separate shard storage, whose first byte holds the shard's first element."""
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add(master)
@@ -101,7 +104,7 @@ class WeightTable:
 
     def moved(self) -> bool:
         """Whether a storage was replaced since the table was made."""
-        return self.masters.moved() or any(bases.moved() for bases in self.buffers.values())
+        return self.masters.moved() or any(storages.moved() for storages in self.buffers.values())
 
     def lies_like(self, other: "WeightTable") -> bool:
         """Whether both tables describe the same weights in the same memory."""
@@ -113,7 +116,7 @@ class WeightTable:
         )
 
     def _addresses(self) -> list[list[int]]:
-        return [[t.data_ptr() for t in bases.tensors] for bases in (self.masters, *self.buffers.values())]
+        return [[t.data_ptr() for t in storages.tensors] for storages in (self.masters, *self.buffers.values())]
 
     def _tensors(self, name: str) -> list[Tensor]:
         return self.buffers[name].tensors
@@ -192,7 +195,7 @@ class WeightTable:
 
     def roll_history(self, skip: Tensor | None) -> None:
         """Delayed scaling: the scale of the next cast, unless whoever keeps the history sets it."""
-        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and self.key.rolls:
+        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and not self.key.external_scaling_state:
             ops.roll_history(
                 *self._head(),
                 table=self.table,
@@ -218,20 +221,20 @@ class WeightTable:
 
 
 class WeightTables(dict[TableKey, WeightTable]):
-    """Batches by key, each made when its first weight arrives."""
+    """Tables by key, each made when its first weight arrives."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         super().__init__()
         self._device, self._backend = device, backend
 
     def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> WeightTable:
-        """The batch of a weight with masters of this dtype."""
-        rolls = not weight.state.external_scaling_state
-        key = TableKey(self._backend, weight.format, weight.dtype, master, rolls)
+        """The table of a weight with masters of this dtype."""
+        external = weight.state.external_scaling_state
+        key = TableKey(self._backend, weight.format, weight.dtype, master, external)
         if key not in self:
             self[key] = WeightTable(key, self._device)
         return self[key]
 
     def freeze(self) -> list[WeightTable]:
-        """All batches, ready for their stages."""
-        return [batch.freeze() for batch in self.values()]
+        """All tables, ready for their stages."""
+        return [table.freeze() for table in self.values()]

@@ -129,7 +129,7 @@ def _check_calls(by_rank: list[str]) -> None:
 
 
 def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
-    """What rank 0 gets from `work`, on every rank; what it raises is raised everywhere, as `validate_across_ranks` raises it with `what`."""
+    """What rank 0 gets from `work`, on every rank; what it raises, `validate_across_ranks` raises everywhere."""
     result, problem = None, None
     if group.rank == 0:
         try:

@@ -37,7 +37,7 @@ class WeightState:
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
     `was_cast` says that the bytes are somebody's, apart from casts that its present freshness counts; `is_cast` that it counts
     those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
-    rowwise bytes is made by each product that reads it, and not kept. `only` names the direction that is there, where just
+    rowwise bytes is made by each product that reads it, and not kept. `gathered_direction` names the one that is there, where just
     one is. `initial` is the high-precision value of these bytes, until somebody has made masters of it. `choices` keeps what
     `zerocast.gemm` decided for the storage as it lies now.
     """
@@ -51,7 +51,7 @@ class WeightState:
     was_cast: bool = True
     is_cast: bool = True
     columnwise_on_demand: bool = False
-    only: str = ""
+    gathered_direction: str = ""
     initial: Tensor | None = None
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class WeightState:
     def check_direction(self, columnwise: bool) -> None:
         """RuntimeError if just the other direction is there."""
         wanted = "columnwise" if columnwise else "rowwise"
-        if self.only not in ("", wanted):
+        if self.gathered_direction not in ("", wanted):
             raise RuntimeError(
                 f"the {wanted} codes of this {self.format} weight of shape {self.matrix_shape} were not gathered, only the "
-                f"{self.only} ones: with one_direction a forward pass reads rowwise codes and a backward pass columnwise ones, "
-                "so prepare without it where a forward pass is recomputed"
+                f"{self.gathered_direction} ones: with one_direction a forward pass reads rowwise codes and a backward pass "
+                "columnwise ones, so prepare without it where a forward pass is recomputed"
             )
 
     def columnwise_is_fresh(self) -> bool:
