@@ -172,7 +172,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     """Let zerocast cast the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
 
     `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the
-    DistributedDataParallel or the list of them. Both were made inside `building()`. Call it on
+    DistributedDataParallel or the list of them. Both were made inside `quantized_params()`. Call it on
     every rank, before the first step and before a checkpoint is loaded. `verify_every` compares all
     live bytes with an unsharded cast of the masters after every so many steps, as `zerocast.verify`
     does, and raises VerificationError on every rank of the data-parallel group if any differ.

@@ -179,8 +179,8 @@ class ConstructionChecks:
         for param in params:
             if isinstance(param, QuantizedWeight) and id(param) not in moved:
                 raise RuntimeError(
-                    f"{param!r} lies in no byte buffer that was laid out in this building(): call quantize_, then build "
-                    "DistributedDataParallel and the optimizer, both inside the same building()"
+                    f"{param!r} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
+                    "DistributedDataParallel and the optimizer, both inside the same quantized_params()"
                 )
 
     def _remembering(self, original: Callable[..., None]) -> Callable[..., None]:

@@ -78,7 +78,7 @@ def of_one_width(
 def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
     """Set the byte offsets of a buffer with 4-bit parameters, bucket by bucket a whole fraction of the element offsets.
 
-    ValueError for a bucket of two widths: its layout was not made inside `building()`.
+    ValueError for a bucket of two widths: its layout was not made inside `quantized_params()`.
     """
     members: dict[int, list[Any]] = {}
     for param, _ in reversed(params_with_names):
@@ -89,7 +89,9 @@ def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
     for bucket, (start, stop) in enumerate(buffer.bucket_indices):
         widths = {elements_per_byte(param) for param in members[bucket]}
         if len(widths) > 1:
-            raise ValueError(f"bucket {bucket} holds 4-bit weights and others: compute its layout inside building()")
+            raise ValueError(
+                f"bucket {bucket} holds 4-bit weights and others: compute its layout inside quantized_params()"
+            )
         width, begin = widths.pop(), buckets[-1][1] if buckets else 0
         buckets.append((begin, begin + (stop - start) // width))
         for param in members[bucket]:

@@ -155,7 +155,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
         group, bucket = places[param]
         data, rowwise = bucket.param_data, weight.rowwise_data
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
-            return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside building()"
+            return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
         offset = rowwise.data_ptr() - data.data_ptr()
         span = shards.span(i)
         first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
@@ -166,7 +166,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
             return (
                 f"{name} ({weight.format}): this rank casts elements [{span.start}, {span.stop}), bytes "
                 f"[{offset + first}, {offset + last}) of bucket {bucket.bucket_id}, and sends bytes [{low}, {high}); what "
-                "lies outside would be lost. Build model, DistributedDataParallel and optimizer inside building()"
+                "lies outside would be lost. Build model, DistributedDataParallel and optimizer inside quantized_params()"
             )
     return None
 

@@ -1,6 +1,6 @@
 """What an optimizer over quantized weights refuses while nothing of zerocast's casts its masters: before `attach`, after `detach`.
 
-Once `building()` is over Megatron takes a QuantizedWeight for a plain parameter, and its own copy
+Once `quantized_params()` is over Megatron takes a QuantizedWeight for a plain parameter, and its own copy
 of masters to parameters would write their values over the codes. So every method that writes, loads
 or prepares to raises, on the optimizer's instance, and the host's classes stay as they are.
 """
@@ -64,8 +64,8 @@ class RefusedMethod:
     def _raise(self, what: str) -> NoReturn:
         if self.detached is None:
             raise RuntimeError(
-                f"{what}, which was built in building() and is not attached: Megatron's own copy would write over the codes of "
-                "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
+                f"{what}, which was built in quantized_params() and is not attached: Megatron's own copy would write over the "
+                "codes of its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
             )
         writes = self.detached.writes
         after = f" after {writes.partial}" if writes.is_partial else ""

@@ -23,7 +23,7 @@ from zerocast.integrations.megatron.unattached import RefusedMethod
 
 
 def _built(case: Case) -> Run:
-    with integration.building():
+    with integration.quantized_params():
         return build(case)
 
 

@@ -55,7 +55,7 @@ def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) ->
 @pytest.mark.notices(
     "a rank casts bytes that Megatron's layout does not send from it",
     where="Megatron",
-    answer="`attach` raises; `building()` makes a layout that sends them",
+    answer="`attach` raises; `quantized_params()` makes a layout that sends them",
 )
 @pytest.mark.parametrize(
     ("world", "case"),

@@ -235,7 +235,7 @@ def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = Fa
 
 
 def build(case: Case) -> Run:
-    """Inside `host_on_cpu` and `building`."""
+    """Inside `host_on_cpu` and `quantized_params`."""
     ddp = build_chunk(case)
     return Run(ddp, build_optimizer(case, [ddp]), case)
 
@@ -249,7 +249,7 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
 def train(case: Case) -> tuple[list[float], dict[str, int]]:
     """Losses by step, and the stale bytes of the weights in the end."""
     with host(case.te):
-        with integration.building():
+        with integration.quantized_params():
             run = build(case)
         attached = integration.attach(run.optimizer, run.ddp)
         assert len(attached.plans) == (2 if case.experts else 1)
@@ -259,7 +259,7 @@ def train(case: Case) -> tuple[list[float], dict[str, int]]:
 def train_chunks(case: Case) -> list[dict[str, int]]:
     """Of two model chunks under one optimizer: the stale bytes of each."""
     with host():
-        with integration.building():
+        with integration.quantized_params():
             chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
             optimizer = build_optimizer(case, chunks)
         attached = integration.attach(optimizer, chunks)
