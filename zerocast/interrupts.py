@@ -52,7 +52,7 @@ def raised() -> Iterator[None]:
 
 def over() -> None:
     """The command has ended: Ctrl-C while Python cleans up would kill the process, and its status would be another one."""
-    if _COMMAND_LINE and _ours_to_handle(_end, signal.default_int_handler):
+    if _COMMAND_LINE and _ours_to_handle(_end, _raise, signal.default_int_handler):  # _raise: it came as that was set
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -83,6 +83,13 @@ def say() -> None:
     if not _said:
         _said = True
         os.write(2, f"{LINE}\n".encode())
+
+
+def complain(line: str) -> None:
+    """Print an error of a command; KeyboardInterrupt where Ctrl-C came, of which a library has made that error."""
+    if came():
+        raise KeyboardInterrupt
+    sys.stderr.write(f"{line}\n")
 
 
 def _ours_to_handle(*handlers: object) -> bool:

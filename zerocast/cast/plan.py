@@ -26,7 +26,7 @@ from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
-from zerocast.weight.owners import Claim, find_conflict
+from zerocast.weight.owners import Claim, find_conflict, train
 from zerocast.weight.state import WeightState
 from zerocast.weight.write_guard import WriteGuard
 
@@ -91,6 +91,7 @@ class CastPlan:
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
         self._bind()
+        train(self, [self.weights[index] for index in self._cast])  # also once `.data =` gave them other storage
 
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """Cast the masters as they are now, or with `update` as that step makes them. One all-reduce, no host work a tensor.

@@ -3,13 +3,13 @@
 import fnmatch
 import json
 import pickle
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
+from zerocast import interrupts
 from zerocast.checkpoint.export import SHARD_BYTES
 from zerocast.cli.wishes import DTYPES, Dtype
 from zerocast.inspection import Contents, choose
@@ -52,7 +52,7 @@ def convert(config: tyro.conf.OmitArgPrefixes[ConvertConfig]) -> int:
     try:
         report = _converted(config)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        print(f"zerocast convert: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast convert: {error}")
         return 2
     print(json.dumps(report, indent=1) if config.json else _text(report))
     return 0

@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from zerocast import backends
+from zerocast import backends, interrupts
 from zerocast.bench.machine import describe
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
@@ -40,7 +39,7 @@ def doctor(config: tyro.conf.OmitArgPrefixes[DoctorConfig]) -> int:
     try:
         report = _examine(config)
     except (RuntimeError, ValueError) as error:  # such as ZEROCAST_BACKEND naming one that cannot run
-        print(f"zerocast doctor: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast doctor: {error}")
         return 2
     print(json.dumps(report, indent=2) if config.json else _text(report))
     return 0 if all(outcome["ok"] for outcome in report["self_test"]) else 1

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import tyro
 
+from zerocast import interrupts
 from zerocast.cli.files import written
 from zerocast.cli.wishes import DTYPES, Dtype
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
@@ -68,7 +68,7 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    print(f"zerocast inspect: {error}", file=sys.stderr)
+    interrupts.complain(f"zerocast inspect: {error}")
     return status
 
 

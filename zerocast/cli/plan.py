@@ -1,7 +1,6 @@
 """`zerocast plan`: what a model will take in memory and on the wire, beside FP8 and BF16, before there is a machine for it."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from zerocast import interrupts
 from zerocast.cli.files import written
 from zerocast.footprint import Footprint, Setup, footprint, read_model
 from zerocast.footprint.plot import GB, GIB, plot
@@ -64,7 +64,7 @@ def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
             with written(config.png) as path:
                 plot(found, _title(config, found[0]), path)
     except (OSError, TypeError, ValueError) as error:
-        print(f"zerocast plan: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast plan: {error}")
         return 2
     print(json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found))
     return 0
