@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 import zerocast
-from zerocast.integrations.megatron import attach, building
+from zerocast.integrations.megatron import attach, quantized_params
 
 VOCABULARY = 64
 
@@ -98,7 +98,7 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
         use_distributed_optimizer=True,
         overlap_param_gather=args.overlap,
     )
-    with building():
+    with quantized_params():
         if args.format != "bf16":
             zerocast.quantize_(model, zerocast.Recipe({"*.linear_*.weight": args.format}))
         ddp = DistributedDataParallel(config, ddp_config, model)

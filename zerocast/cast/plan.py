@@ -84,6 +84,7 @@ class CastPlan:
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._step_hooks = StepHooks(self._partition, self._cast, self.group)
         self._watch()
+        self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
         self._bind()
@@ -189,7 +190,7 @@ class CastPlan:
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
         shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
-        left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
+        left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
@@ -214,7 +215,8 @@ class CastPlan:
     def _owned(self, index: int) -> MasterView:
         shard = self._partition.shards[index]
         scale = self.delayed.cast_scale(self._names[index])
-        return MasterView(None, shard.weight, shard.master, shard.span, scale)
+        name = self._names[index] if self._is_named else None
+        return MasterView(name, shard.weight, shard.master, shard.span, scale)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
