@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from zerocast.fsdp2.amax_group import AmaxGroup
-from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.amax_reduction import CastGroup
+from zerocast.fsdp2.weight import FSDPWeight
 
 
 class DelayedState:
     """Of those among the masters that have any, once they are bound."""
 
     def __init__(self) -> None:
-        self._masters: list[Master] = []
-        self._groups: Sequence[AmaxGroup] = ()
+        self._masters: list[FSDPWeight] = []
+        self._groups: Sequence[CastGroup] = ()
         self._seeded: frozenset[str] = frozenset()  # those whose scale comes from an amax
 
-    def bind(self, masters: Sequence[Master], groups: Sequence[AmaxGroup]) -> None:
+    def bind(self, masters: Sequence[FSDPWeight], groups: Sequence[CastGroup]) -> None:
         """These are cast by these groups from now on."""
         self._masters, self._groups = [master for master in masters if master.delayed], groups
 

@@ -12,23 +12,84 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.backends import ops
+from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torn
-from zerocast.fsdp2.adam_pass import AdamPass, AdamShard
-from zerocast.fsdp2.amax_group import AmaxGroup
-from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.amax_reduction import CastGroup
+from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.prepare import managers_behind
 
 Kind = tuple[FormatSpec, torch.dtype]
 PLAIN: Kind = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """The passes that leave their amaxes in an amax group, and the names of the weights in them."""
+class AdamShard:
+    """What a rank holds of one parameter: flat f32 tensors of the elements `span` of a matrix `shape`.
 
-    group: AmaxGroup
+    `grad` gives the gradient of now, `row` is the parameter's row of the scalars, `place` where its amaxes go, rowwise and of an
+    own columnwise grid.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Callable[[], Tensor]
+    row: int
+    shape: tuple[int, int]
+    span: Span
+    place: tuple[int, int]
+
+
+class AdamPass:
+    """The shards of weights of one format and nominal dtype, none of them empty."""
+
+    def __init__(self, backend: str, fmt: FormatSpec, nominal: torch.dtype, shards: Sequence[AdamShard]) -> None:
+        self._head, self._nominal = (backend, str(fmt)), nominal
+        self._grads = [shard.grad for shard in shards]
+        self._masters = [shard.master for shard in shards]
+        self._exp_avgs, self._exp_avg_sqs = [s.exp_avg for s in shards], [s.exp_avg_sq for s in shards]
+        device = shards[0].master.device
+        rows = [_row(index, shard) for index, shard in enumerate(shards)]
+        self._table = torch.tensor(rows, dtype=torch.int64).to(device)
+        self._groups = torch.tensor([shard.row for shard in shards], dtype=torch.int64).to(device)
+
+    def run(self, scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
+        """One step of all shards; their amaxes go into `packed`, which holds zeros there."""
+        ops.adam_amax(
+            *self._head,
+            nominal=self._nominal,
+            masters=self._masters,
+            grads=[grad() for grad in self._grads],
+            exp_avgs=self._exp_avgs,
+            exp_avg_sqs=self._exp_avg_sqs,
+            table=self._table,
+            groups=self._groups,
+            scalars=scalars,
+            clip=clip,
+            packed=packed,
+            skip=None,
+        )
+
+
+def _row(index: int, shard: AdamShard) -> list[int]:
+    row = [-1] * WIDTH
+    row[Column.ROWS], row[Column.COLUMNS] = shard.shape
+    row[Column.START], row[Column.NUMEL] = shard.span.start, shard.span.numel
+    row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = index, 0
+    row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = shard.place
+    return row
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The passes that leave their amaxes in a cast group, and the names of the weights in them."""
+
+    group: CastGroup
     names: frozenset[str]
     passes: Sequence[AdamPass]
 
@@ -63,8 +124,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if len(devices) > 1:
             raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
         self._bound: list[list[int]] = []  # what the tables were made for
-        self._amax_groups: list[AmaxGroup] = []
-        self._casts: list[Any] = []
+        self._cast_groups: list[CastGroup] = []
+        self._managers: list[CastManager] = []
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)  # here, since it imports the compiler
 
     @torch.no_grad()
@@ -86,26 +147,28 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self._bound:
             return loss
         self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
-        for casts in self._casts:
-            casts.make_due(self)  # also of a step that raises half-way: all ranks cast before they gather, and are told
-        with torn.writing("an optimizer step", [self, *self._casts]):
+        for manager in self._managers:
+            manager.make_due(
+                self
+            )  # also of a step that raises half-way: all ranks cast before they gather, and are told
+        with torn.writing("an optimizer step", [self, *self._managers]):
             self._update()
         return loss
 
     def _update(self) -> None:
         """The device's part of a step."""
-        for casts in self._casts:
-            casts.before_measuring()
+        for manager in self._managers:
+            manager.forget_old_amaxes()
         self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
         for measured in self._measured:
-            packed = measured.group.measuring(measured.names)
+            packed = measured.group.amaxes.begin_step(measured.names)
             for one in measured.passes:
                 one.run(scalars, self._clip, packed)
         for one in self._plain:
             one.run(scalars, self._clip, self._unread)
-        for casts in self._casts:
-            casts.after_measuring()
+        for manager in self._managers:
+            manager.after_step()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
@@ -122,17 +185,16 @@ class FusedAdamW(torch.optim.Optimizer):
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
         locals_ = [(p, getattr(p, "_local_tensor", p)) for _, p in indexed]
-        all_casts = {id(t.owner.casts): t.owner.casts for _, t in locals_ if isinstance(t, MasterParameter)}
-        for casts in all_casts.values():
-            casts.bind()
-            casts.measuring.add(self)
-        self._casts = list(all_casts.values())
-        groups = [group for casts in self._casts for group in casts.groups]
-        if self._places(locals_) != self._bound or groups != self._amax_groups:
+        self._managers = managers_behind(local for _, local in locals_)
+        for manager in self._managers:
+            manager.bind()
+            manager.measuring.add(self)
+        groups = [group for manager in self._managers for group in manager.cast_groups]
+        if self._places(locals_) != self._bound or groups != self._cast_groups:
             self._bound = []  # whatever raises from here on is begun anew
             self._rows(indexed)
             self._build(locals_, groups)
-            self._amax_groups, self._bound = groups, self._places(locals_)
+            self._cast_groups, self._bound = groups, self._places(locals_)
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[int]]:
         """What the tables depend on: parameters, where they lie, and the tensors of their state."""
@@ -140,14 +202,14 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """A row of scalars for each parameter group and number of steps taken, with a clock that its parameters share."""
-        rows: dict[tuple[int, float], int] = {}
-        self._row = {}
-        for index, parameter in indexed:
-            state = self.state[parameter]
+        states = [self.state[parameter] for _, parameter in indexed]
+        for state, (_, parameter) in zip(states, indexed, strict=True):
             for moment in ("exp_avg", "exp_avg_sq"):
                 if moment not in state:
                     state[moment] = torch.zeros_like(parameter)
-            taken = float(state.get("step", 0.0))
+        rows: dict[tuple[int, float], int] = {}
+        self._row = {}
+        for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
             self._row[parameter] = rows.setdefault((index, taken), len(rows))
         device = indexed[0][1].device if indexed else torch.device("cpu")
         self._clocks = torch.tensor([taken for _, taken in rows], device=device)
@@ -157,7 +219,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._hyperparameters = Hyperparameters(len(rows), device)
         self._clip = torch.ones(1, device=device)
 
-    def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[AmaxGroup]) -> None:
+    def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
         backend = backends.choose(self._clip.device)
         group_of = {id(weight): group for group in groups for weight in group.weights}
         plain: list[AdamShard] = []
@@ -168,13 +230,14 @@ class FusedAdamW(torch.optim.Optimizer):
                 if size:
                     plain.append(self._shard(parameter, local, (1, size), Span(0, size), (len(plain), -1)))
                 continue
-            owner: Any = local.owner
-            weight = owner.shard
-            kinds, place = found[id(group_of[id(weight)])], group_of[id(weight)].places[weight.name]
-            if weight.span.numel:
-                shape = weight.cast_rows, weight.columns
-                shard = self._shard(parameter, weight.master, shape, weight.span, place)
-                kinds.setdefault((weight.format, weight.nominal), []).append((weight.name, shard))
+            weight, geometry = local.weight, local.weight.geometry
+            group = group_of[id(weight)]
+            if geometry.span.numel:
+                shape = geometry.cast_rows, geometry.columns
+                place = group.amaxes.places[weight.name]
+                shard = self._shard(parameter, weight.master, shape, geometry.span, place)
+                kind = weight.format, geometry.nominal
+                found[id(group)].setdefault(kind, []).append((weight.name, shard))
         self._measured = []
         for group in groups:
             kinds = found[id(group)]
@@ -193,6 +256,20 @@ class FusedAdamW(torch.optim.Optimizer):
         return AdamShard(
             master.detach().view(-1), exp_avg, exp_avg_sq, lambda: _flat(parameter.grad), row, shape, span, place
         )
+
+
+def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The step number of each state, read from each device at once: the host waits for it."""
+    steps = [state.get("step", 0.0) for state in states]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Tensor):
+            by_device.setdefault(step.device, []).append(index)
+    for indices in by_device.values():
+        read = torch.stack([steps[index].float().view(()) for index in indices]).tolist()
+        for index, step in zip(indices, read, strict=True):
+            steps[index] = step
+    return list(map(float, steps))
 
 
 def _plain(local: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A step of FusedAdamW and a load write masters and moments one after another. What raises in the middle of that (out of memory, a
 file that breaks off) leaves them of different steps, on this rank perhaps alone. So the next gather happens as ever, and its
-headers tell all ranks (`master.py`).
+headers tell all ranks (`gather_status.py`).
 """
 
 import contextlib

@@ -1,16 +1,17 @@
-"""TrainingState: masters, moments and delayed scaling of an FSDP2 model under the keys of `zerocast.optim.state`.
+"""What is saved and loaded: masters, moments and delayed scaling of an FSDP2 model under the keys of `zerocast.optim.state`.
 
     model.<name>                              f32 master, logical shape
     optim.state.<name>.{exp_avg,...,step}     whatever the optimizers keep
     optim.param_groups.<name>.{lr,...}        f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}
 
-It has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its atomic, hashed checkpoints, and a ZeroAdamW loads
-what FSDP2 saved, and the other way about.
+`TrainingState` has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its atomic, hashed checkpoints, and a
+ZeroAdamW loads what FSDP2 saved, and the other way about. `load_masters` begins a model from somebody's high-precision weights.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from zerocast.checkpoint.sources import AnySource
+from zerocast.checkpoint.sources.masters import read_masters
+from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torn
-from zerocast.fsdp2.casts import Casts
-from zerocast.fsdp2.prepare import casts_of, formats, is_prepared, load_state_dict, state_dict
+from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
 
 HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 BETAS = ("beta1", "beta2")
@@ -77,8 +81,8 @@ class TrainingState:
         if any(torn.wholeness(owner).is_torn for owner in owners):
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-        for casts in self._casts():
-            casts.make_due()  # on all ranks, whatever each of them was in the middle of
+        for manager in self._managers():
+            manager.make_due()  # on all ranks, whatever each of them was in the middle of
         with torn.writing("loading a checkpoint", owners):
             yield
 
@@ -94,10 +98,10 @@ class TrainingState:
 
     def _owners(self) -> list[Any]:
         """What is torn together."""
-        return [self._model, *self._optimizers, *self._casts()]
+        return [self._model, *self._optimizers, *self._managers()]
 
-    def _casts(self) -> list[Casts]:
-        return casts_of(self._model) if is_prepared(self._model) else []
+    def _managers(self) -> list[CastManager]:
+        return managers_of(self._model) if is_prepared(self._model) else []
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """On this rank; ranks differ in nothing that is looked at."""
@@ -128,6 +132,37 @@ class TrainingState:
         )
         if is_prepared(self._model):
             load_state_dict(self._model, state.get("zerocast", {}))
+
+
+@torch.no_grad()
+def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()) -> None:
+    """Take parameters and persistent buffers of a prepared model, which `fully_shard` has sharded, from high-precision weights.
+
+    `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared parameters need not be there.
+    All ranks call it, before the first forward pass or between steps; each reads its shards. Delayed scaling is seeded anew, with
+    a warning; moments belong to the optimizer, which is better built afterwards. ValueError for a model that was not prepared.
+    After a file that breaks off on the way the model says so at every gather, until masters or a state are loaded.
+    """
+    owners = [model, *managers_of(model)]
+    with torn.overlooked(owners):
+        state_dict(model)  # casts what is due, and finds the shards
+        state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    held = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
+    again = [name for name in state if name not in held]
+    with contextlib.ExitStack() as stack:
+        begin = partial(stack.enter_context, _overwriting(owners))
+        read_masters(held, source, [*ignore, *again, *(f"model.{name}" for name in again)], Group.of(None), begin)
+        load_state_dict(model, {})
+
+
+@contextlib.contextmanager
+def _overwriting(owners: list[Any]) -> Iterator[None]:
+    _, *managers = owners
+    for manager in managers:
+        manager.make_due()
+    with torn.writing("loading masters", owners):
+        yield
 
 
 def _apart(value: Any) -> Any:
