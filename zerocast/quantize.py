@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.formats import FormatSpec
 from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe
 from zerocast.weight import QuantizedWeight
@@ -69,9 +69,7 @@ def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec
 def _quantized(parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Parameter:
     value = parameter.detach()
     weight = QuantizedWeight.empty(value.shape, fmt, dtype, value.device)
-    cast_whole(weight, value)
-    if fmt.amax_policy is AmaxPolicy.DELAYED:  # the first cast found the amax that scales this one
-        cast_whole(weight, value)
+    cast_whole(weight, value, seed=True)
     weight.high_precision_init_val = value
     new = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     for name, attribute in vars(parameter).items():
@@ -79,10 +77,15 @@ def _quantized(parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Par
     return new
 
 
-def cast_whole(weight: QuantizedWeight, value: Tensor) -> None:
-    """Cast a whole weight from its unsharded value, on this process alone, columnwise copies included."""
+def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False) -> None:
+    """Cast a whole weight from its unsharded value, on this process alone, columnwise copies included.
+
+    With `seed` a delayed scale is that of this value.
+    """
     has_masters = weight.state.freshness.has_masters
     plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS)
     plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
+    if seed:
+        plan.delayed.forget()
     plan.cast()
     plan.post_all_gather()

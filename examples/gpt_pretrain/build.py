@@ -57,7 +57,7 @@ def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
 @torch.no_grad()
 def forget_masters(optimizer: zerocast.ZeroAdamW) -> None:
     """Round the masters of quantized weights to what the weights hold now, as if nothing but the weights were kept."""
-    (source,) = optimizer.master_sources()
+    (source,) = optimizer.master_views()
     for owned in source.masters:
         if owned.weight.format.element is not None and owned.master is not None:
             held = owned.weight.dequantize().view(-1)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
 from . import checkpoint, host, refusal
 from .weights import Weights
@@ -62,19 +62,19 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def refresh(self) -> None:
         """Make the quantized weights from the masters as they are: after those were written by hand. All ranks call it."""
         assert self._weights is not None
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._weights.refresh()
 
     def param_sync(self) -> None:
         """Nothing is left to gather: a step ends with that. RuntimeError after a step that raised half-way."""
         if self._weights is not None:
-            self._weights.check_whole()
+            self._weights.plan.guard.check_complete()
         self._params_buckets.clear()  # a step that raised before its update left some, of which nothing was written
 
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
         """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised half-way."""
         assert self._weights is not None
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         norm: Tensor = super().grad_norm(*args, **options)
         return norm
 
@@ -84,7 +84,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         assert self._weights is not None
         with checkpoint.PlainZeros():
             state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)
-        checkpoint.add_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+        checkpoint.add_delayed(state_dict["state"], self._weights.plan.delayed, self._keys(state_dict))
         return state_dict
 
     @torch.no_grad()
@@ -97,18 +97,18 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """
         assert self._weights is not None
         problem = checkpoint.problem_of(state_dict, self.param_groups)
-        agree(Group.of(self.process_group), [], problem, what="loads a state")
-        if self._weights.is_torn:
+        validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
+        if self._weights.plan.guard.is_partial:
             self.zero_grad()
-        with self._weights.writing("loading a state"):
+        with self._weights.plan.transaction("loading a state"):
             super().load_state_dict(state_dict)
-            checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+            checkpoint.load_delayed(state_dict["state"], self._weights.plan.delayed, self._keys(state_dict))
             self._weights.refresh()
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of the quantized weights, for `zerocast.verify`."""
         assert self._weights is not None
-        return (self._weights.master_source(),)
+        return (self._weights.master_views(),)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while constructing: buckets are laid out once."""
@@ -122,7 +122,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """The host's first collective, and the first look at the parameters. Masters of quantized weights follow one by one."""
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
-        agree(
+        validate_across_ranks(
             Group.of(self.process_group),
             [_describe(*item) for item in named],
             refusal.problem_of(self, named),
@@ -149,7 +149,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def _local_step(self, bucket_ids: list[int]) -> None:
         """The update, the cast, the gather and the columnwise copies. Apex asks for the gather after this, and finds it done."""
         assert self._weights is not None
-        with self._weights.writing("an optimizer step"):
+        with self._weights.plan.transaction("an optimizer step"):
             super()._local_step(bucket_ids)
             super().param_sync()
             self._weights.finish()

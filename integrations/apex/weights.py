@@ -1,18 +1,17 @@
 """Weights: the quantized weights of one optimizer, from the masters in Apex's buckets to bytes and columnwise copies."""
 
-import contextlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from zerocast import CastPlan
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot
-from zerocast.optim.delayed import DelayedScaling
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
+from zerocast.weight.write_guard import WriteGuard
 
 from .wire import Wire
 
@@ -47,19 +46,17 @@ class Weights:
                 start -= bucket.start  # Apex keeps a tensor a bucket
                 self._owned.append((slot, masters[index][start : start + span.numel], span))
         weights = [weight for wire in self.wires.values() for weight in wire.bytes.weights]
-        for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
-            into_arena([weight for weight in weights if weight.state.buffers[name] is not None], name)
-        named = {slot.name: weight for (slot, _, _), weight in zip(self._owned, weights, strict=True)}
-        self.delayed = DelayedScaling(named, replicas)
+        for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
+            into_flat_buffer([weight for weight in weights if weight.state.buffers[name] is not None], name)
         shards, starts = [master for _, master, _ in self._owned], [span.start for _, _, span in self._owned]
-        self.plan = CastPlan(weights, shards, starts, group)
+        names = [slot.name for slot, _, _ in self._owned]
+        self.plan = CastPlan(weights, shards, starts, group, names=names, guard=WriteGuard(RELOAD))
         self.plan.freshness.advice = ADVICE
-        self._never = torch.zeros(1, dtype=torch.bool, device=device)
+        self.plan.delayed.broadcast(replicas)
 
     def cast(self) -> None:
         """Cast this rank's masters, after their step, into its slices of the buckets. One all-reduce for all weights."""
         self._reclaim()
-        self.delayed.advance(self._never)
         self.plan.cast()
 
     def finish(self) -> None:
@@ -71,38 +68,20 @@ class Weights:
 
     def refresh(self) -> None:
         """Cast the masters as they are, gather and transpose. Delayed scaling does not move on; a lost state is seeded."""
-        with self.writing("a cast"):
+        with self.plan.transaction("a cast"):
             self._reclaim()
-            for _ in range(2):
-                with self.delayed.replay():
-                    self.plan.cast()
-                if not self.delayed.found():  # else that cast found the amax which scales the next
-                    break
+            self.plan.cast(repeat=True)
             for wire in self.wires.values():
                 wire.bytes.start(self._group)
                 wire.bytes.wait()
             self.plan.post_all_gather()
 
-    def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Within, masters and weights belong to different steps; what raises in here leaves them torn until a state is loaded."""
-        return self.plan.freshness.writing(what, RELOAD)
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether something raised while it wrote masters or weights, and no state was loaded since."""
-        return self.plan.freshness.is_torn
-
-    def check_whole(self) -> None:
-        """RuntimeError while masters and weights are torn."""
-        self.plan.freshness.check_whole()
-
-    def master_source(self) -> MasterSource:
+    def master_views(self) -> MasterViews:
         """The masters with the weights as the model reads them now."""
-        return MasterSource(self._group, tuple(self._show(*owned) for owned in self._owned))
+        return MasterViews(self._group, tuple(self._show(*owned) for owned in self._owned))
 
-    def _show(self, slot: Slot, master: Tensor, span: Span) -> OwnedMaster:
-        scale = self.delayed.views.get(slot.name, {}).get("cast_scale")
-        return OwnedMaster(slot.name, slot.live_weight(), master, span, scale)
+    def _show(self, slot: Slot, master: Tensor, span: Span) -> MasterView:
+        return MasterView(slot.name, slot.live_weight(), master, span, self.plan.delayed.cast_scale(slot.name))
 
     def _reclaim(self) -> None:
         for wire in self.wires.values():

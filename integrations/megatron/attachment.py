@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
-from zerocast.distributed.agreement import agree
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
+from zerocast.weight.write_guard import WriteGuard
 
 from . import host, refusal, te_tensors, unattached
 from .checkpoint import load_plain_values, refusing_quantized, saving_unpadded
 from .gathers import Turns, after_gather_of, completing, nothing, primary_of
-from .guard import AGAIN, RELOAD, Guard
+from .guard import Guard
 from .inner_state import without_steps
 from .primary import is_primary, weight_of
 from .scaling_state import ScalingState
@@ -37,13 +39,13 @@ ADVICE = (
 class Attachment:
     """What `attach` returns. `plans` are the CastPlans, one an optimizer, also where all its parameters are plain."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: WriteGuard | None = None) -> None:
         self.plans: list[CastPlan] = []
-        self._guard = Guard()
-        self._turns = Turns(self._guard.check_whole)
+        self._guard = Guard(writes)
+        self._turns = Turns(self._guard.check_complete)
         self._sources: list[Source] = []
         self._optimizers: list[Any] = []  # those that refuse when this is detached
-        self._scaling: dict[int, ScalingState] = {}  # by id of the optimizer
+        self._scaling: dict[int, DelayedScaling] = {}  # by id of the optimizer
         self._replaced: list[tuple[Any, str]] = []
         self._refreshes: dict[int, Callable[[], None]] = {}  # by id of the optimizer
         self._undo: list[Callable[[], None]] = []
@@ -61,25 +63,25 @@ class Attachment:
         for refresh in self._refreshes.values():
             refresh()
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
 
         Bytes that no gather has brought since the last cast are gathered first, as the next forward pass would.
         """
         self._check_attached()
-        self._guard.check_whole()
+        self._guard.check_complete()
         for source in self._sources:
-            yield from source.master_sources()
+            yield from source.master_views()
 
     def detach(self) -> None:
         """Give the host its own methods back, but for those that would write over quantized weights: they raise until `attach`.
 
         The model stays as it is and can be read. Collective where gathers overlap: those of the last step are finished first.
         """
-        torn, remedy = self._guard.torn
-        for source in self._sources if torn is None else ():
+        writes = self._guard.writes
+        for source in () if writes.is_partial else self._sources:
             source.gather_due()
-        left = [(one, Left(self._scaling.get(id(one)), torn, remedy)) for one in self._optimizers]
+        left = [(one, Left(self._scaling.get(id(one)), writes)) for one in self._optimizers]
         self._give_back()
         for one, of_this in left:
             if unattached.owns_quantized_weights(one):
@@ -110,16 +112,20 @@ class Attachment:
     def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any], left: Left | None) -> None:
         """Replace the methods of one optimizer that cast, and those of the bucket groups of its buffers."""
         group = Group.of(optimizer.data_parallel_group)
-        scaling = left.scaling if left is not None else None
-        if scaling is None:
-            scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
-        self._scaling[id(optimizer)] = scaling
         theirs = TETensors(zip(shards.names, shards.params, shards.weights, strict=True))
         self._undo.append(theirs.release)
-        plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
+        plan = CastPlan(
+            shards.weights, shards.masters, shards.starts, group, names=shards.names, guard=self._guard.writes
+        )
         plan.freshness.advice = ADVICE
+        if left is None or left.delayed is None:
+            plan.delayed.broadcast(group)
+        else:
+            plan.delayed.load_state_dict(left.delayed.state_dict())
+            plan.delayed.unseeded = left.delayed.unseeded
+        self._scaling[id(optimizer)] = plan.delayed
+        scaling = ScalingState(optimizer, plan.delayed, group)
         self.plans.append(plan)
-        self._guard.watch(plan.freshness)
         parts, masters = [part for part, _ in shards.plain], [master for _, master in shards.plain]
         buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         mine = [
@@ -133,24 +139,26 @@ class Attachment:
         self._sources.append(source)
 
         @torch.no_grad()
-        def copy_masters(cast: Callable[[CastPlan], None] = scaling.cast) -> None:
+        def copy_masters(repeat: bool = False) -> None:
             source.cast()
             theirs.follow()
-            cast(plan)
+            plan.cast(repeat=repeat)
             if parts:
                 torch._foreach_copy_(parts, masters)
 
         def refresh() -> None:
-            copy_masters(scaling.cast_again)
+            copy_masters(repeat=True)
             source.gather()
 
         self._refreshes[id(optimizer)] = refresh
         copy_model = _then(masters_from_model(optimizer, shards, theirs), refresh)
-        self._replace(optimizer, "_copy_main_params_to_model_params", self._guard.writer(copy_masters, "a cast", AGAIN))
+        self._replace(
+            optimizer, "_copy_main_params_to_model_params", self._guard.writer(copy_masters, "a cast", masters=False)
+        )
         self._replace(
             optimizer,
             "_copy_model_params_to_main_params",
-            self._guard.writer(copy_model, "reading masters from the model", RELOAD),
+            self._guard.writer(copy_model, "reading masters from the model", masters=True),
         )
         self._replace(optimizer, "sharded_state_dict", scaling.saving(optimizer.sharded_state_dict))
         loading = scaling.loading(optimizer.load_state_dict, self._guard.loads)
@@ -164,7 +172,7 @@ class Attachment:
                 self._replace(bucket_group, "_post_param_sync", nothing)
             for name in ("start_param_sync", "finish_param_sync"):
                 gather = completing(bucket_group, name, after_gather)
-                gather = self._guard.writer(gather, "an all-gather", AGAIN)
+                gather = self._guard.writer(gather, "an all-gather", masters=False)
                 self._replace(bucket_group, name, self._turns.alone(gather))
         plan.freshness.finish = lambda weight: self._turns.finish(group_of[id(weight.state)])
 
@@ -177,7 +185,7 @@ class Attachment:
         for one in {id(one): one for one in (optimizer, *distributed)}.values():
             of_all = one is optimizer or len(distributed) == 1
             refresh = self._refresh if of_all else self._refreshes.get(id(one), lambda: None)
-            step = guard.writer(one.step_with_ready_grads, "an optimizer step", RELOAD)
+            step = guard.writer(one.step_with_ready_grads, "an optimizer step", masters=True)
             if one is optimizer and verify_every is not None:
                 step = _then(step, self._verify_every(verify_every))
             self._replace(one, "step_with_ready_grads", step)
@@ -235,7 +243,8 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     left = [unattached.left_by(one) for one in optimizers]
     for one, shards, before in zip(optimizers, found, left, strict=True):
         _check_together(one, shards, groups, before)
-    attachment, restore = Attachment(), unattached.lift([optimizer, *optimizers])
+    partial = [before.writes for before in left if before is not None and before.writes.is_partial]
+    attachment, restore = Attachment(next(iter(partial), None)), unattached.lift([optimizer, *optimizers])
     try:
         for one, shards, before in zip(optimizers, found, left, strict=True) if any(s.weights for s in found) else ():
             attachment._take_over(one, shards, chunks, before)
@@ -243,15 +252,12 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
         for chunk in chunks:
             attachment._replace(chunk.module, "sharded_state_dict", refusing_quantized(chunk.module.sharded_state_dict))
             attachment._undo += load_plain_values(chunk)
-            attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_whole)
+            attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_complete)
     except Exception:
         attachment._give_back()
         restore()
         raise
     attachment._optimizers = list({id(one): one for one in (optimizer, *optimizers)}.values())
-    for before in left:
-        if before is not None and before.torn is not None:
-            attachment._guard.tear(before.torn, before.remedy)
     return attachment
 
 
@@ -289,7 +295,7 @@ def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any], left:
         problem = ValueError(wrong)
     spans = [shards.span(i) for i in range(len(shards.weights))]
     group = Group.of(optimizer.data_parallel_group)
-    by_rank = agree(group, shards.names, problem, [(span.start, span.stop) for span in spans])
+    by_rank = validate_across_ranks(group, shards.names, problem, [(span.start, span.stop) for span in spans])
     if wrong := uncovered(shards, by_rank):
         raise ValueError(wrong)
 

@@ -57,10 +57,10 @@ def completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) -
 
 
 class Turns:
-    """One thread at a time in the gathers of an attachment. `check_whole` raises if what was waited for died half-way."""
+    """One thread at a time in the gathers of an attachment. `check_complete` raises if what was waited for died half-way."""
 
-    def __init__(self, check_whole: Callable[[], None]) -> None:
-        self._lock, self._check_whole = threading.RLock(), check_whole
+    def __init__(self, check_complete: Callable[[], None]) -> None:
+        self._lock, self._check_complete = threading.RLock(), check_complete
         self._busy = 0  # by how many calls the lock is held; read without it
 
     def alone(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ class Turns:
         with self._turn():
             if bucket_group.param_gather_handle is not None:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
-            self._check_whole()
+            self._check_complete()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

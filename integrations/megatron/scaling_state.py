@@ -4,12 +4,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zerocast import CastPlan, QuantizedWeight
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.distributed.group import Group
-from zerocast.optim.delayed import DelayedScaling
 
 from . import host
 
@@ -18,37 +16,20 @@ logger = logging.getLogger(__name__)
 
 
 class ScalingState:
-    """Of the quantized weights of one optimizer, by name; nothing to do where none of them scales by the past.
+    """That of the weights of one optimizer's plan, by name; nothing to do where none of them scales by the past.
 
     Nor where TransformerEngine keeps scales and histories, in the state of its modules: there a cast raises the amax.
     """
 
-    def __init__(self, optimizer: Any, weights: Mapping[str, QuantizedWeight], group: Group) -> None:
-        self._optimizer, self._rank = optimizer, group.rank
-        ours = {name: weight for name, weight in weights.items() if not weight.state.keeps_amax}
-        self._delayed = DelayedScaling(ours, group)
-        self._never = [torch.zeros(1, dtype=torch.bool, device=weight.device) for weight in weights.values()][:1]
-
-    def cast(self, plan: CastPlan) -> None:
-        """A cast after a step."""
-        for never in self._never:
-            self._delayed.advance(never)
-        plan.cast()
-
-    def cast_again(self, plan: CastPlan) -> None:
-        """The last cast once more, from the masters as they are; histories do not move on."""
-        with self._delayed.replay():
-            plan.cast()
-        if self._delayed.found():  # the first cast found the amax that scales the second
-            with self._delayed.replay():
-                plan.cast()
+    def __init__(self, optimizer: Any, delayed: DelayedScaling, group: Group) -> None:
+        self._optimizer, self._delayed, self._rank = optimizer, delayed, group.rank
 
     def saving(self, sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
         """The host's method, with this state in an entry of its own: one object of the ranks that share the masters."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             entries = sharded_state_dict(*args, **kwargs)
-            if self._delayed.views and entries is not None:
+            if entries is not None and self._delayed.state_dict():
                 entries[KEY] = self._entry()
             return entries
 
@@ -67,20 +48,16 @@ class ScalingState:
 
     def _entry(self) -> Any:
         one = self._optimizer
-        first = next(iter(self._delayed.views))
         values = {
-            name: {key: t.cpu().clone() for key, t in views.items()} for name, views in self._delayed.views.items()
+            name: {key: t.cpu().clone() for key, t in tensors.items()}
+            for name, tensors in self._delayed.state_dict().items()
         }
+        first = next(iter(values))
         replica = (one.distributed_optimizer_instance_id, 0, self._rank)
         key = f"optimizer.distributed.dp_group_idx_{one.data_parallel_group_idx}.{KEY}.{first}"
         return host.module(host.CHECKPOINT_MAPPING).ShardedObject(key, values, (1,), (0,), replica_id=replica)
 
     def _take(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-        for name, views in self._delayed.views.items():
-            if name in values and all(values[name][key].shape == view.shape for key, view in views.items()):
-                for key, view in views.items():
-                    view.copy_(values[name][key])
-            else:
-                self._delayed.lose(name)
-                if self._rank == 0:
-                    logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
+        for name in self._delayed.load_state_dict(values):
+            if self._rank == 0:
+                logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)

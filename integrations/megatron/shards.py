@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zerocast import QuantizedWeight, get_format
 from zerocast.formats.layout import Span, byte_range
-from zerocast.verification.master_views import OwnedMaster
+from zerocast.verification.master_views import MasterView
 
 from .primary import is_primary, weight_of
 
@@ -37,18 +37,18 @@ class Shards:
         master, start = self.masters[index], self.starts[index]
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
-    def owned(self, scales: Mapping[int, Tensor | None]) -> Iterator[OwnedMaster]:
+    def owned(self, scales: Mapping[int, Tensor | None]) -> Iterator[MasterView]:
         """All parameters with their masters, for `zerocast.verify`; plain ones as they are rounded to their dtype.
 
         `scales` are what delayed scaling cast weights with, by id of the weight.
         """
         for i, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
-            yield OwnedMaster(name, weight, self.masters[i], self.span(i), scales.get(id(weight)))
+            yield MasterView(name, weight, self.masters[i], self.span(i), scales.get(id(weight)))
         for name, (param, master, start) in self.others.items():
             shape = tuple(param.shape) or (1,)
             live = {"rowwise_data": param.detach().view(-1, shape[-1])}
             weight = QuantizedWeight.of_buffers(shape, IDENTITY, param.dtype, live)
-            yield OwnedMaster(name, weight, master, Span(start, start + (0 if master is None else master.numel())))
+            yield MasterView(name, weight, master, Span(start, start + (0 if master is None else master.numel())))
 
 
 def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerocast import CastPlan
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
 from .shards import Shards
 from .te_tensors import TETensors
@@ -52,12 +52,12 @@ class Source:
             if id(bucket_group) in self._due:
                 bucket_group.start_param_sync(force_sync=True)
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters; what no gather has brought since the last cast is gathered first, as the next forward pass would."""
         self.gather_due()
         self._theirs.follow_copies()
-        scales = {id(owned.weight): owned.scale for source in self._plan.master_sources() for owned in source.masters}
-        yield MasterSource(self._plan.group, tuple(self._shards.owned(scales)))
+        scales = {id(owned.weight): owned.scale for source in self._plan.master_views() for owned in source.masters}
+        yield MasterViews(self._plan.group, tuple(self._shards.owned(scales)))
 
 
 def masters_from_model(optimizer: Any, shards: Shards, theirs: TETensors) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zerocast import QuantizedWeight
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 
 from .refusal import two_directions
 
@@ -44,7 +44,7 @@ class TETensors:
     def __init__(self, named: Iterable[Named]) -> None:
         self._named = [(name, param, weight) for name, param, weight in named if param is not weight]
         own_amax = [weight for _, param, weight in self._named if _twin(param).keeps_own_amax]
-        into_arena(own_amax, "amax")
+        into_flat_buffer(own_amax, "amax")
 
     def follow(self) -> None:
         """Look where the buffers that a cast writes are now.
@@ -86,10 +86,10 @@ def loaded(param: Any) -> Any:
     return param.detach()
 
 
-def check_before_forward(chunk: nn.Module, check_whole: Callable[[], None]) -> list[Callable[[], None]]:
-    """Modules that hold such tensors ask `check_whole` first: TransformerEngine's products do not. Returns what undoes it."""
+def check_before_forward(chunk: nn.Module, check_complete: Callable[[], None]) -> list[Callable[[], None]]:
+    """Modules that hold such tensors ask `check_complete` first: TransformerEngine's products do not. Returns what undoes it."""
     return [
-        module.register_forward_pre_hook(lambda *_: check_whole()).remove
+        module.register_forward_pre_hook(lambda *_: check_complete()).remove
         for module in chunk.modules()
         if any(map(is_te_tensor, module.parameters(recurse=False)))
     ]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.weight.write_guard import WriteGuard
 
 from . import host
 from .guard import is_loading
-from .scaling_state import ScalingState
 
 _BEGIN = (
     "_copy_main_params",
@@ -31,11 +32,10 @@ _SAVES = ("save_parameter_state", "state_dict")
 
 @dataclass(frozen=True)
 class Left:
-    """What an attachment that was detached leaves to the next one; `torn` says what it was interrupted in, and `remedy`."""
+    """What an attachment that was detached leaves to the next one."""
 
-    scaling: ScalingState | None = None
-    torn: str | None = None
-    remedy: str = ""
+    delayed: DelayedScaling | None
+    writes: WriteGuard
 
 
 class Refused:
@@ -47,7 +47,11 @@ class Refused:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """RuntimeError, or what the host's method gives where all quantized weights of a chain have been attached."""
         one = self._optimizer
-        saves = self._name == _FILLS and not is_loading(args, kwargs) and (self.left is None or self.left.torn is None)
+        saves = (
+            self._name == _FILLS
+            and not is_loading(args, kwargs)
+            and (self.left is None or not self.left.writes.is_partial)
+        )
         if not saves and any(
             is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(one)
         ):
@@ -61,17 +65,17 @@ class Refused:
                 f"{what}, which was built in building() and is not attached: Megatron's own copy would write over the codes of "
                 "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
             )
-        torn = "" if self.left.torn is None else f" after {self.left.torn}"
+        partial = f" after {self.left.writes.partial}" if self.left.writes.is_partial else ""
         raise RuntimeError(
-            f"{what}, which was detached{torn}: nothing casts its masters, and Megatron's own copy would write over the codes of "
-            "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
+            f"{what}, which was detached{partial}: nothing casts its masters, and Megatron's own copy would write over the codes "
+            "of its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
         )
 
 
 def refuse(optimizer: Any, left: Left | None = None) -> None:
-    """From now on what would write raises; after an attachment that was torn what would save too."""
+    """From now on what would write raises; after an attachment that a write broke off what would save too."""
     names = [name for name in dir(type(optimizer)) if name.startswith(_BEGIN)]
-    for name in (*names, _FILLS, *(_SAVES if left is not None and left.torn else ())):
+    for name in (*names, _FILLS, *(_SAVES if left is not None and left.writes.is_partial else ())):
         vars(optimizer)[name] = Refused(optimizer, name, left)
 
 

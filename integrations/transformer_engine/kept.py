@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast import CastPlan
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import ShardData
 from zerocast.distributed.group import Group
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
 from .adapters import is_quantized
 from .entry import Entry
@@ -29,7 +29,7 @@ class Kept:
         self._seen: Seen | None = None
         self._group, self._owned = group, _owned(entries)
         weights, starts = [twin.weight for twin in self._twins], [entry.start for entry in entries]
-        into_arena([twin.weight for twin in self._twins if twin.keeps_own_amax], "amax")
+        into_flat_buffer([twin.weight for twin in self._twins if twin.keeps_own_amax], "amax")
         masters, shards = _lists(entries)
         self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
         self._plan.freshness.advice = "call quantize_master_weights after the masters change"
@@ -40,9 +40,9 @@ class Kept:
         same = len(twins) == len(self._twins) and group.handle is self._group.handle
         return same and all(one is other for one, other in zip(twins, self._twins, strict=True))
 
-    def master_source(self) -> MasterSource:
+    def master_views(self) -> MasterViews:
         """The masters of the last call with the twins that they were cast into."""
-        (source,) = self._plan.master_sources()
+        (source,) = self._plan.master_views()
         return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import agree, roll_call
+from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 
 from .entry import Entry, entries_of, parts_of
@@ -45,7 +45,7 @@ def quantize_master_weights(
     if not model_weights and not master_weights:
         return
     members = Group.of(group)
-    roll_call(members, _CALL)
+    check_same_call(members, _CALL)
     given = model_weights, master_weights, start_offsets
     again = plans.again(*given, members) if model_weights and fsdp_shard_model_weights is None else None
     if again is not None:
@@ -124,7 +124,7 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
     if kept is None or changed is not None:
         if kept is not None:
             plans.drop(model_weights[0])
-        agree(members, [], problem, what=_CALL)
+        validate_across_ranks(members, [], problem, what=_CALL)
         kept = Kept(entries, members)
         plans.keep(model_weights, kept)
     return kept, entries

@@ -166,7 +166,7 @@ class Twin:
             if buffer is None or buffer.data_ptr() != self._seen.get(name):
                 moved[name] = self._noted(name, buffer)
         if moved:
-            self.weight.state.repoint(moved)
+            self.weight.state.set_storage(moved)
 
     def _noted(self, name: str, tensor: Tensor | None) -> Tensor:
         """A buffer that is `_checked`, and found there again by its address."""

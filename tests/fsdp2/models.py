@@ -142,10 +142,15 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
     return {name: casts.raw(tensor.clone()) for name, tensor in found.items() if tensor is not None}
 
 
+def cast_scale(owner: FSDPWeight) -> float:
+    """The delayed scale that the last cast had; 1 for other formats."""
+    scale = owner.scaling.cast_scale(owner.name) if owner.scaling else None
+    return 1.0 if scale is None else float(scale)
+
+
 def expected(master: Tensor, owner: FSDPWeight) -> casts.Bytes:
     """The unsharded cast of a whole master, by the scale that the last cast had."""
-    scale = float(owner.delayed["cast_scale"]) if owner.delayed else 1.0
-    return casts.unsharded(str(owner.format), master.cpu(), owner.geometry.nominal, scale)
+    return casts.unsharded(str(owner.format), master.cpu(), owner.geometry.nominal, cast_scale(owner))
 
 
 def complaints(model: nn.Module, what: str) -> list[str]:

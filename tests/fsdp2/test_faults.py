@@ -113,7 +113,8 @@ def begun_halfway() -> list[str]:
 
     with mock.patch.object(CastGroup, "cast", breaks_off), pytest.raises(MemoryError):
         zerocast.fsdp2.refresh(model)
-    held = {owner.name: owner.delayed for _, owner in models.masters(model).values() if owner.name != missing}
+    states = [group.delayed.state_dict() for group in models.manager(model).cast_groups]
+    held = {name: state for found in states for name, state in found.items() if name != missing}
     return [
         f"{name} {key}"
         for name, state in held.items()

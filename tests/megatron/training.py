@@ -160,7 +160,7 @@ class Run:
         ours = (weight for weight in self.weights.values() if isinstance(weight, QuantizedWeight))
         owners = {id(weight.master_owner): weight.master_owner for weight in ours}
         shown = [
-            owned for owner in owners.values() if owner for source in owner.master_sources() for owned in source.masters
+            owned for owner in owners.values() if owner for source in owner.master_views() for owned in source.masters
         ]
         return {str(o.name).removeprefix("module."): float(o.scale) for o in shown if o.scale is not None}
 

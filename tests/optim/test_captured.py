@@ -138,7 +138,7 @@ def test_moved_storage_is_refused_and_then_captured_anew(device):
     step = trainee.capture()
     trainee.gradients(0)
     scale = trainee.probe.get_parameter("block").state.buffers["rowwise_scale_inv"]
-    trainee.probe.get_parameter("block").state.rehome({"rowwise_scale_inv": torch.empty_like(scale)})
+    trainee.probe.get_parameter("block").state.move_to({"rowwise_scale_inv": torch.empty_like(scale)})
     before = trainee.held()
     with pytest.raises(RuntimeError, match="moved since the step was captured"):
         step()

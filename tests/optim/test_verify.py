@@ -251,8 +251,8 @@ def other_weights() -> str:
     trainer = Trainer(Run(specs), group=group)
 
     class Owner:
-        def master_sources(self) -> object:
-            (source,) = trainer.optimizer.master_sources()
+        def master_views(self) -> object:
+            (source,) = trainer.optimizer.master_views()
             return [dataclasses.replace(source, group=zerocast.distributed.group.Group.of(None))]
 
     with pytest.raises(ValueError, match="all pass the same list") as caught:

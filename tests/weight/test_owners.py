@@ -481,7 +481,7 @@ def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
     weight = casts.cast_whole("nvfp4", torch.randn(32, 32))
     product, x = torch.compile(nn.functional.linear, backend="aot_eager"), torch.randn(2, 32, dtype=weight.dtype)
     product(x, weight)
-    with contextlib.suppress(KeyError), weight.state.freshness.writing("a cast", "cast again"):
+    with contextlib.suppress(KeyError), weight.state.freshness.guard.transaction("a cast"):
         raise KeyError
     with pytest.raises(RuntimeError, match="raised half-way"):
         product(x, weight)

@@ -47,14 +47,14 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
 def step(workload: Workload, fmt: str, place: Place) -> Job:
     """Everything after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
     shard = Shard(workload, fmt, place)
-    batch, packed = shard.batch(), shard.plan.packed
+    table, packed = shard.table(), shard.plan.packed
     m = Moments(shard.flat.numel(), place.device, place.generator())
     update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
     def run() -> None:
         packed.reset()
-        batch.adam_amax(update, packed.buffer, None)
-        batch.compute_scales(packed.buffer, None)
-        batch.partial_cast(packed.buffer, None)
+        table.adam_amax(update, packed.buffer, None)
+        table.compute_scales(packed.buffer, None)
+        table.partial_cast(packed.buffer, None)
 
     return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from zerocast.bench.job import Job, Place
 from zerocast.bench.shard import Shard
 from zerocast.bench.workload import Workload
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
@@ -17,40 +17,40 @@ def cast(workload: Workload, fmt: str, place: Place) -> Job:
 def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     """Amaxes of the owned elements, into a buffer that is zero before the first run."""
     shard = Shard(workload, fmt, place)
-    batch, packed = shard.batch(), shard.packed
+    table, packed = shard.table(), shard.packed
     shard.plan.packed.reset()
-    return Job(lambda: batch.partial_amax(packed), lambda: [packed])
+    return Job(lambda: table.partial_amax(packed), lambda: [packed])
 
 
 def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
     """Scales of all weights from random amaxes."""
     shard = Shard(workload, fmt, place)
-    batch, packed = shard.batch(), shard.packed
+    table, packed = shard.table(), shard.packed
     packed.uniform_(0, 0.1, generator=place.generator())
-    return Job(lambda: batch.compute_scales(packed, None), shard.written)
+    return Job(lambda: table.compute_scales(packed, None), shard.written)
 
 
-def _after_amaxes(stages: Callable[[Shard, Batch], None]) -> Callable[[Workload, str, Place], Job]:
+def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
         shard.plan.cast()  # leaves amaxes and scales as the stages need them
-        batch = shard.batch()
-        return Job(lambda: stages(shard, batch), shard.written)
+        table = shard.table()
+        return Job(lambda: stages(shard, table), shard.written)
 
     return build
 
 
-partial_cast = _after_amaxes(lambda shard, batch: batch.partial_cast(shard.packed, None))
+partial_cast = _after_amaxes(lambda shard, table: table.partial_cast(shard.packed, None))
 
 
 @_after_amaxes
-def amax_and_cast(shard: Shard, batch: Batch) -> None:
+def amax_and_cast(shard: Shard, table: WeightTable) -> None:
     """The two stages whose work is the shard's, and not the whole weight's."""
-    batch.partial_amax(shard.packed)
-    batch.partial_cast(shard.packed, None)
+    table.partial_amax(shard.packed)
+    table.partial_cast(shard.packed, None)
 
 
 @_after_amaxes
-def transpose(shard: Shard, batch: Batch) -> None:
+def transpose(shard: Shard, table: WeightTable) -> None:
     """`CastPlan.post_all_gather()` over all weights; of those owned elsewhere the bytes are random."""
     shard.plan.post_all_gather()

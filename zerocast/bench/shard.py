@@ -9,10 +9,10 @@ from zerocast.bench.job import Place
 from zerocast.bench.seat import Seat
 from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.workload import Workload
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.weight_table import Batch, Batches
+from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.formats.layout import BUFFERS
 from zerocast.weight import QuantizedWeight
 
@@ -22,7 +22,7 @@ STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight
 class Shard:
     """Weights full of random bytes and random masters of the owned spans, on `place.device`.
 
-    Flat: `flat` holds all masters and every kind of weight buffer lies in one arena. Scattered: each weight has its own.
+    Flat: `flat` holds all masters and every kind of weight buffer lies in one flat buffer. Scattered: each weight has its own.
     """
 
     def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
@@ -31,7 +31,7 @@ class Shard:
         self.weights = [QuantizedWeight.empty(shape, fmt, NOMINAL, place.device) for shape in workload.shapes]
         if workload.flat:
             for name in BUFFERS:
-                into_arena([weight for weight in self.weights if weight.state.buffers[name] is not None], name)
+                into_flat_buffer([weight for weight in self.weights if weight.state.buffers[name] is not None], name)
         for tensor in self.written():
             _fill(tensor, random)
         self.flat = torch.empty(workload.owned, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
@@ -50,14 +50,14 @@ class Shard:
         buffers = chain.from_iterable(weight.state.buffers.values() for weight in self.weights)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def batch(self) -> Batch:
+    def table(self) -> WeightTable:
         """The stages of the plan's cast, to be called one by one."""
-        batches = Batches(self.flat.device, self.plan.backend)
+        tables = WeightTables(self.flat.device, self.plan.backend)
         for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
             owned = master if span.numel else None
-            batches.of(weight).add_shard(MasterShard(weight, owned, span), self.plan.packed.places[index])
-        (batch,) = batches.freeze()
-        return batch
+            tables.of(weight).add_shard(MasterShard(weight, owned, span), self.plan.packed.offsets[index])
+        (table,) = tables.freeze()
+        return table
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:

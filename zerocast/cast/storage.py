@@ -1,4 +1,4 @@
-"""Base tensors: many tensors seen as offsets into the few storages that hold them; which storages tensors lie in."""
+"""StorageTable: many tensors seen as offsets into the few storages that hold them."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from zerocast.weight import QuantizedWeight
 
 
-class Bases:
+class StorageTable:
     """Collects the storages behind the tensors of one role; a stage gets them as a list of flat tensors.
 
     `dtype` is the role's, uint8 for data of any kind. The tensor that first brought a storage stands for it: when its address has

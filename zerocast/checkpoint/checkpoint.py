@@ -27,7 +27,7 @@ from zerocast.checkpoint.sources.manifest import FileSum, Manifest, Stored, chec
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.whole_folder import WholeFolder
-from zerocast.distributed.agreement import agree, from_rank_0
+from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 
@@ -181,7 +181,7 @@ def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
     except OSError as error:
         problem = error
-    parts: list[dict[str, FileSum]] = agree(group, [], problem, own, SAVES)
+    parts: list[dict[str, FileSum]] = validate_across_ranks(group, [], problem, own, SAVES)
     return {name: sums for part in parts for name, sums in part.items()}
 
 

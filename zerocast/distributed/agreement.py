@@ -24,7 +24,7 @@ class Reply:
     payload: Any
 
 
-def agree(
+def validate_across_ranks(
     group: Group, lines: Sequence[str], problem: Exception | None, payload: Any = None, what: str = "agrees"
 ) -> list[Any]:
     """Exchange `payload` over the group, if all is well everywhere; returns the payloads by rank.
@@ -47,10 +47,10 @@ def agree(
     return [reply.payload for reply in replies]
 
 
-def roll_call(group: Group, what: str) -> None:
+def check_same_call(group: Group, what: str) -> None:
     """In debug mode: RuntimeError on every rank unless all of them make this call now."""
     if debugging() and group.size > 1:
-        agree(group, [], None, what=what)
+        validate_across_ranks(group, [], None, what=what)
 
 
 class SameCall:
@@ -63,24 +63,30 @@ class SameCall:
     """
 
     def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group, self._slots, self._says, self._sent = group, slots, "", False
+        self._group, self._slots, self._says = group, slots, ""
+        self._announced = self._sent = False
         self._is_late = slots.is_cuda
         if self._is_late:
             self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
             self._arrived = torch.cuda.Event()
 
     def announce(self, says: str) -> None:
-        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers."""
+        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers; none to say it again."""
+        if self._announced and says == self._says:
+            return
         digest, self._says = _digest(says), says
         torch.linspace(digest, -digest, 2, out=self._slots)
+        self._announced = True
 
     def reduced(self) -> None:
         """After the all-reduce: a CPU looks. Nothing on a GPU, where a graph may be recording."""
+        self._announced = False
         if not self._is_late:
             self._check(self._slots)
 
     def send(self) -> None:
         """After a cast: from a GPU the numbers begin to travel."""
+        self._announced = False
         if self._is_late:
             self._pinned.copy_(self._slots, non_blocking=True)
             self._arrived.record()
@@ -101,7 +107,7 @@ class SameCall:
         """RuntimeError on every rank that reduced with ranks in another call; all of them exchange what they do."""
         largest, negated = slots.tolist()
         if largest != -negated:
-            agree(self._group, [], None, what=self._says)
+            validate_across_ranks(self._group, [], None, what=self._says)
             raise RuntimeError(
                 f"the amaxes of a cast were reduced with those of another call: this rank {self._says}; every rank makes the same "
                 "calls in the same order"
@@ -123,14 +129,14 @@ def _check_calls(by_rank: list[str]) -> None:
 
 
 def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
-    """What rank 0 gets from `work`, on every rank; what it raises is raised everywhere, as `agree` raises it with `what`."""
+    """What rank 0 gets from `work`, on every rank; what it raises, `validate_across_ranks` raises everywhere."""
     result, problem = None, None
     if group.rank == 0:
         try:
             result = work()
         except Exception as error:
             problem = error
-    return agree(group, [], problem, result, what)[0]
+    return validate_across_ranks(group, [], problem, result, what)[0]
 
 
 def _raise_difference(by_rank: list[list[str]]) -> None:

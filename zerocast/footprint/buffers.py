@@ -26,7 +26,7 @@ def scales(weight: QuantizedWeight) -> int:
 
 
 def transposed(weight: QuantizedWeight) -> int:
-    """Codes that are made after the all-gather, in an arena; none where they are gathered or not needed."""
+    """Codes that are made after the all-gather, in a flat buffer; none where they are gathered or not needed."""
     if weight.format.columnwise is not Columnwise.TRANSPOSE:
         return 0
     return _in_arena(buffers(weight.format, weight.matrix_shape, weight.dtype)["columnwise_data"])

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.weight_table import Batch, Batches
+from zerocast.cast.pipeline import encode
+from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
-from zerocast.formats import layout
-from zerocast.fsdp2.delayed import DelayedShards
+from zerocast.formats import AmaxPolicy, layout
 from zerocast.fsdp2.weight import FSDPWeight
 
 MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
@@ -128,7 +129,9 @@ class CastGroup:
         self.weights, self.amaxes = weights, BoundaryAmaxes(weights, reduction)
         self._device = weights[0].master.device
         self._backend = backends.choose(self._device)
-        self.delayed = DelayedShards([weight.delayed for weight in weights if weight.delayed], self._device)
+        self._delayed_buffers = _delayed_buffers(weights, self._device)
+        self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
+        self.delayed.load_state_dict(_seeded_state(weights))
         self.shards: dict[str, MasterShard] = {}
         self._headers: list[tuple[int, Tensor]] = []  # int32 `[weights, 2]` of weights of one geometry
         self._copies: list[tuple[Tensor, Tensor]] = []  # (in a side channel, of the stages): scales of owned block rows
@@ -139,7 +142,9 @@ class CastGroup:
             self._stack(members, part.view(len(members), -1))
         self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
         self._tables = self._tables_of(self.shards)
-        self._unmeasured: dict[frozenset[str], list[Batch]] = {frozenset(): self._tables}
+        self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
+        for weight in weights:
+            weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
 
     def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor) -> None:
         """Lay out weights of one geometry side by side, over zero bytes `sent`, `[weights, layout.nbytes]`."""
@@ -152,15 +157,16 @@ class CastGroup:
             shape = len(weights), *spec.shape
             scales[region.name] = torch.full(shape, spec.padding, dtype=spec.dtype, device=sent.device)
         for index, weight in enumerate(weights):
-            shard = weight.bind(sent[index], {name: buffer[index] for name, buffer in scales.items()})
+            own = {name: buffer[index] for name, buffer in scales.items()}
+            shard = weight.bind(sent[index], own | self._delayed_buffers.get(weight.name, {}))
             if geometry.takes_part:
                 self.shards[weight.name] = shard
         if geometry.takes_part:
             self._copies += first.layout.outgoing_scales(sent, scales)
         self._headers += [(first.status_after_cast, header) for header in first.layout.headers(sent)]
 
-    def _tables_of(self, names: Iterable[str]) -> list[Batch]:
-        tables = Batches(self._device, self._backend)
+    def _tables_of(self, names: Iterable[str]) -> list[WeightTable]:
+        tables = WeightTables(self._device, self._backend)
         for name in names:
             tables.of(self.shards[name].weight).add_shard(self.shards[name], self.amaxes.places[name])
         return tables.freeze()
@@ -171,13 +177,7 @@ class CastGroup:
         for table in self._tables_without(self.amaxes.begin_cast()):
             table.partial_amax(self.amaxes.buffer)
         self.amaxes.reduce()
-        with self.delayed.cast(repeat):
-            for table in self._tables:
-                table.compute_scales(self.amaxes.buffer, None)
-            for table in self._tables:
-                table.partial_cast(self.amaxes.buffer, None)
-                if not repeat:
-                    table.roll_history(None)
+        encode(self._tables, self.amaxes.buffer, self.delayed, repeat=repeat)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
@@ -187,7 +187,7 @@ class CastGroup:
             header[:, 0].fill_(status)
             header[:, 1].fill_(generation)
 
-    def _tables_without(self, measured: frozenset[str]) -> list[Batch]:
+    def _tables_without(self, measured: frozenset[str]) -> list[WeightTable]:
         """Tables of the weights that no step has measured."""
         if measured not in self._unmeasured:
             if len(self._unmeasured) > MOST_TABLES:
@@ -202,3 +202,26 @@ def _by_geometry(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
     for weight in weights:
         found.setdefault((weight.geometry, weight.one_direction), []).append(weight)
     return list(found.values())
+
+
+def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """`scale` and `amax_history` of the weights with delayed scaling, side by side, so that they are few tensors to torch."""
+    delayed = [weight for weight in weights if weight.format.amax_policy is AmaxPolicy.DELAYED]
+    lengths = [weight.format.amax_history_len for weight in delayed]
+    scales, histories = torch.ones(len(delayed), device=device), torch.zeros(sum(lengths), device=device)
+    parts = zip(scales.split(1), histories.split(lengths), strict=True) if delayed else ()
+    return {
+        weight.name: {"scale": scale, "amax_history": history}
+        for weight, (scale, history) in zip(delayed, parts, strict=True)
+    }
+
+
+def _seeded_state(weights: Iterable[FSDPWeight]) -> dict[str, dict[str, Tensor]]:
+    """What the cast groups that the weights were in before remember of delayed scaling."""
+    before = {id(weight.scaling): weight.scaling for weight in weights if weight.scaling}
+    return {
+        name: state
+        for scaling in before.values()
+        for name, state in scaling.state_dict().items()
+        if name not in scaling.unseeded
+    }

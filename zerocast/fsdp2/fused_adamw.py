@@ -17,11 +17,11 @@ from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import Span
-from zerocast.fsdp2 import torn
 from zerocast.fsdp2.amax_reduction import CastGroup
-from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
+from zerocast.weight.write_guard import transaction
 
 Kind = tuple[FormatSpec, torch.dtype]
 PLAIN: Kind = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
@@ -138,7 +138,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return self._outside_of_graphs(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        torn.check_whole([self])
+        guard_of(self).check_complete()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,7 +151,8 @@ class FusedAdamW(torch.optim.Optimizer):
             manager.make_due(
                 self
             )  # also of a step that raises half-way: all ranks cast before they gather, and are told
-        with torn.writing("an optimizer step", [self, *self._managers]):
+        guards = [guard_of(self), *(manager.guard for manager in self._managers)]
+        with transaction(guards, "an optimizer step"):
             self._update()
         return loss
 
@@ -172,7 +173,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
-        torn.check_whole([self])
+        guard_of(self).check_complete()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

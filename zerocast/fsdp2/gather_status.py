@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zerocast.distributed.group import Group
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.weight.write_guard import Wholeness
+from zerocast.weight.write_guard import WriteGuard
 
 UNREAD = 2  # gathers whose headers may still be on their way when the next one is issued
 
@@ -61,7 +61,7 @@ class GatherStatus:
     `guard` is that of the model's masters: this rank raises its own words where they are partial.
     """
 
-    def __init__(self, guard: Wholeness) -> None:
+    def __init__(self, guard: WriteGuard) -> None:
         self._guard = guard
         self._pending: deque[tuple[tuple[str, ...], PinnedHeaders]] = deque()
         self._free: dict[tuple[str, ...], list[PinnedHeaders]] = {}
@@ -71,7 +71,7 @@ class GatherStatus:
 
         RuntimeError where only some were, where some are partial, and for bytes of different casts.
         """
-        self._guard.check_whole()
+        self._guard.check_complete()
         by_rank = headers.tolist()
         partial = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.PARTIAL]
         if partial:

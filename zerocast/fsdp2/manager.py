@@ -7,6 +7,8 @@ After the gather every rank knows what all said: if all were written to, all cas
 raise.
 """
 
+import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,23 +18,36 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.distributed.agreement import agree, roll_call
+from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2 import torch_fsdp, torn
+from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_reduction import CastGroup, ReductionGroup
-from zerocast.fsdp2.delayed_state import DelayedState
 from zerocast.fsdp2.gather_status import UNREAD, ParamGroups, StatusExchange, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
 from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.freshness import Freshness, debugging
+from zerocast.weight.write_guard import WriteGuard
 
 NOT_SHARDED = (
     "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
     "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
 )
+
+RELOAD = (
+    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
+    "load_state_dict) through zerocast.fsdp2.TrainingState, or end the run if ranks have died"
+)
+_guards: "weakref.WeakKeyDictionary[Any, WriteGuard]" = weakref.WeakKeyDictionary()
+
+
+def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
+    """The guard of a model or an optimizer, whose state a step of FusedAdamW or a load writes together with the masters."""
+    if owner not in _guards:
+        _guards[owner] = WriteGuard(RELOAD)
+    return _guards[owner]
 
 
 class CastManager:
@@ -42,12 +57,11 @@ class CastManager:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         self.weights: list[FSDPWeight] = []
         self.memory = MasterMemory({})
-        self.guard = torn.wholeness(self)
+        self.guard = WriteGuard(RELOAD)
         self.record = CastRecord(self.guard)
         self.param_groups = ParamGroups(self.record.status)
         self.cast_groups: list[CastGroup] = []
         self._reductions: list[tuple[ReductionGroup, list[FSDPWeight]]] = []
-        self._delayed = DelayedState()
         self._caller = Caller("zerocast.fsdp2", "cast")
         self._is_due, self._stepped = True, True  # whether a cast is due, and whether a step made it so
         self._steps = 0  # casts after an optimizer step
@@ -86,7 +100,7 @@ class CastManager:
         due = self._is_due and not self.param_groups.step_goes_on
         for reduction, _ in self._reductions:
             what = f"{'casts and gathers' if due else 'gathers'} after cast {self.record.generation}"
-            roll_call(reduction.group, what)
+            check_same_call(reduction.group, what)
         self.record.status.check(leave=0 if due else UNREAD)
         if due:
             self.param_groups.before_cast()
@@ -107,8 +121,9 @@ class CastManager:
         record = self.record
         self._caller.number = record.generation + 1
         self.forget_old_amaxes()
-        self._delayed.seed()
-        with self._delayed.or_as_before():
+        with contextlib.ExitStack() as stack:
+            for group in self.cast_groups:
+                stack.enter_context(group.delayed.rollback())
             for group in self.cast_groups:
                 group.cast(repeat)
                 group.stamp(record.generation + 1)
@@ -128,8 +143,8 @@ class CastManager:
     def delayed(self) -> dict[str, dict[str, Tensor]]:
         """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
         self.before_gather()
-        self.guard.check_whole()
-        return self._delayed.by_name()
+        self.guard.check_complete()
+        return {name: state for group in self.cast_groups for name, state in group.delayed.state_dict().items()}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning.
@@ -137,7 +152,9 @@ class CastManager:
         Casts nothing: `state` may be what is in use, filled by a reader.
         """
         self.bind()
-        self._delayed.load(state)
+        for group in self.cast_groups:
+            for name in group.delayed.load_state_dict(state):
+                warnings.warn(f"no state of delayed scaling for {name}: it starts anew from its amax", stacklevel=3)
         self._is_due, self._stepped = True, False
         self.param_groups.free()
 
@@ -173,7 +190,6 @@ class CastManager:
                 weight.locate(index)
             record.addresses = MasterAddresses([weight.param for weight in self.weights])
             self.cast_groups = [CastGroup(weights, reduction) for reduction, weights in self._reductions]
-            self._delayed.bind(self.weights, self.cast_groups)
         record.rewrapped = False
 
     def _moved(self) -> bool:
@@ -210,7 +226,7 @@ class CastManager:
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
             peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
             lines = [one.fingerprint for one in members]
-            slices = sorted(set(agree(group, lines, next(iter(problems), None), peers)))
+            slices = sorted(set(validate_across_ranks(group, lines, next(iter(problems), None), peers)))
             yield ReductionGroup(group, mesh.device_type, slices.index(peers), len(slices)), members
 
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
@@ -250,7 +266,7 @@ class CastManager:
 
     # verification
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of each group with the weights that a forward pass computes with; what is not gathered is, and freed again.
 
         A gather casts first if that is due, as that of the next forward pass would. Every rank asks for them.
@@ -261,15 +277,16 @@ class CastManager:
             if weights:
                 with torch_fsdp.gathered(group):
                     shard_group = Group.of(weights[0].shard_mesh)
-                    yield MasterSource(shard_group, tuple(map(self._owned, weights)), transient=True)
+                    yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
 
-    def _owned(self, weight: FSDPWeight) -> OwnedMaster:
+    def _owned(self, weight: FSDPWeight) -> MasterView:
         span = weight.geometry.span_in_weight
         flat = weight.local.plain.view(-1) if span.numel else None
+        scale = weight.scaling.cast_scale(weight.name) if weight.scaling else None
         slices = None
         if weight.sliced:
             slices = next(reduction.group for reduction, weights in self._reductions if weight in weights)
-        return OwnedMaster(weight.name, weight.live, flat, span, weight.delayed.get("cast_scale"), slices)
+        return MasterView(weight.name, weight.live, flat, span, scale, slices)
 
     def verify_every(self, steps: int) -> None:
         """Cast if that is due, and verify after every so many optimizer steps.

@@ -37,8 +37,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from zerocast.formats import FormatSpec
 from zerocast.formats.recipe import Recipe
-from zerocast.fsdp2 import torch_fsdp, torn
-from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
@@ -125,7 +125,7 @@ def refresh(model: nn.Module) -> None:
     for manager in managers_of(model):
         manager.make_due()
         manager.before_gather()
-        manager.guard.check_whole()
+        manager.guard.check_complete()
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -260,7 +260,8 @@ class _Loaded:
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """RuntimeError for masters that something has left half written: they would be saved."""
-    torn.check_whole(managers_of(module))
+    for manager in managers_of(module):
+        manager.guard.check_complete()
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -273,7 +274,7 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """RuntimeError for an optimizer of any class whose state a load has left half written."""
     if not torch.compiler.is_compiling():
-        torn.check_whole([optimizer])
+        guard_of(optimizer).check_complete()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, layout
@@ -20,7 +21,7 @@ from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.weight.freshness import Freshness
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
-from zerocast.weight.write_guard import Wholeness
+from zerocast.weight.write_guard import WriteGuard
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
 
@@ -55,7 +56,7 @@ class FSDPWeight:
     ) -> None:
         self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
         self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
-        self.delayed: dict[str, Tensor] = {}  # scale and amax_history of the next cast, cast_scale of the last
+        self.scaling: DelayedScaling | None = None  # of the cast group that the weight is in, for delayed scaling
         self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
         self._is_written = False
         self._addresses = range(0)  # of the master
@@ -158,24 +159,17 @@ class FSDPWeight:
         self.master = self.local.plain
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
         self.layout = GatherLayout(self.geometry, self.one_direction)
-        self._place_delayed(self.master.device)
         self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
         self.freshness.watch([self.master], sharded=False)
         first = self.master.data_ptr()
         self._addresses = range(first, first + self.master.nbytes)
 
-    def _place_delayed(self, device: torch.device) -> None:
-        if self.format.amax_policy is AmaxPolicy.DELAYED and not self.delayed:
-            scale, history = torch.ones(1, device=device), torch.zeros(self.format.amax_history_len, device=device)
-            self.delayed = {"scale": scale, "amax_history": history, "cast_scale": scale.clone()}
-        self.delayed = {name: tensor.to(device) for name, tensor in self.delayed.items()}
-
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
-        """Make the small weight over `buffer`, `layout.nbytes` zero bytes, and `scales` buffers; what the stages are given."""
+        """Make the small weight over `buffer`, `layout.nbytes` zero bytes, and buffers `scales`; what the stages are given."""
         codes, (side, *_) = self.layout.parts(buffer)
         self._headers = self.layout.headers(buffer)
         self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
-        buffers = {**self.delayed, **scales, **self._scalars(side)}
+        buffers = {**scales, **self._scalars(side)}
         buffers["rowwise_data"] = codes[0]
         own = self.format.columnwise is Columnwise.OWN_GRID
         if own:
@@ -225,7 +219,7 @@ class FSDPWeight:
     @property
     def status(self) -> DirtyStatus:
         """What this rank says of its shard."""
-        if self.record.guard.is_torn:
+        if self.record.guard.is_partial:
             return DirtyStatus.PARTIAL
         if self.record.addresses.is_written(self._index):
             self.mark_written()
@@ -330,7 +324,7 @@ class FSDPWeight:
         self.group.received += 1
         self.freshness.cast += 1  # what was derived from earlier bytes is old
         if self.one_direction:
-            self.unsharded.state.only = "columnwise" if self._sent_columnwise else "rowwise"
+            self.unsharded.state.gathered_direction = "columnwise" if self._sent_columnwise else "rowwise"
         with torch_fsdp.unversioned(self.inner):
             for fill in self._fills:
                 if not self.one_direction or fill.side == self._sent_columnwise:
@@ -354,7 +348,7 @@ class CastRecord:
     half-way.
     """
 
-    guard: Wholeness
+    guard: WriteGuard
     generation: int = 0
     rewrapped: bool = False  # whether masters may lie elsewhere than they were located
     amaxes_are_old: bool = False  # whether a master was written to since a step left amaxes

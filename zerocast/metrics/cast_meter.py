@@ -16,7 +16,7 @@ from zerocast.formats import Element
 from zerocast.formats.layout import Span
 from zerocast.metrics.cast_counts import CastCounts
 from zerocast.metrics.owned_part import OwnedPart, largest_code, overshoot
-from zerocast.verification.master_views import MasterSource, owners_of
+from zerocast.verification.master_views import MasterViews, owners_of
 
 FIELDS = len(CastCounts.__dataclass_fields__)
 
@@ -53,10 +53,10 @@ class CastMeter:
         held = [buffers[name] for buffers in self._buffers for name in ("rowwise_data", "columnwise_data")]
         return [tensor for tensor in held if tensor is not None]
 
-    def _sources(self) -> Iterator[MasterSource]:
+    def _sources(self) -> Iterator[MasterViews]:
         self._buffers = []
         for owner in self._owners:
-            for source in owner.master_sources():
+            for source in owner.master_views():
                 self._transient |= source.transient
                 if not source.transient:
                     self._buffers += [owned.weight.state.buffers for owned in source.masters]
@@ -82,13 +82,13 @@ class CastMeter:
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
 
 
-def _parts(source: MasterSource) -> dict[str, OwnedPart]:
+def _parts(source: MasterViews) -> dict[str, OwnedPart]:
     """The quantized weights by name, or by number where the owner knows no names."""
     quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
     return {owned.name or str(index): OwnedPart(owned) for index, owned in enumerate(quantized)}
 
 
-def _by_group(source: MasterSource) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
+def _by_group(source: MasterViews) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
     """Who owns elements of which: slices of tensor parallelism add up over the ranks of all slices."""
     parts = _parts(source)
     whole = {name: part for name, part in parts.items() if part.owned.slices is None}

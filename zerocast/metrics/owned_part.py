@@ -13,7 +13,7 @@ from zerocast.backends import ops
 from zerocast.backends.reference.codec import decode, encode, unpack
 from zerocast.formats import Element, ScaleRule
 from zerocast.formats.layout import Span, byte_range, round_up
-from zerocast.verification.master_views import OwnedMaster
+from zerocast.verification.master_views import MasterView
 
 PIECE = 2**20  # elements: a look at a weight needs some ten times as many bytes beside it, whatever its size
 
@@ -22,7 +22,7 @@ PIECE = 2**20  # elements: a look at a weight needs some ten times as many bytes
 class OwnedPart:
     """A quantized weight with the masters owned here. Reading its bytes waits for a gather in flight."""
 
-    owned: OwnedMaster
+    owned: MasterView
 
     @property
     def numel(self) -> int:

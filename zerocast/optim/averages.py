@@ -77,11 +77,11 @@ class Averages:
     def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
         """Within, the weights are cast from what `exchange` makes the masters; it is called again to undo that."""
         self.check_not_swapped("an average was swapped in")
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._reducer.check_in_charge()
-        self._reducer.roll_call("swaps an average in")
+        self._reducer.check_same_call("swaps an average in")
         self._weights.ready()
-        with torch.no_grad(), self._weights.writing("swapping an average in"):
+        with torch.no_grad(), self._weights.plan.transaction("swapping an average in"):
             exchange()
             try:
                 self._weights.recast()
@@ -93,8 +93,8 @@ class Averages:
             yield
         finally:
             self._swapped, self._reducer.refusal = False, ""
-            self._reducer.roll_call("swaps an average out")
-            with torch.no_grad(), self._weights.writing("swapping an average out"):
+            self._reducer.check_same_call("swaps an average out")
+            with torch.no_grad(), self._weights.plan.transaction("swapping an average out"):
                 exchange()
                 self._weights.recast()
 

@@ -85,7 +85,7 @@ class CapturedStep:
             a.lies_like(b) for a, b in zip(tables, self._tables, strict=True)
         ):
             raise RuntimeError(MOVED)
-        with self._weights.writing("a captured step"):
+        with self._weights.plan.transaction("a captured step"):
             self._replay()
             if self._weights.overlap:
                 self._weights.gather()

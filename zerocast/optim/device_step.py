@@ -67,5 +67,5 @@ class DeviceStep:
         self.skipped += skip
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
         update = AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
-        self._weights.update(update, skip)
+        self._weights.plan.launch(skip=skip, update=update)
         self.clip.fill_(1.0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.cast.columnwise import ColumnwiseCopies
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import QuantizedWeight
@@ -79,9 +79,9 @@ class WeightGather:
         for buffer in self._buffers:
             buffer.reclaim()
 
-    def batches(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """The tables of the columnwise copies."""
-        return [batch for buffer in self._buffers for batch in self._columnwise[id(buffer)].batches()]
+        return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
 
     def done(self) -> None:
         """What has arrived was made from the last cast; what is in flight will say so itself."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zerocast.distributed.agreement import roll_call
+from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.gradient_shard import GradientShard
@@ -198,13 +198,13 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """A round: gradients are added to what a clip so far has left."""
-        self.roll_call(ROUND)
+        self.check_same_call(ROUND)
         self.gradients.apply_clip()
         self._launched = 0
 
-    def roll_call(self, what: str) -> None:
+    def check_same_call(self, what: str) -> None:
         """In debug mode: RuntimeError on every rank unless all of them are here."""
-        roll_call(self._group, what)
+        check_same_call(self._group, what)
 
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.optim.averages import Averages
@@ -35,7 +35,7 @@ from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.state import ZeroState
 from zerocast.optim.weights import ShardedWeights
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.freshness import debugging
 from zerocast.weight.owners import check_gradients
@@ -89,7 +89,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             problem = error
         lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
         free = free_groups(self._group)
-        by_rank = agree(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
+        by_rank = validate_across_ranks(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
         first = by_rank[0][0]
         for rank, (found, _, _) in enumerate(by_rank):
             if found != first:
@@ -142,7 +142,7 @@ class ZeroAdamW(torch.optim.Optimizer):
                 loss = closure()
         self._before()
         square_sum = self._reduced_square_sum()
-        with self._weights.writing("an optimizer step"):
+        with self._weights.plan.transaction("an optimizer step"):
             self._device.update(square_sum)
             self._weights.gather()
         self._after()
@@ -157,7 +157,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
         parameters that are not on a CUDA device, and for the reference backend.
         """
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._check_owns()
         self.averages.check_not_swapped("a step was captured")
         check_capturable(self._masters.master.device, self._weights.plan.backend)
@@ -166,15 +166,15 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     def _before(self, clipped: str = "") -> None:
         """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         check_gradients()
         self.averages.before_step()
         self._weights.check_unwritten()
         self._finish_gradients()
         self._hyperparameters.refresh(self.param_groups)
-        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.says}")
+        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.description}")
         if debugging():
-            self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
+            self._reducer.check_same_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
 
     def _check_owns(self) -> None:
         """RuntimeError once a newer optimizer has taken a parameter over."""
@@ -205,9 +205,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
         `torch.nn.utils.clip_grad_norm_` does the same, but takes a kernel for each gradient where this one scales in the update.
         """
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self._finish_gradients()
-        self._reducer.roll_call(f"clips gradients to {max_norm}")
+        self._reducer.check_same_call(f"clips gradients to {max_norm}")
         self._apply_clip()
         norm = self._reduced_square_sum().sqrt().float()
         self._device.clip_to(max_norm, norm)
@@ -254,9 +254,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The group that the masters are sharded over; None for one process without any."""
         return self._group.handle
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of all parameters, for `zerocast.verify`."""
-        return (self._weights.master_source(),)
+        return (self._weights.master_views(),)
 
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
@@ -279,7 +279,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         after a step that raised half-way, since that would save masters and moments of different steps, and when parameters were
         written by somebody else: masters do not know of it.
         """
-        self._weights.check_whole()
+        self._weights.plan.guard.check_complete()
         self.averages.check_not_swapped("the state of an optimizer was asked for")
         self._weights.plan.check_call()
         self._weights.check_unwritten()
@@ -294,12 +294,12 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
         self._check_owns()
         self.averages.check_not_swapped("a state was loaded")
-        nested = self._weights.plan.freshness.is_writing  # a reader, around load_state_dict
-        if self._weights.plan.freshness.is_torn:
+        nested = self._weights.plan.guard.is_open  # a reader, around load_state_dict
+        if self._weights.plan.guard.is_partial:
             self.zero_grad()
         if not nested:
             self._weights.plan.forget_call()
-        with self._weights.writing("loading a checkpoint"):
+        with self._weights.plan.transaction("loading a checkpoint"):
             yield
         if not nested:
             self.averages.masters_loaded()

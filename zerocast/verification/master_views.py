@@ -1,6 +1,6 @@
-"""MasterSource: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify` and `zerocast.metrics`.
+"""MasterViews: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify` and `zerocast.metrics`.
 
-An optimizer, a plan or a host offers it by one method, `master_sources()`: a source for each group that masters are sharded over,
+An optimizer, a plan or a host offers it by one method, `master_views()`: a source for each group that masters are sharded over,
 or for each part of a model whose bytes are there together. A parameter says who that is by `master_owner`.
 """
 
@@ -17,7 +17,7 @@ from zerocast.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class OwnedMaster:
+class MasterView:
     """One weight with the flat master of the elements that this rank owns, `span` of the row-major weight.
 
     `weight` holds the live bytes. `scale`, f32[1], is what they were cast with; delayed scaling only. `name` is None where the
@@ -33,7 +33,7 @@ class OwnedMaster:
 
 
 @dataclass(frozen=True)
-class MasterSource:
+class MasterViews:
     """The masters of some weights, in the same order on every rank of `group`. Spans of the ranks do not overlap.
 
     `left_out` names weights that are not shown, since no rank has a master of them, or none of some of their elements. The bytes of
@@ -41,7 +41,7 @@ class MasterSource:
     """
 
     group: Group
-    masters: tuple[OwnedMaster, ...]
+    masters: tuple[MasterView, ...]
     left_out: tuple[str, ...] = ()
     transient: bool = False
 
@@ -49,7 +49,7 @@ class MasterSource:
 class OwnsMasters(Protocol):
     """What `zerocast.verify` takes, besides a model."""
 
-    def master_sources(self) -> Iterable[MasterSource]:
+    def master_views(self) -> Iterable[MasterViews]:
         """The masters as they are now. All ranks ask for the sources one by one; each holds until the next is asked for."""
         ...
 
@@ -59,7 +59,7 @@ def owners_of(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, 
 
     `what` is an owner, a model whose weights were given to one, or a model or an optimizer under `zerocast.fsdp2`.
     """
-    if hasattr(what, "master_sources"):
+    if hasattr(what, "master_views"):
         return [what], {}, ()
     owners: dict[int, OwnsMasters] = {}
     names, without = {}, []

@@ -18,11 +18,11 @@ from torch import Tensor
 from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.codec import round_nominal
 from zerocast.backends.reference.quantize import Quantized, quantize
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.formats import Columnwise, FormatSpec, layout
 from zerocast.formats.layout import Span
-from zerocast.verification.master_views import MasterSource, OwnedMaster, owners_of
+from zerocast.verification.master_views import MasterView, MasterViews, owners_of
 from zerocast.verification.report import Difference, VerifyReport
 
 PIECE = 2**20  # elements
@@ -50,17 +50,17 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
         raise ValueError(
             "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
         )
-    sources = (source for owner in owners for source in owner.master_sources())
+    sources = (source for owner in owners for source in owner.master_views())
     reports = [_verify(source, source.group if group is None else Group.of(group), names) for source in sources]
     return VerifyReport.of(reports, without)
 
 
-def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
+def _verify(source: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
     named = [_named(owned, index, names) for index, owned in enumerate(source.masters)]
-    agree(source.group, [_describe(owned) for owned in named], None, what="verifies")
+    validate_across_ranks(source.group, [_describe(owned) for owned in named], None, what="verifies")
     compared = [_compare(owned, source.group) for owned in named]
     found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
-    by_rank = agree(ranks, [], None, found, "verifies")
+    by_rank = validate_across_ranks(ranks, [], None, found, "verifies")
     return VerifyReport(
         len(named),
         sum(nbytes for _, nbytes, _ in compared),
@@ -71,28 +71,28 @@ def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> Ver
     )
 
 
-def _named(owned: OwnedMaster, index: int, names: Mapping[int, str]) -> OwnedMaster:
+def _named(owned: MasterView, index: int, names: Mapping[int, str]) -> MasterView:
     if owned.name is not None:
         return owned
     return dataclasses.replace(owned, name=names.get(id(owned.weight.state), f"weight {index}"))
 
 
-def _describe(owned: OwnedMaster) -> str:
+def _describe(owned: MasterView) -> str:
     weight = owned.weight
     return f"{owned.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
 
 
-def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, int]:
+def _compare(owned: MasterView, group: Group) -> tuple[list[Difference], int, int]:
     """What differs on this rank, the bytes that were compared, and the elements of the master that are not finite."""
     weight = owned.weight
     weight.wait()
     held = dict(weight.state.buffers)
     if not weight.state.columnwise_is_fresh():
         held["columnwise_data"] = held["columnwise_scale_inv"] = None
-    if weight.state.only:  # the other direction's codes were not gathered
-        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.only]
+    if weight.state.gathered_direction:  # the other direction's codes were not gathered
+        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.gathered_direction]
         held[f"{other}_data"] = held[f"{other}_scale_inv"] = None
-    if weight.state.keeps_amax:  # a host moves its amax and scale on between casts
+    if weight.state.external_scaling_state:  # a host moves its amax and scale on between casts
         held["amax"] = held["scale"] = None
     comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
     for name in UNDETERMINED:
@@ -121,7 +121,7 @@ def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
     return [Span(first * columns, min(first + step, rows) * columns) for first in range(0, rows, step)]
 
 
-def _gather(owned: OwnedMaster, piece: Span, group: Group) -> Tensor:
+def _gather(owned: MasterView, piece: Span, group: Group) -> Tensor:
     """The piece of the master from all ranks, f32. The bits are summed as integers, to which whoever owns nothing adds zero."""
     whole = torch.zeros(piece.numel, dtype=torch.float32, device=owned.weight.device)
     common = owned.span.intersect(piece)
@@ -132,7 +132,7 @@ def _gather(owned: OwnedMaster, piece: Span, group: Group) -> Tensor:
     return whole
 
 
-def _tensor_amax(owned: OwnedMaster, pieces: Sequence[Span], group: Group) -> Tensor:
+def _tensor_amax(owned: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
     amax = torch.zeros(1, dtype=torch.float32, device=owned.weight.device)
     for piece in pieces:
         x = round_nominal(_gather(owned, piece, group).view(-1, owned.weight.matrix_shape[1]), owned.weight.dtype)

@@ -189,8 +189,8 @@ class QuantizedWeight(Tensor):
         owners.note_read(self)
 
     def check_filled(self) -> None:
-        """RuntimeError for bytes that were never cast nor filled, and for those that a cast or step left torn."""
-        self.state.freshness.check_whole()
+        """RuntimeError for bytes that were never cast nor filled, and for those whose last write is partial."""
+        self.state.freshness.guard.check_complete()
         if not self.state.ever_cast:
             raise RuntimeError(
                 f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
@@ -243,7 +243,7 @@ class QuantizedWeight(Tensor):
         """
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
-        self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
+        self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
 
     def restate(self, state: WeightState) -> None:
         """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
@@ -298,7 +298,7 @@ class QuantizedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
         names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
-        if self.state.only:
+        if self.state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, context

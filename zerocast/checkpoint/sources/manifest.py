@@ -18,7 +18,7 @@ import torch
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
 from zerocast.checkpoint.whole_folder import sync_file
-from zerocast.distributed.agreement import agree, from_rank_0
+from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
 
 logger = logging.getLogger(__name__)
@@ -191,4 +191,4 @@ def _check(manifest: Manifest, path: Path, group: Group) -> None:
         manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
     except (OSError, ValueError) as error:
         problem = error
-    agree(group, [], problem, what=LOADS)
+    validate_across_ranks(group, [], problem, what=LOADS)

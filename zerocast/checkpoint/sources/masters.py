@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
 from zerocast.checkpoint.sources.manifest import check_files
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 
 PREFIXES = ("", "model.", "module.", "state_dict.")
@@ -48,7 +48,7 @@ def read_masters(
         if group.size == 1:
             raise
         problem = error
-    agree(group, [prefix], problem)
+    validate_across_ranks(group, [prefix], problem)
     assert opened is not None
     begin()
     _load({prefix + name: tensor for name, tensor in masters.items()}, opened, group)
