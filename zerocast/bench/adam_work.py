@@ -52,7 +52,7 @@ def step(workload: Workload, fmt: str, place: Place) -> Job:
     update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
     def run() -> None:
-        packed.reset()
+        packed.begin()
         table.adam_amax(update, packed.buffer, None)
         table.compute_scales(packed.buffer, None)
         table.partial_cast(packed.buffer, None)

@@ -18,7 +18,7 @@ def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     """Amaxes of the owned elements, into a buffer that is zero before the first run."""
     shard = Shard(workload, fmt, place)
     table, packed = shard.table(), shard.packed
-    shard.plan.packed.reset()
+    shard.plan.packed.begin()
     return Job(lambda: table.partial_amax(packed), lambda: [packed])
 
 

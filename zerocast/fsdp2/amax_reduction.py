@@ -16,7 +16,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.pipeline import encode
+from zerocast.cast.pipeline import AmaxReduction, cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
@@ -39,7 +39,7 @@ class ReductionGroup:
     tp_size: int
 
 
-class BoundaryAmaxes:
+class BoundaryAmaxes(AmaxReduction):
     """The amaxes of `weights`, and their reduction. `buffer` holds those of this rank, `places` says which where.
 
     `measured` names the weights whose amaxes an optimizer step has left in the buffer, up to date until somebody writes.
@@ -97,12 +97,11 @@ class BoundaryAmaxes:
         self.measured |= names
         return self.buffer
 
-    def begin_cast(self) -> frozenset[str]:
-        """The weights whose amaxes are in the buffer; it holds zeros for all others."""
-        measured, self.measured = self.measured, frozenset()
-        if not measured:
+    def begin(self) -> None:
+        """Leave the amaxes that steps have measured, for this cast: one that raises measures all again."""
+        if not self.measured:
             self.buffer.zero_()
-        return measured
+        self.measured = frozenset()
 
     def reduce(self) -> None:
         """The one collective of a cast."""
@@ -174,10 +173,8 @@ class CastGroup:
     @torch.no_grad()
     def cast(self, repeat: bool) -> None:
         """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed scales of the last cast."""
-        for table in self._tables_without(self.amaxes.begin_cast()):
-            table.partial_amax(self.amaxes.buffer)
-        self.amaxes.reduce()
-        encode(self._tables, self.amaxes.buffer, self.delayed, repeat=repeat)
+        unmeasured = self._tables_without(self.amaxes.measured)
+        cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, repeat=repeat)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
