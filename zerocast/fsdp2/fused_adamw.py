@@ -5,17 +5,15 @@ keeps its state under the keys of torch.optim.AdamW, so that checkpoints go from
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.backends import ops
-from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.formats import FormatSpec, get_format
+from zerocast.cast.weight_table import TableKey, WeightTable
+from zerocast.formats import get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2.amax_reduction import CastGroup
 from zerocast.fsdp2.manager import CastManager, guard_of
@@ -23,75 +21,54 @@ from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.weight.write_guard import transaction
 
-Kind = tuple[FormatSpec, torch.dtype]
-PLAIN: Kind = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
-
-
-@dataclass(frozen=True)
-class AdamShard:
-    """What a rank holds of one parameter: flat f32 tensors of the elements `span` of a matrix `shape`.
-
-    `grad` gives the gradient of now, `row` is the parameter's row of the scalars, `place` where its amaxes go, rowwise and of an
-    own columnwise grid.
-    """
-
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    grad: Callable[[], Tensor]
-    row: int
-    shape: tuple[int, int]
-    span: Span
-    place: tuple[int, int]
+PLAIN = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
 
 
 class AdamPass:
-    """The shards of weights of one format and nominal dtype, none of them empty."""
+    """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for weights of one kind.
 
-    def __init__(self, backend: str, fmt: FormatSpec, nominal: torch.dtype, shards: Sequence[AdamShard]) -> None:
-        self._head, self._nominal = (backend, str(fmt)), nominal
-        self._grads = [shard.grad for shard in shards]
-        self._masters = [shard.master for shard in shards]
-        self._exp_avgs, self._exp_avg_sqs = [s.exp_avg for s in shards], [s.exp_avg_sq for s in shards]
-        device = shards[0].master.device
-        rows = [_row(index, shard) for index, shard in enumerate(shards)]
-        self._table = torch.tensor(rows, dtype=torch.int64).to(device)
-        self._groups = torch.tensor([shard.row for shard in shards], dtype=torch.int64).to(device)
+    FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of its own in the table.
+    """
+
+    def __init__(self, key: TableKey, device: torch.device) -> None:
+        self._table = WeightTable(key, device)
+        self._parameters: list[Any] = []
+        self._exp_avgs: list[Tensor] = []
+        self._exp_avg_sqs: list[Tensor] = []
+
+    def add(
+        self,
+        parameter: Any,
+        master: Tensor,
+        state: Mapping[str, Any],
+        row: int,
+        shape: tuple[int, int],
+        span: Span,
+        place: tuple[int, int],
+    ) -> None:
+        """Append a parameter with its flat local part `master`, the elements `span` of a matrix `shape`.
+
+        `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go, rowwise and of an own
+        columnwise grid.
+        """
+        self._parameters.append(parameter)
+        self._exp_avgs.append(_flat(state["exp_avg"]))
+        self._exp_avg_sqs.append(_flat(state["exp_avg_sq"]))
+        self._table.add_master(master, shape, span, place, row)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def freeze(self) -> "AdamPass":
+        """Put the table on the device."""
+        self._table.freeze()
+        return self
 
     def run(self, scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
         """One step of all shards; their amaxes go into `packed`, which holds zeros there."""
-        ops.adam_amax(
-            *self._head,
-            nominal=self._nominal,
-            masters=self._masters,
-            grads=[grad() for grad in self._grads],
-            exp_avgs=self._exp_avgs,
-            exp_avg_sqs=self._exp_avg_sqs,
-            table=self._table,
-            groups=self._groups,
-            scalars=scalars,
-            clip=clip,
-            packed=packed,
-            skip=None,
-        )
-
-
-def _row(index: int, shard: AdamShard) -> list[int]:
-    row = [-1] * WIDTH
-    row[Column.ROWS], row[Column.COLUMNS] = shard.shape
-    row[Column.START], row[Column.NUMEL] = shard.span.start, shard.span.numel
-    row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = index, 0
-    row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = shard.place
-    return row
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The passes that leave their amaxes in a cast group, and the names of the weights in them."""
-
-    group: CastGroup
-    names: frozenset[str]
-    passes: Sequence[AdamPass]
+        grads = [_flat(parameter.grad) for parameter in self._parameters]
+        moments = self._exp_avgs, self._exp_avg_sqs
+        self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -148,9 +125,7 @@ class FusedAdamW(torch.optim.Optimizer):
             return loss
         self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
         for manager in self._managers:
-            manager.make_due(
-                self
-            )  # also of a step that raises half-way: all ranks cast before they gather, and are told
+            manager.make_due(self)  # also by a step that raises half-way: all ranks cast before a gather tells them
         guards = [guard_of(self), *(manager.guard for manager in self._managers)]
         with transaction(guards, "an optimizer step"):
             self._update()
@@ -162,9 +137,9 @@ class FusedAdamW(torch.optim.Optimizer):
             manager.forget_old_amaxes()
         self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
-        for measured in self._measured:
-            packed = measured.group.amaxes.begin_step(measured.names)
-            for one in measured.passes:
+        for group, names, passes in self._measured:
+            packed = group.amaxes.begin_step(names)
+            for one in passes:
                 one.run(scalars, self._clip, packed)
         for one in self._plain:
             one.run(scalars, self._clip, self._unread)
@@ -221,42 +196,31 @@ class FusedAdamW(torch.optim.Optimizer):
         self._clip = torch.ones(1, device=device)
 
     def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
-        backend = backends.choose(self._clip.device)
-        group_of = {id(weight): group for group in groups for weight in group.weights}
-        plain: list[AdamShard] = []
-        found: dict[int, dict[Kind, list[tuple[str, AdamShard]]]] = {id(group): {} for group in groups}
+        device = self._clip.device
+        backend = backends.choose(device)
+        group_of = {weight: group for group in groups for weight in group.weights}
+        measured: dict[CastGroup, dict[TableKey, AdamPass]] = {group: {} for group in groups}
+        names: dict[CastGroup, list[str]] = {group: [] for group in groups}
+        plain = AdamPass(TableKey(backend, *PLAIN), device)
         for parameter, local in locals_:
-            if not isinstance(local, MasterParameter):
-                size = local.numel()
-                if size:
-                    plain.append(self._shard(parameter, local, (1, size), Span(0, size), (len(plain), -1)))
-                continue
-            weight, geometry = local.weight, local.weight.geometry
-            group = group_of[id(weight)]
-            if geometry.span.numel:
-                shape = geometry.cast_rows, geometry.columns
-                place = group.amaxes.places[weight.name]
-                shard = self._shard(parameter, weight.master, shape, geometry.span, place)
-                kind = weight.format, geometry.nominal
-                found[id(group)].setdefault(kind, []).append((weight.name, shard))
-        self._measured = []
-        for group in groups:
-            kinds = found[id(group)]
-            names = frozenset(name for members in kinds.values() for name, _ in members)
-            passes = [AdamPass(backend, *kind, [shard for _, shard in members]) for kind, members in kinds.items()]
-            self._measured.append(_Measured(group, names, passes))
-        self._plain = [AdamPass(backend, *PLAIN, plain)] if plain else []
-        self._unread = torch.zeros(len(plain), device=self._clip.device)
-
-    def _shard(
-        self, parameter: Any, master: Tensor, shape: tuple[int, int], span: Span, place: tuple[int, int]
-    ) -> AdamShard:
-        state = self.state[parameter]
-        exp_avg, exp_avg_sq = (_flat(state[moment]) for moment in ("exp_avg", "exp_avg_sq"))
-        row = self._row[parameter]
-        return AdamShard(
-            master.detach().view(-1), exp_avg, exp_avg_sq, lambda: _flat(parameter.grad), row, shape, span, place
-        )
+            adam, shape, span, place = plain, (1, local.numel()), Span(0, local.numel()), (len(plain), -1)
+            if isinstance(local, MasterParameter):
+                weight, geometry = local.weight, local.weight.geometry
+                group = group_of[weight]
+                shape, span = (geometry.cast_rows, geometry.columns), geometry.span
+                key, place = TableKey(backend, weight.format, geometry.nominal), group.amaxes.places[weight.name]
+                if span.numel:
+                    names[group].append(weight.name)
+                    adam = measured[group].setdefault(key, AdamPass(key, device))
+            if span.numel:
+                master = _plain(local).detach().view(-1)
+                adam.add(parameter, master, self.state[parameter], self._row[parameter], shape, span, place)
+        self._measured = [
+            (group, frozenset(names[group]), [one.freeze() for one in passes.values()])
+            for group, passes in measured.items()
+        ]
+        self._plain = [plain.freeze()] if len(plain) else []
+        self._unread = torch.zeros(len(plain), device=device)
 
 
 def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
