@@ -300,10 +300,14 @@ _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group; one that nobody holds any more is collected first."""
-    if _alive:
+    """Whether another optimizer of other parameters reduces over this group; one that nobody keeps is collected first."""
+
+    def found() -> bool:
+        return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
+
+    if found():
         gc.collect()
-    return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
+    return found()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
