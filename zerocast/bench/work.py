@@ -24,7 +24,7 @@ def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
     shard = Shard(workload, fmt, place)
     table, packed = shard.table(), shard.packed
-    shard.plan.packed.reset()
+    shard.plan.packed.begin()
     return Job(lambda: table.partial_amax(packed), lambda: [packed])
 
 
@@ -102,7 +102,7 @@ def step(workload: Workload, fmt: str, place: Place) -> Job:
     update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
     def run() -> None:
-        packed.reset()
+        packed.begin()
         table.adam_amax(update, packed.buffer, None)
         table.compute_scales(packed.buffer, None)
         table.partial_cast(packed.buffer, None)

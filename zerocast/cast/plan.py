@@ -77,7 +77,6 @@ class CastPlan:
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         device, self.backend = self._partition.device, self._partition.backend
         self.packed = PackedAmax(self._partition, self._cast, device, self.group)
-        self._received = torch.zeros(2 * len(self.packed.boundary_bytes), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
@@ -131,17 +130,8 @@ class CastPlan:
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this calls
         `done` after it.
         """
-        cast(
-            self._tables,
-            self._boundary,
-            self.packed,
-            self._received,
-            self.group,
-            self.delayed,
-            skip=skip,
-            update=update,
-            repeat=repeat,
-        )
+        tables, boundary = self._tables, self._boundary
+        cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -241,11 +231,11 @@ class CastPlan:
             table = tables.of(shard.weight, master)
             table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
         boundary = WeightTables(device, self.backend)
-        for index, element, slot in self.packed.boundary_elements(self.group.rank):
+        for index, element, slot in self.packed.boundary_elements:
             shard = self._partition.shards[index]
             table = boundary.of(shard.weight)
             row = table.add(shard.weight, self.packed.offsets[index])
-            table.set_span(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
+            table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
         self._tables: list[WeightTable] = tables.freeze()
         self._boundary: list[WeightTable] = boundary.freeze()
         self.delayed.bind(self._delayed_buffers())

@@ -7,9 +7,8 @@ the master. What has memory of its own is plain. It pickles as the plain tensor:
 
 import functools
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,45 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.unsharded import check_product
-
-
-class Owner(Protocol):
-    """The weight behind a shard."""
-
-    name: str
-    casts: Any
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether FSDP2 has sharded the weight and its shard was cast."""
-
-    def wrapped(self) -> None:
-        """There is another wrapper of a shard, which may take the place of the first."""
-
-    def memory(self, size: Sequence[int], device: torch.device) -> Tensor | None:
-        """Zeros for the shard that FSDP2 or a module allocates; None leaves that to torch."""
-
-    def written(self, data: Tensor) -> None:
-        """An operator wrote to the FP32 tensor of a shard, or of something that FSDP2 made from it."""
-
-    def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        """The bytes to gather."""
-
-    def receive(self, outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Any:
-        """Make the weight of gathered bytes."""
+from zerocast.fsdp2.manager import NOT_SHARDED, CastManager
+from zerocast.fsdp2.weight import FSDPWeight
 
 
 class MasterParameter(Tensor):
-    """An FP32 master shard. `plain` is the tensor inside, `owner` the weight that it is a shard of."""
+    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of, `manager` who casts that."""
 
     plain: Tensor
-    owner: Owner
+    weight: FSDPWeight
+    manager: CastManager
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, owner: Owner, requires_grad: bool = False) -> "MasterParameter":
+    def __new__(
+        cls, plain: Tensor, weight: FSDPWeight, manager: CastManager, requires_grad: bool = False
+    ) -> "MasterParameter":
         """Stand for `plain`; nothing is copied.
 
         The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`): torch's staging of asynchronous
@@ -70,26 +47,32 @@ class MasterParameter(Tensor):
             device=plain.device,
             requires_grad=requires_grad,
         )
-        master.plain = plain
-        master.owner = owner
-        owner.wrapped()
+        master.plain, master.weight, master.manager = plain, weight, manager
+        weight.record.rewrapped = True  # FSDP2 may replace the parameter by this one
         return master
+
+    def like(self, plain: Tensor) -> "MasterParameter":
+        """A wrapper of another tensor, or of a view, for the same weight."""
+        return MasterParameter(plain, self.weight, self.manager)
 
     # One argument: with five FSDP2 asserts on short ranks alone that packed bytes have the size of the unpacked shard.
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """FSDP2's hook: quantized bytes, scales and a header."""
-        return self.owner.send(self.plain, mesh), None
+        self.manager.before_gather()
+        return self.weight.send(self.plain, mesh), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """FSDP2's hook: the QuantizedWeight of all ranks' bytes, refilled in place after the first time."""
-        return self.owner.receive(outputs, dtype, out)
+        if self.weight.receive(outputs, dtype, is_first=out is None):
+            self.manager.cast_again()
+        return self.weight.unshard(outputs)
 
     @property
     def master_owner(self) -> Any:
         """Who shows this master to `zerocast.verify`."""
-        return self.owner.casts
+        return self.manager
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """That of the plain tensor, by which FSDP2 sees that its flat view is still the parameter's memory."""
@@ -114,12 +97,12 @@ class MasterParameter(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For torch.compile."""
-        return ["plain"], self.owner
+        return ["plain"], (self.weight, self.manager)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], owner: Any, size: Any, stride: Any) -> "MasterParameter":
+    def __tensor_unflatten__(inner: dict[str, Tensor], behind: Any, size: Any, stride: Any) -> "MasterParameter":
         """The inverse of `__tensor_flatten__`."""
-        return MasterParameter(inner["plain"], owner)
+        return MasterParameter(inner["plain"], *behind)
 
     def _stable_hash_for_caching(self) -> str:
         """Part of the key of a compiled graph (`torch_fsdp.key_graphs_by_local_tensors`)."""
@@ -133,7 +116,7 @@ class MasterParameter(Tensor):
             _check_split(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             _check_metadata(func, args[0])
-        check_product(func, MasterParameter, args, kwargs)
+        _check_product(func, args, kwargs)
         if func in _ALLOCATE and (shard := _allocated(*args, **kwargs)) is not None:
             return shard
         wrappers: dict[int, MasterParameter] = {}
@@ -145,7 +128,7 @@ class MasterParameter(Tensor):
         result = func(*tree_map_only(MasterParameter, unwrap, args), **tree_map_only(MasterParameter, unwrap, kwargs))
         if func._schema.is_mutable or func.namespace == "c10d":
             for master in _written(func, args, kwargs):
-                master.owner.written(master.plain)
+                master.weight.note_write(master.plain)
             return tree_map_only(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
         first = args[0] if args else None
         if not isinstance(first, MasterParameter):
@@ -164,13 +147,14 @@ def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> Maste
     size = like.shape if size is None and like.is_meta else size
     if size is None or list(size[1:]) != list(like.shape[1:]):
         return None
-    plain = like.owner.memory(size, torch.device(options.get("device") or like.device))
-    return None if plain is None else MasterParameter(plain, like.owner)
+    device = torch.device(options.get("device") or like.device)
+    plain = like.manager.memory.take(like.weight.name, size, device)
+    return None if plain is None else like.like(plain)
 
 
 def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
     """Refuse the cut by which fully_shard would shard columns."""
-    if dim % master.dim() and not master.owner.is_cast:
+    if dim % master.dim() and not master.weight.is_cast:
         raise ValueError(
             "FSDP2 shards quantized weights by rows only: let shard_placement_fn give Shard(0) or None for prepared weights, "
             f"not Shard({dim})"
@@ -181,9 +165,27 @@ def _check_metadata(func: Any, master: Any) -> None:
     """Refuse what gives a tensor another shape or other memory in place: the wrapper and what it stands for would part."""
     if isinstance(master, MasterParameter) and func is not _aten.detach_.default:
         raise RuntimeError(
-            f"{master.owner.name}: {func} changes shape or memory of a prepared master in place: write values into it, or use the "
+            f"{master.weight.name}: {func} changes shape or memory of a prepared master in place: write values into it, or use the "
             "operator that returns another tensor"
         )
+
+
+def _check_product(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a product with a master that was never cast: FSDP2 does not manage the weight, or the model would not see it.
+
+    A prepared weight reaches a product as a QuantizedWeight, once FSDP2 has gathered it. Shapes may be probed on the meta device.
+    """
+    if func.namespace == "aten" and func._schema.name[6:] in PRODUCTS:
+        tree_map_only(MasterParameter, functools.partial(_check_cast, func), (args, kwargs))
+
+
+def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
+    if not master.weight.is_cast and not master.is_meta:
+        raise RuntimeError(
+            f"{master.weight.name} is prepared, and {func} would compute with its FP32 master, since FSDP2 did not gather it: "
+            f"{NOT_SHARDED}"
+        )
+    return master
 
 
 def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
@@ -195,9 +197,9 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
             alias: Tensor = _aten.alias.default(source)
             return alias
     if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
-        return MasterParameter(source.plain, source.owner)
+        return source.like(source.plain)
     if func in _KEEP or _is_alias_of(tensor, source.plain):
-        return MasterParameter(tensor, source.owner)
+        return source.like(tensor)
     return tensor
 
 
@@ -248,3 +250,16 @@ _KEEP = {
     _aten._to_copy.default,
     _aten._pin_memory.default,
 }
+
+# what layers of torch compute with weights: tests/fsdp2/test_unsharded.py has each layer
+_NAMES = """
+    mm addmm _addmm_activation bmm baddbmm addbmm mv addmv matmul linear einsum tensordot bilinear _trilinear mkldnn_linear
+    linalg_multi_dot chain_matmul _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2
+    convolution convolution_overrideable _convolution _convolution_mode _slow_conv2d_forward mkldnn_convolution
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    cudnn_convolution cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu
+    miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell mkldnn_rnn_layer _cudnn_rnn miopen_rnn
+    _native_multi_head_attention _transformer_encoder_layer_fwd _triton_multi_head_attention
+"""
+PRODUCTS = frozenset(_NAMES.split())

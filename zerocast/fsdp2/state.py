@@ -1,16 +1,17 @@
-"""TrainingState: masters, moments and delayed scaling of an FSDP2 model under the keys of `zerocast.optim.state`.
+"""What is saved and loaded: masters, moments and delayed scaling of an FSDP2 model under the keys of `zerocast.optim.state`.
 
     model.<name>                              f32 master, logical shape
     optim.state.<name>.{exp_avg,...,step}     whatever the optimizers keep
     optim.param_groups.<name>.{lr,...}        f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}
 
-It has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its atomic, hashed checkpoints, and a ZeroAdamW loads
-what FSDP2 saved, and the other way about.
+`TrainingState` has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its atomic, hashed checkpoints, and a
+ZeroAdamW loads what FSDP2 saved, and the other way about. `load_masters` begins a model from somebody's high-precision weights.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from zerocast.checkpoint.sources import AnySource
+from zerocast.checkpoint.sources.masters import read_masters
+from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
-from zerocast.fsdp2 import torn
-from zerocast.fsdp2.casts import Casts
-from zerocast.fsdp2.prepare import casts_of, formats, is_prepared, load_state_dict, state_dict
+from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
+from zerocast.weight.write_guard import WriteGuard, transaction
 
 HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 BETAS = ("beta1", "beta2")
@@ -53,7 +57,8 @@ class TrainingState:
 
         RuntimeError after a step or a load that raised half-way, since that would save masters and moments of different steps.
         """
-        torn.check_complete(self._owners())
+        for guard in self._guards():
+            guard.check_complete()
         optim: Any
         model, optim = get_state_dict(self._model, self._optimizers)
         names = [name for name, _ in self._model.named_parameters()]
@@ -67,19 +72,19 @@ class TrainingState:
 
     def state_to_overwrite(self) -> dict[str, Any]:
         """What `state_dict` gives, for a reader that fills it, also after what raised half-way."""
-        with torn.overlooked(self._owners()):
+        with _overlooked(self._guards()):
             return self.state_dict()
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Within, the state is overwritten: what raises in here leaves it torn until it is loaded again."""
-        owners = self._owners()
-        if any(torn.guard_of(owner).is_partial for owner in owners):
+        """Overwrite the state in here; what raises leaves it partial until it is loaded again."""
+        guards = self._guards()
+        if any(guard.is_partial for guard in guards):
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-        for casts in self._casts():
-            casts.make_due()  # on all ranks, whatever each of them was in the middle of
-        with torn.writing("loading a checkpoint", owners):
+        for manager in self._managers():
+            manager.make_due()  # on all ranks, whatever each of them was in the middle of
+        with transaction(guards, "loading a checkpoint"):
             yield
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,12 +97,13 @@ class TrainingState:
         with self.overwriting():
             self._load(state)
 
-    def _owners(self) -> list[Any]:
-        """What is torn together."""
-        return [self._model, *self._optimizers, *self._casts()]
+    def _guards(self) -> list[WriteGuard]:
+        """The guards of all that is written together."""
+        managers = [manager.guard for manager in self._managers()]
+        return [guard_of(self._model), *map(guard_of, self._optimizers), *managers]
 
-    def _casts(self) -> list[Casts]:
-        return casts_of(self._model) if is_prepared(self._model) else []
+    def _managers(self) -> list[CastManager]:
+        return managers_of(self._model) if is_prepared(self._model) else []
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """On this rank; ranks differ in nothing that is looked at."""
@@ -128,6 +134,45 @@ class TrainingState:
         )
         if is_prepared(self._model):
             load_state_dict(self._model, state.get("zerocast", {}))
+
+
+@torch.no_grad()
+def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()) -> None:
+    """Take parameters and persistent buffers of a prepared model, which `fully_shard` has sharded, from high-precision weights.
+
+    `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared parameters need not be there.
+    All ranks call it, before the first forward pass or between steps; each reads its shards. Delayed scaling is seeded anew, with
+    a warning; moments belong to the optimizer, which is better built afterwards. ValueError for a model that was not prepared.
+    After a file that breaks off on the way the model says so at every gather, until masters or a state are loaded.
+    """
+    managers = managers_of(model)
+    guards = [guard_of(model), *(manager.guard for manager in managers)]
+    with _overlooked(guards):
+        state_dict(model)  # casts what is due, and finds the shards
+        state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    held = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
+    again = [name for name in state if name not in held]
+    with contextlib.ExitStack() as stack:
+        begin = partial(stack.enter_context, _overwriting(managers, guards))
+        read_masters(held, source, [*ignore, *again, *(f"model.{name}" for name in again)], Group.of(None), begin)
+        load_state_dict(model, {})
+
+
+@contextlib.contextmanager
+def _overwriting(managers: Sequence[CastManager], guards: Sequence[WriteGuard]) -> Iterator[None]:
+    for manager in managers:
+        manager.make_due()
+    with transaction(guards, "loading masters"):
+        yield
+
+
+def _overlooked(guards: Iterable[WriteGuard]) -> contextlib.ExitStack:
+    """Let a reader that is going to overwrite everything read what is partial."""
+    stack = contextlib.ExitStack()
+    for guard in guards:
+        stack.enter_context(guard.overlooked())
+    return stack
 
 
 def _apart(value: Any) -> Any:
