@@ -12,7 +12,8 @@ from tests import casts
 from tests.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format
 from zerocast.backends.reference import dequantize
-from zerocast.gemm import block_128, inputs, mxfp8, nvfp4, torch_api
+from zerocast.gemm import block_128, inputs, torch_api
+from zerocast.weight.linear import multiply, multiply_gradient
 
 BF16 = torch.bfloat16
 
@@ -162,21 +163,21 @@ def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
 @pytest.mark.parametrize(
     ("path", "fmt", "shape", "loss"),
     [
-        (block_128, "fp8_block", (256, 640), 0.04),
-        (block_128, "fp8_block:power_of_2_scale=False", (128, 128), 0.04),
-        (mxfp8, "mxfp8", (160, 96), 0.04),
-        (nvfp4, "nvfp4", (160, 96), 0.14),
+        ("block_128", "fp8_block", (256, 640), 0.04),
+        ("block_128", "fp8_block:power_of_2_scale=False", (128, 128), 0.04),
+        ("mxfp8", "mxfp8", (160, 96), 0.04),
+        ("nvfp4", "nvfp4", (160, 96), 0.14),
     ],
 )
 def test_operands_multiply_to_the_product(
-    path: gemm.Path, fmt: str, shape: tuple[int, int], loss: float, rows: Any, monkeypatch: pytest.MonkeyPatch
+    path: str, fmt: str, shape: tuple[int, int], loss: float, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against an emulation of the documented interface: right up to the rounding of the input, in both directions."""
     monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     weight: Any = cast(fmt, shape)
     x, grad, bias = (torch.randn(*rows, n).to(BF16) for n in (shape[1], shape[0], shape[0]))
     bias = torch.randn(shape[0]).to(BF16)
-    y, dx = path.forward(x, weight, bias, False), path.input_gradient(grad, weight, False)
+    y, dx = multiply(path, x, weight, bias=bias), multiply_gradient(path, grad, weight)
     assert y.shape == grad.shape and dx.shape == x.shape and y.dtype is dx.dtype is BF16
     for found, exact in (
         (y - bias, x.float() @ direction(weight, False).t()),
@@ -190,19 +191,19 @@ def test_operands_multiply_to_the_product(
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) -> None:
     weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
-    _, scale_inv, _, _ = block_128.operands(torch.randn(16, 256).to(BF16), weight.format, *weight.direction(False))
+    _, scale_inv = block_128.quantize(torch.randn(16, 256).to(BF16), weight.format, gradient=False)
     assert (scale_inv.frexp()[0] == 0.5).all() == power_of_2
 
 
-@pytest.mark.parametrize(("path", "fmt"), [(block_128, "fp8_block"), (mxfp8, "mxfp8"), (nvfp4, "nvfp4")])
+@pytest.mark.parametrize(("path", "fmt"), [("block_128", "fp8_block"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so_in_groups(
-    path: gemm.Path, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch
+    path: str, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     x = torch.randn(16, 256).to(BF16)
     x[3, 200] = bad
-    y = path.forward(x, cast(fmt, (128, 256)), None, False)
+    y = multiply(path, x, cast(fmt, (128, 256)))
     assert y[3].isnan().all()
     others = torch.cat((y[:3], y[4:]))
     assert others.isnan().all() if fmt == "nvfp4" else others.isfinite().all()

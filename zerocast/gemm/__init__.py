@@ -6,5 +6,18 @@ matrix multiply, with its other operand quantized to match. Everything else dequ
 
 from zerocast.gemm.case import Case
 from zerocast.gemm.choice import PATHS, WISHES, Choice, Path, choice_of, decide, path_of, use
+from zerocast.gemm.operands import forget, of_input
 
-__all__ = ["PATHS", "WISHES", "Case", "Choice", "Path", "choice_of", "decide", "path_of", "use"]
+__all__ = [
+    "PATHS",
+    "WISHES",
+    "Case",
+    "Choice",
+    "Path",
+    "choice_of",
+    "decide",
+    "forget",
+    "of_input",
+    "path_of",
+    "use",
+]

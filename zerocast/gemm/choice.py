@@ -1,7 +1,7 @@
 """The choice of a path: made once for a weight, an input dtype and a wish, and kept until the weight's storage moves."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +22,23 @@ class Path(Protocol):
     def obstacles(self, case: Case) -> Iterator[str]:
         """Why it cannot run, one sentence each; none if it can."""
 
-    def forward(self, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-        """`x @ W.T + bias`, or `x @ W + bias` when transposed."""
+    def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+        """What a product makes of an input `[..., k]` or of an output gradient before it multiplies."""
 
-    def input_gradient(self, grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-        """`grad @ W`, or `grad @ W.T` when transposed."""
+    def multiply(
+        self,
+        operands: Sequence[Tensor],
+        weight: Any,
+        columnwise: bool,
+        transposed: bool,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The product of what `quantize` gave with one direction of the weight, `[rows, features]` of `dtype`.
+
+        Forward it is `x @ W.T + bias` of the rowwise copy, backward `grad @ W` of the columnwise copy; a transposed weight
+        exchanges `W` and `W.T`.
+        """
 
 
 PATHS: dict[str, Path] = {

@@ -3,9 +3,12 @@
 The weight gradient is computed in the nominal dtype, or in FP32 when the weight's `grad_dtype` says so; it never needs the weight.
 The other two are computed by a path of `zerocast.gemm`, the same one for a forward pass and its backward pass. What autograd keeps
 for the backward pass is the quantized weight and the input as it came.
+
+A compiler traces the same functions. It sees how an input is quantized, as plain operations that it fuses with what made the
+input. The product itself is one op (`compiled_ops.py`): nothing that is dequantized for it, or transposed, can be kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,29 +26,55 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
-        return gemm.PATHS[path].forward(x, weight, bias, transposed)
+        return multiply(path, x, weight, transposed=transposed, bias=bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        gemm.forget()
+        grad_x = grad_weight = None
+        rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
-            grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed) if needs_x else None
-            others = parameter_gradients(x, weight, grad, ctx.transposed, needs_weight, ctx.has_bias and needs_bias)
-        return grad_x, *others, None, None
+            if needs_x:
+                grad_x = multiply_gradient(ctx.path, grad, weight, ctx.transposed)
+            if needs_weight:
+                grad_weight = _weight_gradient(weight, *((x_rows, rows) if ctx.transposed else (rows, x_rows)))
+        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias and needs_bias else None, None, None
 
 
-def parameter_gradients(
-    x: Tensor, weight: Any, grad: Tensor, transposed: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, None where they are not needed."""
-    grad_weight = None
-    rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    if needs_weight:
-        left, right = (x_rows, rows) if transposed else (rows, x_rows)
-        grad_weight = _weight_gradient(weight, left, right)
-    return grad_weight, rows.sum(0) if needs_bias else None
+def multiply(path: str, x: Tensor, weight: Any, transposed: bool = False, bias: Tensor | None = None) -> Tensor:
+    """`x @ W.T + bias`, or `x @ W + bias` when transposed, from the rowwise copy; no autograd."""
+    operands = gemm.of_input(path, x, weight.format) if x.numel() else ()
+    return _multiplied(path, operands, x, weight, False, transposed, bias)
+
+
+def multiply_gradient(path: str, grad: Tensor, weight: Any, transposed: bool = False) -> Tensor:
+    """`grad @ W`, or `grad @ W.T` when transposed, from the columnwise copy; no autograd."""
+    operands = gemm.PATHS[path].quantize(grad, weight.format, gradient=True) if grad.numel() else ()
+    return _multiplied(path, operands, grad, weight, True, transposed, None)
+
+
+def _multiplied(
+    path: str,
+    operands: Sequence[Tensor],
+    x: Tensor,
+    weight: Any,
+    columnwise: bool,
+    transposed: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """The product for the operands made of `x`; of an input without elements there are none, since it has no amax."""
+    shape = *x.shape[:-1], weight.matrix_shape[columnwise != transposed]
+    if not operands:
+        return x.new_empty(shape)
+    rest = columnwise, transposed, bias, x.dtype
+    if weight.is_traced:
+        y = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
+    else:
+        y = gemm.PATHS[path].multiply(operands, weight, *rest)
+    return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)  # without the rows of a padding
 
 
 def _weight_gradient(weight: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -90,10 +119,7 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
 
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The product, for autograd, for a compiler or for torch.func."""
-    if torch.compiler.is_compiling():  # one op in the graph: zerocast/weight/compiled_ops.py
-        traced: Tensor = torch.ops.zerocast.product(x, weight, bias, transposed)
-        return traced
+    """The product, for autograd or for torch.func."""
     if torch._C._are_functorch_transforms_active():  # torch.func takes operators alone
         product = torch.matmul(x, weight if transposed else torch.t(weight))
         return product if bias is None else product + bias
@@ -110,10 +136,10 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
     weight = operand if operand.transposed_of is None else operand.transposed_of
     if hasattr(x, "format") or x.dtype != weight.dtype:
         raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
-    path = gemm.PATHS[gemm.path_of(weight, x.dtype, transposed=False)]
+    path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
-        return path.forward(x, weight, bias, False)
-    y = path.input_gradient(x, weight, False)
+        return multiply(path, x, weight, bias=bias)
+    y = multiply_gradient(path, x, weight)
     return y if bias is None else y + bias
 
 
