@@ -4,6 +4,9 @@ Codes come first, each direction that is sent as an output of its own, so that g
 need no copy. The last output is the side channel: a header, the scalars of the tensor, and the scales of the block rows that
 the rank owns, without the padding and replication of docs/formats/common.md, which are made after the gather.
 
+Scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in what FSDP2 gathers: products take the scalars
+where they lie, and cuBLASLt wants operands and their scales so.
+
 A shard group of one rank sends everything as one output: FSDP2 takes only the first one there (torch 2.11 and 2.13).
 
 With `one_direction` a weight whose directions are different codes sends either, never both: behind the codes of each lies what goes
@@ -20,8 +23,8 @@ from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import amax_grid, round_up
 from zerocast.fsdp2.rows import RowShards
 
-ALIGNMENT = 16  # bytes: where a GEMM wants an operand to begin
-HEADER = 16  # bytes: two int32 and room
+ALIGNMENT = 16  # bytes: where a GEMM wants an operand and its scale to begin
+HEADER = ALIGNMENT  # bytes: two int32 and room
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,18 @@ class Wire:
         self.scale_offset = self._scalar(fmt.block is None)
         self._add_scales("rowwise_scale_inv", fmt.block, 0)
         self._add_scales("columnwise_scale_inv", fmt.columnwise_block, len(self._sides) - 1)
-        self.side_bytes = round_up(max(self._sides), ALIGNMENT)
+        self.side_bytes = max(self._sides)
         self._code_slot = round_up(self.code_bytes, ALIGNMENT)
         self.nbytes = self.directions * self._code_slot + len(self._sides) * self.side_bytes
 
     def _scalar(self, present: bool) -> int | None:
-        offset = self._sides[0]
-        self._sides[0] += 4 if present else 0
-        return offset if present else None
+        return self._reserve(0, 4) if present else None
+
+    def _reserve(self, side: int, nbytes: int) -> int:
+        """The offset of a region of a side channel."""
+        offset = self._sides[side]
+        self._sides[side] += round_up(nbytes, ALIGNMENT)
+        return offset
 
     def _add_scales(self, name: str, block: Block | None, side: int) -> None:
         if block is None:
@@ -80,11 +87,9 @@ class Wire:
         dtype = torch.float32 if self.format.scale_rule is ScaleRule.FP32 else torch.uint8
         across = amax_grid(block, self.shards.rows, self.columns)[1]
         repeat = self.format.scale_rule is ScaleRule.TWO_LEVEL
-        scales = Scales(
-            name, block[0], across, dtype, repeat, self._sides[side], self.shards.most_owned(block[0]), side
-        )
-        self._sides[side] = round_up(self._sides[side] + scales.nbytes, 4)
-        self.scales.append(scales)
+        count = self.shards.most_owned(block[0])
+        offset = self._reserve(side, count * across * dtype.itemsize)
+        self.scales.append(Scales(name, block[0], across, dtype, repeat, offset, count, side))
 
     def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """(codes by direction, side channels) of a rank's `buffer` of `nbytes` bytes, or of buffers `[..., nbytes]`."""
