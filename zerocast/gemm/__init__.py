@@ -5,10 +5,23 @@ matrix multiply, with its other operand quantized to match. Everything else dequ
 """
 
 from zerocast.gemm.case import Case
-from zerocast.gemm.choice import PATHS, WISHES, Choice, Path, choice_of, decide, path_of, use
+from zerocast.gemm.choice import (
+    GRADIENTS,
+    PATHS,
+    WISHES,
+    Choice,
+    Path,
+    choice_of,
+    decide,
+    path_of,
+    quantizes_weight_gradients,
+    use,
+)
+from zerocast.gemm.inputs import is_traced
 from zerocast.gemm.operands import forget, of_input
 
 __all__ = [
+    "GRADIENTS",
     "PATHS",
     "WISHES",
     "Case",
@@ -17,7 +30,9 @@ __all__ = [
     "choice_of",
     "decide",
     "forget",
+    "is_traced",
     "of_input",
     "path_of",
+    "quantizes_weight_gradients",
     "use",
 ]

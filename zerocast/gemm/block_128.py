@@ -51,6 +51,25 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     return codes, scale_inv.t().contiguous().t()
 
 
+def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """The operand of a weight gradient, which sums over tokens: quantized anew in groups of 128 tokens, padded with zeros.
+
+    (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column.)
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if missing := -rows.shape[0] % BLOCK:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    codes, scale_inv = inputs.groups(rows.t().contiguous(), BLOCK, E4M3, fmt.power_of_2_scale)
+    return codes, scale_inv.t().contiguous().t()
+
+
+def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """`grad.T @ x` from what `along_tokens` gave for both."""
+    (left, left_scale_inv), (right, right_scale_inv) = grad, x
+    how = ["BlockWise1x128"]
+    return torch_api.scaled_mm(left, left_scale_inv, right.t(), right_scale_inv, how, how, None, dtype)
+
+
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:

@@ -41,6 +41,19 @@ class Path(Protocol):
         """
 
 
+class GradientPath(Protocol):
+    """What a path defines besides if it computes weight gradients on tensor cores too."""
+
+    def along_tokens(
+        self, x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool
+    ) -> tuple[Tensor, ...]:
+        """What a weight gradient on tensor cores makes of an input or of an output gradient, quantized as `operands`."""
+
+    def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """`grad.T @ x` as `dtype`, from what `along_tokens` gave for both."""
+
+
+GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
 PATHS: dict[str, Path] = {
     "per_tensor": per_tensor,
     "block_128": block_128,
@@ -49,8 +62,10 @@ PATHS: dict[str, Path] = {
     "dequantize": dequantize,  # takes every format: whatever no other path does
 }
 WISHES = ("auto", "dequantize", "scaled_mm")
+WEIGHT_GRADIENTS = ("nominal", "fp8")
 AUTOMATIC_DEVICES = ("cuda",)  # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
 _wish = "auto"
+_weight_gradients = "nominal"
 
 
 class Choice(NamedTuple):
@@ -60,25 +75,38 @@ class Choice(NamedTuple):
     reason: str
 
 
-def use(wish: str) -> ExitStack:
+def use(wish: str | None = None, *, weight_gradients: str | None = None) -> ExitStack:
     """Say how products of quantized weights run from now on, or within a `with` statement, in this process.
 
     "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize. "dequantize": always that.
     "scaled_mm": torch's scaled matrix multiply, on the CPU too where torch has it; a product that cannot raises RuntimeError with
-    the reason. The two ways give different bits, since the scaled one quantizes the input as well. A backward pass takes the way
-    of its forward pass. Raises ValueError for any other wish.
+    the reason. The two ways give different bits, since the scaled one quantizes the input as well.
+
+    `weight_gradients` is "nominal" (the default), a product of input and output gradient as they came, in the nominal dtype or
+    FP32; or "fp8", where a product with an FP8 weight runs on tensor cores: the product of both quantized, and the quantized input
+    is what is kept for it. What is None stays as it is.
+
+    A backward pass takes the way of its forward pass, a compiled function that of its compilation. Raises ValueError for any
+    other value.
     """
-    if wish not in WISHES:
+    if wish not in (None, *WISHES):
         raise ValueError(f"a GEMM path is wished for by one of {', '.join(WISHES)}, got {wish!r}")
+    if weight_gradients not in (None, *WEIGHT_GRADIENTS):
+        raise ValueError(f"weight gradients are one of {', '.join(WEIGHT_GRADIENTS)}, got {weight_gradients!r}")
     restore = ExitStack()
-    restore.callback(_set, _wish)
-    _set(wish)
+    restore.callback(_set, _wish, _weight_gradients)
+    _set(wish or _wish, weight_gradients or _weight_gradients)
     return restore
 
 
-def _set(wish: str) -> None:
-    global _wish  # noqa: PLW0603
-    _wish = wish
+def _set(wish: str, weight_gradients: str) -> None:
+    global _wish, _weight_gradients
+    _wish, _weight_gradients = wish, weight_gradients
+
+
+def quantizes_weight_gradients(path: str) -> bool:
+    """Whether products of this path now compute their weight gradients from quantized operands."""
+    return _weight_gradients == "fp8" and path in GRADIENTS
 
 
 @functools.cache

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from zerocast import backends
+from zerocast.backends import ops
 from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
 from zerocast.backends.reference.codec import encode, pack
 from zerocast.backends.reference.scales import ONE_2688TH, encode_scales, stored_scales
@@ -91,6 +93,17 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     amax = torch.linalg.vector_norm(grouped, torch.inf, dim=2, dtype=torch.float32)
     scale = encode_scale(amax, element.max, power_of_2)
     return _codes(grouped, scale.unsqueeze(2), element).view(x.shape), reciprocal(scale)
+
+
+def turned(codes: Tensor) -> Tensor:
+    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of 16 rows."""
+    if missing := -codes.shape[0] % 16:
+        codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+    if is_traced(codes):
+        return codes.t().contiguous()
+    backend = backends.choose(codes.device)
+    data, _ = ops.transposed(backend, "fp8_current", codes.view(torch.uint8), None, *codes.shape)
+    return data.view(codes.dtype)
 
 
 def _codes(x: Tensor, scale: Tensor, element: Element) -> Tensor:

@@ -12,32 +12,42 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm.choice import PATHS
+from zerocast.gemm.choice import GRADIENTS, PATHS
 from zerocast.gemm.inputs import is_traced
+
+Operands = tuple[Tensor, ...]
 
 
 class _Shared(NamedTuple):
     x: "weakref.ref[Tensor]"
     version: int
     use: tuple[Any, ...]
-    operands: tuple[Tensor, ...]
+    operands: Operands
+    along_tokens: Operands
 
 
 _last: _Shared | None = None
 
 
-def of_input(path: str, x: Tensor, fmt: FormatSpec) -> tuple[Tensor, ...]:
-    """`quantize` of a path for an input with elements."""
+def of_input(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool = False) -> tuple[Operands, Operands]:
+    """What the product makes of an input with elements; what its weight gradient does, if asked for, else the input as it is."""
     global _last  # noqa: PLW0603
     if not _is_shareable(x):
-        return PATHS[path].quantize(x, fmt, gradient=False)
-    last, use = _last, (path, fmt, _stream(x))
+        return _made(path, x, fmt, along_tokens)
+    last, use = _last, (path, fmt, along_tokens, _stream(x))
     if last is not None and last.x() is x and last.version == x._version and last.use == use:
-        return last.operands
-    operands = PATHS[path].quantize(x, fmt, gradient=False)
+        return last.operands, last.along_tokens or (x,)
+    operands, of_gradient = _made(path, x, fmt, along_tokens)
     if operands[0] is not x:
-        _last = _Shared(weakref.ref(x, _drop), x._version, use, operands)
-    return operands
+        _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, of_gradient if along_tokens else ())
+    return operands, of_gradient
+
+
+def _made(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool) -> tuple[Operands, Operands]:
+    operands = PATHS[path].quantize(x, fmt, gradient=False)
+    if not along_tokens:
+        return operands, (x,)
+    return operands, GRADIENTS[path].along_tokens(x, operands, fmt, gradient=False)
 
 
 def forget() -> None:

@@ -47,6 +47,14 @@ def _multiply_fake(
     return operands[0].new_empty((*operands[0].shape[:-1], shape[columnwise != transposed]), dtype=dtype)
 
 
+def _weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype, path: str) -> Tensor:
+    return gemm.GRADIENTS[path].weight_gradient(grad, x, dtype)
+
+
+def _weight_gradient_fake(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype, path: str) -> Tensor:
+    return grad[0].new_empty((grad[0].shape[0], x[0].shape[0]), dtype=dtype)
+
+
 def _grouped(x: Tensor, offs: Tensor, columnwise: bool, *weight: Any) -> Tensor:
     return grouped.multiply(x, QuantizedWeight.of_arguments(*weight), offs, columnwise)
 
@@ -60,6 +68,12 @@ ops.define(
     f"(Tensor[] operands, bool columnwise, bool transposed, Tensor? bias, ScalarType dtype, str path, {_WEIGHT}) -> Tensor",
     _multiply,
     _multiply_fake,
+)
+ops.define(
+    "weight_gradient",
+    "(Tensor[] grad, Tensor[] x, ScalarType dtype, str path) -> Tensor",
+    _weight_gradient,
+    _weight_gradient_fake,
 )
 ops.define(
     "grouped_multiply", f"(Tensor x, Tensor offs, bool columnwise, {_WEIGHT}) -> Tensor", _grouped, _grouped_fake
