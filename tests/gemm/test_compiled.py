@@ -129,3 +129,29 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     if wish == "scaled_mm":
         assert forward["aten.abs.default"] == 2, "the input of gate is that of up: quantized once"
         assert backward["aten.abs.default"] == 3
+
+
+def test_a_quantized_weight_gradient_keeps_the_quantized_input() -> None:
+    x, model = torch.randn(ROWS, WIDTH).to(BF16), built("fp8_current")
+    with gemm.use("scaled_mm"):
+        nominal = run(model, x)
+    with gemm.use("scaled_mm", weight_gradients="fp8"):
+        expected = run(model, x)
+        function, graphs = compiled(model)
+        found = run(function, x)
+    assert all(map(torch.equal, found, expected))
+    assert graphs.counts("backward")["zerocast.weight_gradient.default"] == 3
+    assert graphs.kept() <= ROWS * (2 * 2 * HIDDEN + HIDDEN + WIDTH) + 8 * ROWS
+    assert all(map(torch.equal, expected[:3], nominal)), "the output and the input gradient are as before"
+    for ours, theirs in zip(expected[3:6], nominal[3:6], strict=True):
+        assert 0 < (ours - theirs).norm() <= 0.08 * theirs.norm()
+
+
+def test_what_a_cached_graph_depends_on() -> None:
+    """torch keeps graphs by this key, across processes too: another way of computing is another graph."""
+    weight: Any = built("fp8_current").gate.weight
+    keys = {weight._stable_hash_for_caching()}
+    for wish, weight_gradients in (("scaled_mm", None), ("dequantize", None), ("scaled_mm", "fp8")):
+        with gemm.use(wish, weight_gradients=weight_gradients):
+            keys.add(weight._stable_hash_for_caching())
+    assert len(keys) == 4

@@ -13,9 +13,11 @@ from zerocast.gemm.choice import (
     Path,
     choice_of,
     decide,
+    falls_back,
     path_of,
     quantizes_weight_gradients,
     use,
+    ways,
 )
 from zerocast.gemm.inputs import is_traced
 from zerocast.gemm.operands import forget, of_input
@@ -29,10 +31,12 @@ __all__ = [
     "Path",
     "choice_of",
     "decide",
+    "falls_back",
     "forget",
     "is_traced",
     "of_input",
     "path_of",
     "quantizes_weight_gradients",
     "use",
+    "ways",
 ]

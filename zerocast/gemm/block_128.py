@@ -32,9 +32,14 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block == (BLOCK, BLOCK)
 
 
+def hardware(case: Case) -> Iterator[str]:
+    """Hopper GPUs."""
+    yield from torch_api.hardware(case, major=9, name="Hopper")
+
+
 def obstacles(case: Case) -> Iterator[str]:
-    """Hopper GPUs, E4M3 weights, whole blocks."""
-    yield from torch_api.obstacles(case, major=9, name="Hopper")
+    """A recent CUDA, E4M3 weights, whole blocks."""
+    yield from torch_api.obstacles()
     if case.cuda is not None and case.cuda < FIRST_CUDA:
         yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
     if case.format.element != E4M3:

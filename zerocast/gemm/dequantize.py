@@ -18,6 +18,11 @@ def takes(fmt: FormatSpec) -> bool:
     return True
 
 
+def hardware(case: Case) -> Iterator[str]:
+    """Any device."""
+    yield from ()
+
+
 def obstacles(case: Case) -> Iterator[str]:
     """None."""
     yield from ()

@@ -102,7 +102,7 @@ def turned(codes: Tensor) -> Tensor:
     if is_traced(codes):
         return codes.t().contiguous()
     backend = backends.choose(codes.device)
-    data, _ = ops.transposed(backend, "fp8_current", codes.view(torch.uint8), None, *codes.shape)
+    data: Tensor = ops.transposed(backend, "fp8_current", codes.view(torch.uint8), None, *codes.shape)[0]
     return data.view(codes.dtype)
 
 

@@ -27,9 +27,14 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.E8M0
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def hardware(case: Case) -> Iterator[str]:
     """Data-centre Blackwell GPUs."""
-    yield from torch_api.obstacles(case, major=10, name="Blackwell")
+    yield from torch_api.hardware(case, major=10, name="Blackwell")
+
+
+def obstacles(case: Case) -> Iterator[str]:
+    """Extents in multiples of 32."""
+    yield from torch_api.obstacles()
     yield from case.obstacles(multiple=32)
 
 

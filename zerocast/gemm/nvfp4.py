@@ -31,9 +31,14 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.TWO_LEVEL
 
 
+def hardware(case: Case) -> Iterator[str]:
+    """Data-centre Blackwell GPUs."""
+    yield from torch_api.hardware(case, major=10, name="Blackwell")
+
+
 def obstacles(case: Case) -> Iterator[str]:
-    """Data-centre Blackwell GPUs, and a torch with a dtype for E2M1."""
-    yield from torch_api.obstacles(case, major=10, name="Blackwell")
+    """A torch with a dtype for E2M1, extents in multiples of 32."""
+    yield from torch_api.obstacles()
     if not hasattr(torch, "float4_e2m1fn_x2"):
         yield "this torch has no torch.float4_e2m1fn_x2"
     yield from case.obstacles(multiple=32)

@@ -30,13 +30,17 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block is None
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def hardware(case: Case) -> Iterator[str]:
     """Any NVIDIA GPU with FP8 tensor cores; torch's own emulation on the CPU."""
     on_cpu = case.device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
     if case.capability is None and not on_cpu:
         yield f"torch._scaled_mm is for NVIDIA GPUs here, not for {case.device} tensors"
     elif case.capability and case.capability < FIRST_CAPABILITY:
         yield f"FP8 tensor cores come with compute capability 8.9, this device has {case.capability_text}"
+
+
+def obstacles(case: Case) -> Iterator[str]:
+    """Extents in multiples of 16."""
     yield from case.obstacles(multiple=16)
 
 

@@ -84,7 +84,7 @@ def _multiplied(
         return x.new_empty(shape)
     rest = columnwise, transposed, bias, x.dtype
     if weight.is_traced:
-        y = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
+        y: Tensor = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
     else:
         y = gemm.PATHS[path].multiply(operands, weight, *rest)
     return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)  # without the rows of a padding

@@ -329,8 +329,9 @@ class QuantizedWeight(Tensor):
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
         _, context = self.__tensor_flatten__()
+        ways = gemm.ways(self)
         inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
-        return f"QuantizedWeight of {self.device} {context} {inner}"
+        return f"QuantizedWeight of {self.device} {context} {inner} {ways}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
