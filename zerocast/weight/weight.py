@@ -15,6 +15,7 @@ from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
+from zerocast.gemm import inputs
 from zerocast.weight import linear as compute
 from zerocast.weight import owners, unsupported
 from zerocast.weight import state as weight_state
@@ -27,6 +28,7 @@ NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _READ = {
     "rowwise_data": "readable_rowwise_data"
 }  # by which a compiled graph asks for a buffer: it is checked on the way
+_READ_BY_PRODUCTS = BUFFERS[:5]
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
 
@@ -80,6 +82,27 @@ class QuantizedWeight(WeightBuffers):
     ) -> "QuantizedWeight":
         """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied."""
         return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
+
+    def as_arguments(self) -> tuple[Any, ...]:
+        """The arguments of an op from which `of_arguments` makes this weight again, over the same buffers."""
+        state = self.state
+        buffers = [state.buffers[name] for name in _READ_BY_PRODUCTS]
+        return list(self.shape), str(state.format), state.dtype, state.columnwise_on_demand, *buffers
+
+    @staticmethod
+    def of_arguments(
+        shape: Sequence[int], fmt: str, dtype: torch.dtype, on_demand: bool, *buffers: Tensor | None
+    ) -> "QuantizedWeight":
+        """The inverse of `as_arguments`."""
+        held = {name: buffer for name, buffer in zip(_READ_BY_PRODUCTS, buffers, strict=True) if buffer is not None}
+        weight = QuantizedWeight.of_buffers(tuple(shape), get_format(fmt), dtype, held)
+        weight.state.columnwise_on_demand = on_demand
+        return weight
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether its buffers stand for those of a later call, as while a compiler traces."""
+        return inputs.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
@@ -242,8 +265,9 @@ class QuantizedWeight(WeightBuffers):
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
         _, context = self.__tensor_flatten__()
+        ways = gemm.ways(self)
         inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
-        return f"QuantizedWeight of {self.device} {context} {inner}"
+        return f"QuantizedWeight of {self.device} {context} {inner} {ways}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
