@@ -522,6 +522,19 @@ def test_two_attached_plans() -> None:
     second.attach()
 
 
+def test_a_plan_trains_weights_whose_data_was_replaced() -> None:
+    """The optimizer's hook asks who trains them before the plan's cast looks where they lie now."""
+    w, inputs = weight(), torch.randn(2, 32, dtype=torch.bfloat16)
+    plan = Plan(w)
+    plan.attach()
+    w.data = copy.deepcopy(weight())  # which no plan has cast
+    nn.functional.linear(inputs, w).sum().backward()
+    plan.master.grad = torch.ones_like(plan.master)
+    plan.optimizer.step()
+    plan.plan.post_all_gather()
+    casts.assert_same_bytes(casts.bytes_of(w), casts.unsharded("nvfp4", plan.master.detach().view(32, 32), w.dtype))
+
+
 def test_plans_of_other_elements_stand_beside_each_other() -> None:
     w = weight()
     plans = Plan(w, 0, 512), Plan(w, 512)

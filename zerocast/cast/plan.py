@@ -24,7 +24,7 @@ from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
-from zerocast.weight.owners import Claim
+from zerocast.weight.owners import Claim, train
 from zerocast.weight.write_guard import WriteGuard
 
 _built: Counter[str] = Counter()  # plans by group
@@ -77,16 +77,17 @@ class CastPlan:
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         device, self.backend = self._partition.device, self._partition.backend
         self.packed = PackedAmax(self._partition, self._cast, device, self.group)
-        self._received = torch.zeros(2 * len(self.packed.boundary_bytes), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._step_hooks = StepHooks(self._partition, self._cast, self.group)
         self._watch()
+        self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
         self._bind()
+        train(self, [self.weights[index] for index in self._cast])  # also once `.data =` gave them other storage
 
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """Cast the masters as they are now, or with `update` as that step makes them. One all-reduce, no host work a tensor.
@@ -129,17 +130,8 @@ class CastPlan:
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this calls
         `done` after it.
         """
-        cast(
-            self._tables,
-            self._boundary,
-            self.packed,
-            self._received,
-            self.group,
-            self.delayed,
-            skip=skip,
-            update=update,
-            repeat=repeat,
-        )
+        tables, boundary = self._tables, self._boundary
+        cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -188,7 +180,7 @@ class CastPlan:
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
         shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
-        left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
+        left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
@@ -213,7 +205,8 @@ class CastPlan:
     def _owned(self, index: int) -> MasterView:
         shard = self._partition.shards[index]
         scale = self.delayed.cast_scale(self._names[index])
-        return MasterView(None, shard.weight, shard.master, shard.span, scale)
+        name = self._names[index] if self._is_named else None
+        return MasterView(name, shard.weight, shard.master, shard.span, scale)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
@@ -238,11 +231,11 @@ class CastPlan:
             table = tables.of(shard.weight, master)
             table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
         boundary = WeightTables(device, self.backend)
-        for index, element, slot in self.packed.boundary_elements(self.group.rank):
+        for index, element, slot in self.packed.boundary_elements:
             shard = self._partition.shards[index]
             table = boundary.of(shard.weight)
             row = table.add(shard.weight, self.packed.offsets[index])
-            table.set_span(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
+            table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
         self._tables: list[WeightTable] = tables.freeze()
         self._boundary: list[WeightTable] = boundary.freeze()
         self.delayed.bind(self._delayed_buffers())

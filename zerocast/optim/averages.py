@@ -15,7 +15,9 @@ from torch import Tensor
 
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.state import ZeroState
+from zerocast.optim.validate import check_owns
 from zerocast.optim.weights import ShardedWeights
+from zerocast.weight.owners import Claim
 
 BACKWARD = (
     "a backward pass within `with average.swapped()`, where weights are those of an average: evaluate under torch.no_grad(), and "
@@ -43,10 +45,16 @@ class Averages:
     """The averages of one optimizer's masters, and whether one of them is swapped in. It keeps none of them alive."""
 
     def __init__(
-        self, masters: Tensor, count: Tensor, state: ZeroState, weights: ShardedWeights, reducer: GradientReducer
+        self,
+        masters: Tensor,
+        count: Tensor,
+        state: ZeroState,
+        weights: ShardedWeights,
+        reducer: GradientReducer,
+        claim: Claim,
     ) -> None:
         self.masters, self.count, self.state = masters, count, state
-        self._weights, self._reducer = weights, reducer
+        self._weights, self._reducer, self._claim = weights, reducer, claim
         self._all: weakref.WeakSet[Average] = weakref.WeakSet()
         self._swapped = False
 
@@ -83,7 +91,7 @@ class Averages:
         """Within, the weights are cast from what `exchange` makes the masters; it is called again to undo that."""
         self.check_not_swapped("an average was swapped in")
         self._weights.plan.guard.check_complete()
-        self._reducer.check_in_charge()
+        check_owns(self._claim)
         self._reducer.check_same_call("swaps an average in")
         self._weights.ready()
         with torch.no_grad(), self._weights.plan.transaction("swapping an average in"):

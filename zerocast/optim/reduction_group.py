@@ -55,7 +55,11 @@ def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -
 
 
 def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group. Garbage is collected first."""
-    if reducers:
+    """Whether another optimizer of other parameters reduces over this group; one that nobody keeps is collected first."""
+
+    def found() -> bool:
+        return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(reducers))
+
+    if found():
         gc.collect()
-    return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(reducers))
+    return found()

@@ -43,6 +43,12 @@ def _has_value(weight: QuantizedWeight) -> bool:
     return weight.state.ever_cast or weight.high_precision_init_val is not None
 
 
+def check_owns(claim: Claim) -> None:
+    """RuntimeError once a newer optimizer has taken a parameter over."""
+    if claim.ended:
+        raise RuntimeError(TAKEN_OVER)
+
+
 def take_over(named: Sequence[Named]) -> Claim:
     """Hold these parameters; any older ZeroAdamW over any of them has lost all of its own."""
     for older in overlapping(_held(named), _parameters(named)):

@@ -32,9 +32,9 @@ from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import free_groups, group_of_its_own, has_company
 from zerocast.optim.state import ZeroState
 from zerocast.optim.validate import (
-    TAKEN_OVER,
     Named,
     check_owners,
+    check_owns,
     describe,
     hyperparameters,
     take_over,
@@ -126,10 +126,11 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._clipped = ""  # to what, since the last step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
-        self.averages = Averages(self._masters.master, self._device.count, self._state, self._weights, self._reducer)
         self._plan.freshness.owner = weakref.ref(self)
         self._plan.freshness.has_masters = False  # of these parameters alone: a claim says which
         self._claim = take_over(named)
+        master, count = self._masters.master, self._device.count
+        self.averages = Averages(master, count, self._state, self._weights, self._reducer, self._claim)
         self._steps = 0
         self._weights.recast()
         self._caller.number = 1
@@ -191,8 +192,7 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     def _check_owns(self) -> None:
         """RuntimeError once a newer optimizer has taken a parameter over."""
-        if self._claim.ended:
-            raise RuntimeError(TAKEN_OVER)
+        check_owns(self._claim)
 
     def _prepare_clipping(self, max_norm: float) -> None:
         """The same for a graph that clips: it overwrites the factor of a clip before it."""
