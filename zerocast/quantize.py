@@ -1,4 +1,4 @@
-"""quantize_: swap the matched weights of an ordinary module for QuantizedWeight parameters."""
+"""quantize_: replace the matched weights of an ordinary module by QuantizedWeight parameters."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,16 @@ from zerocast.weight import QuantizedWeight
 def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace weights of `model` in place, as `recipe` says, and cast their present values.
 
-    A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe calls identity, stay as
-    they are. `dtype` is the nominal dtype, by default each parameter's own: an FP32 model with `dtype=torch.bfloat16`
-    computes in bf16 and keeps its FP32 values (`high_precision_init_val`) until an optimizer has made masters of them.
-    Shared parameters stay shared, and what a host set on a parameter as an attribute goes over to its weight. A delayed scale
-    is seeded from the initial amax. Returns `model`.
+    A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe
+    calls identity, stay as they are. `dtype` is the nominal dtype, by default the parameter's own
+    dtype: an FP32 model with `dtype=torch.bfloat16` computes in bf16 and keeps its FP32 values
+    (`high_precision_init_val`) until an optimizer has made masters of them. Shared parameters stay
+    shared, and attributes that a host set on a parameter move to its weight. A delayed scale is
+    seeded from the initial amax. Returns `model`.
 
-    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its format cannot take, a weight
-    that is quantized already in another format, and an embedding: looking rows up is not a product.
+    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
+    format cannot take, a weight that is already quantized in another format, and an embedding,
+    whose rows are looked up and not multiplied.
     """
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
@@ -47,7 +49,7 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
 
 
 def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless the recipe leaves a weight as it was quantized before."""
+    """Raise ValueError unless the recipe asks for the format that the weight already has."""
     if fmt.element is not None and (fmt != weight.format or dtype not in (None, weight.dtype)):
         raise ValueError(
             f"{name} is quantized already, as {weight.format} of {weight.dtype}, and the recipe says {fmt} of "
@@ -56,7 +58,9 @@ def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype:
 
 
 def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]) -> None:
-    """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this format."""
+    """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this
+    format.
+    """
     try:
         check_shape(fmt, shape)
     except ValueError as error:
@@ -78,9 +82,9 @@ def _quantized(parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Par
 
 
 def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False) -> None:
-    """Cast a whole weight from its unsharded value, on this process alone, columnwise copies included.
+    """Cast a whole weight from its unsharded value on this process, columnwise copies included.
 
-    With `seed` a delayed scale is that of this value.
+    With `seed`, the amax of this value also gives the delayed scale.
     """
     has_masters = weight.state.freshness.has_masters
     plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS)

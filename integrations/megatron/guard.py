@@ -1,17 +1,20 @@
-"""Guard: what a step, a cast, a gather or a load that raised half-way leaves is neither used nor saved.
+"""MethodGuard: what a step, a cast, a gather or a load leaves when it raises half-way is neither used nor saved.
 
-All weights of an attachment share one WriteGuard, since one step of the host writes them all. What
-broke off while it wrote masters or moments needs a load; a cast or a gather can be made again.
+All weights of an attachment are partial together, since one step of the host writes them all. A
+write of masters or moments that broke off needs a load; a cast or a gather can be repeated.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from zerocast.integrations.host_adapter import Patch
 from zerocast.weight.write_guard import WriteGuard
 
-from .inner_state import make_ready, take_steps
-from .refusal import refuse_checkpoint
+from . import host
+from .checkpoint import saving_unpadded
+from .inner_state import keeping_step, make_ready, take_steps
+from .validate import check_checkpoint
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
 RELOAD = "masters, moments and weights may be of different steps; load a checkpoint, or end the run if ranks have died"
@@ -19,23 +22,55 @@ RELOAD = "masters, moments and weights may be of different steps; load a checkpo
 Method = Callable[..., Any]
 
 
-class Guard:
-    """Over the weights of one attachment, whose plans share its `writes`."""
+READ = ("step", "state_dict", "save_parameter_state")  # refused while weights are partial
+LOAD = ("load_state_dict", "load_parameter_state")  # complete them
+
+
+class MethodGuard:
+    """Wraps methods of the host, which share `writes` with the plans of an attachment."""
 
     def __init__(self, writes: WriteGuard | None = None) -> None:
-        self.writes = writes or WriteGuard(
-            RELOAD, recast_remedy=AGAIN
-        )  # that of an attachment before, if it is partial
-        self._preparing = False
-
-    def loads(self) -> bool:
-        """Whether what is being loaded is a checkpoint, and not what the host loads of itself to prepare for one."""
-        return not self._preparing
+        self.writes = writes or WriteGuard(RELOAD, recast_remedy=AGAIN)
+        self.is_preparing = False  # a load: the host loads of itself what it will overwrite
 
     def check_complete(self) -> None:
         """RuntimeError while masters or weights are partial; not while a load is prepared, which reads what it will overwrite."""
-        if not self._preparing:
+        if not self.is_preparing:
             self.writes.check_complete()
+
+    def patches(
+        self,
+        optimizer: Any,
+        distributed: Sequence[Any],
+        refreshes: Mapping[int, Callable[[], None]],
+        after_step: Callable[[], None],
+    ) -> Iterator[Patch]:
+        """Around whatever steps, saves and loads: of `optimizer`, which was given, and of the `distributed` ones inside it.
+
+        `refreshes` cast and gather the weights of one optimizer, by its id.
+        """
+        for one in distributed:
+            yield Patch(one, "_set_main_param_and_optimizer_states", keeping_step(one))
+            yield Patch(one, "sharded_state_dict", saving_unpadded(one))
+        for one in {id(one): one for one in (optimizer, *distributed)}.values():
+            loads_all = one is optimizer or len(distributed) == 1
+            loaded = distributed if loads_all else [one]
+            refreshed = list(refreshes.values()) if loads_all else [refreshes[id(one)]] if id(one) in refreshes else []
+            step = self.writing(one.step_with_ready_grads, "an optimizer step", masters=True)
+            yield Patch(one, "step_with_ready_grads", followed_by(step, after_step) if one is optimizer else step)
+            yield from (Patch(one, name, self.checked(getattr(one, name))) for name in READ)
+            yield Patch(one, "sharded_state_dict", self.saving(one.sharded_state_dict, distributed))
+            yield from (
+                Patch(one, name, self.loading(getattr(one, name), refreshed, loaded, loads_all)) for name in LOAD
+            )
+
+    def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
+        """Cast and gather, also what a cast or a gather has left partial; RuntimeError where masters are partial."""
+        if self.writes.has_partial_masters:
+            self.check_complete()
+        with self.writes.transaction("a cast", masters=False):
+            for refresh in refreshes:
+                refresh()
 
     def checked(self, method: Method) -> Method:
         """`method`, refused while anything is partial."""
@@ -46,8 +81,8 @@ class Guard:
 
         return call
 
-    def writer(self, method: Method, what: str, *, masters: bool) -> Method:
-        """`method`, refused while anything is partial; what it raises leaves everything partial."""
+    def writing(self, method: Method, what: str, *, masters: bool) -> Method:
+        """`method`, refused while anything is partial; an exception in it leaves everything partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.check_complete()
@@ -56,54 +91,45 @@ class Guard:
 
         return call
 
-    def refresh(self, method: Method) -> None:
-        """Cast and gather by `method`, also what a cast or a gather has left partial; RuntimeError where masters are partial."""
-        if self.writes.has_partial_masters:
-            self.check_complete()
-        with self.writes.transaction("a cast", masters=False):
-            method()
-
-    def sharded_state_dict(self, method: Method, optimizers: Sequence[Any]) -> Method:
-        """The host's `sharded_state_dict`: refused while anything is partial, unless it makes what a load fills."""
+    def saving(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
+        """The host's method, refused while anything is partial, unless it makes what a load fills."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for one in optimizers:
-                refuse_checkpoint(one, kwargs.get("metadata"))
-            if not is_loading(args, kwargs):
+                check_checkpoint(one, kwargs.get("metadata"))
+            if not host.is_loading(args, kwargs):
                 self.check_complete()
-                return method(*args, **kwargs)
+                return sharded_state_dict(*args, **kwargs)
             with contextlib.nullcontext() if self.writes.is_partial else self.writes.transaction("preparing a load"):
                 make_ready(optimizers)
-                before, self._preparing = self._preparing, True
+                before, self.is_preparing = self.is_preparing, True
                 try:
-                    template = method(*args, **kwargs)  # which rewrites states, some of them to one tensor
+                    template = sharded_state_dict(*args, **kwargs)  # rewrites states, some of them to one tensor
                 finally:
-                    self._preparing = before
+                    self.is_preparing = before
                 take_steps(optimizers)
                 return template
 
         return call
 
-    def loader(self, method: Method, refresh: Callable[[], None], optimizers: Sequence[Any], of_all: bool) -> Method:
-        """A method of the host that loads `optimizers`, then `refresh`; if those are all it makes whole what is partial."""
+    def loading(
+        self, method: Method, refreshes: Sequence[Callable[[], None]], optimizers: Sequence[Any], loads_all: bool
+    ) -> Method:
+        """A method of the host that loads `optimizers`, then `refreshes`; to load all optimizers completes what is partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._preparing or self.writes.is_open or (self.writes.is_partial and not _holds_masters(args[0])):
+            if self.is_preparing or self.writes.is_open or (self.writes.is_partial and not _holds_masters(args[0])):
                 return method(*args, **kwargs)  # a part of a load, or of preparing one
-            if not of_all:
+            if not loads_all:
                 self.check_complete()
             with self.writes.transaction("loading a checkpoint"):
                 result = method(*args, **kwargs)
                 take_steps(optimizers)
-                refresh()
+                for refresh in refreshes:
+                    refresh()
                 return result
 
         return call
-
-
-def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `sharded_state_dict` is called for what a load fills."""
-    return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))
 
 
 def _holds_masters(loaded: Any) -> bool:
@@ -113,3 +139,14 @@ def _holds_masters(loaded: Any) -> bool:
     if isinstance(loaded, (list, tuple)):
         return all(map(_holds_masters, loaded))
     return not isinstance(loaded, dict) or "param_state" in loaded
+
+
+def followed_by(first: Method, second: Callable[[], None]) -> Method:
+    """`first`, then `second`, which is not called if `first` raises."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        second()
+        return result
+
+    return both

@@ -177,7 +177,8 @@ def masters_by_hand() -> tuple[bool, list[str]]:
     with host_on_cpu():
         run = Run(Case(tuple(spec for spec in Case().specs if spec.fmt != "plain")))
         for owned in run.optimizer.master_views()[0].masters:
-            owned.master.mul_(1.5)
+            if owned.master is not None:
+                owned.master.mul_(1.5)
         seen = bool(run.wrong())
         run.optimizer.refresh()
         return seen, run.wrong()

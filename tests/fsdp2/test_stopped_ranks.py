@@ -28,7 +28,7 @@ PLACES = [
         for when in ("before", "after")
     ),
     *(Place(TORCH, name, when) for name in ("foreach_all_gather", "foreach_reduce") for when in ("before", "after")),
-    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
+    Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
     Place("zerocast.checkpoint.checkpoint", "_hash_files"),
     Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
 ]

@@ -35,8 +35,8 @@ class MasterParameter(Tensor):
     ) -> "MasterParameter":
         """Stand for `plain`; nothing is copied.
 
-        The wrapper lies at no offset, wherever the shard does: a DTensor takes it over, and torch's staging of checkpoints takes a
-        tensor of no memory that lies somewhere for one that has some.
+        The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`): torch's staging of asynchronous
+        saves takes a tensor with an address for a plain one, and sets its copy to memory that a wrapper does not have.
         """
         master: MasterParameter = Tensor._make_wrapper_subclass(
             cls,

@@ -9,7 +9,6 @@ A backward pass that dies takes its end with it. That is noticed, and refused un
 it away.
 """
 
-import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,11 +21,10 @@ from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.gradient_shard import GradientShard
-from zerocast.optim.idle import IdleParameters
 from zerocast.optim.norm import ParameterNorms
-from zerocast.optim.owners import TAKEN_OVER
 from zerocast.optim.reduced_gradient import GradientPart
-from zerocast.optim.reduction import Buffers, Filling, Reduction
+from zerocast.optim.reduction import Buffers, Filling, IdleParameters, Reduction
+from zerocast.optim.validate import TAKEN_OVER
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
@@ -93,9 +91,9 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
         self._company: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-        for other in list(_alive):
+        for other in list(reducers):
             other.meet(self)
-        _alive.add(self)
+        reducers.add(self)
         me = weakref.ref(self)  # hooks live as long as the parameters do
         for bucket in buckets:
             for slot in bucket.slots:
@@ -296,18 +294,7 @@ class GradientReducer:
                 self._results.give(reduction.result)
 
 
-_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-
-
-def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group; one that nobody keeps is collected first."""
-
-    def found() -> bool:
-        return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
-
-    if found():
-        gc.collect()
-    return found()
+reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # all that are alive
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -55,7 +55,7 @@ class ShardedWeights:
         self.plan.freshness.watch([masters.master], sharded=group.size > 1)
         self.plan.freshness.advice = ADVICE
         self.overlap = config.overlap_all_gather
-        self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
+        self.gathers = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
 
     def master_views(self) -> MasterViews:
         """The masters with the parameters as the model reads them now, wherever those lie."""
@@ -78,30 +78,16 @@ class ShardedWeights:
 
         `detail` is what all ranks must have alike.
         """
-        self._gather.ready()
+        self.gathers.ready()
         self.plan.ready(detail)
-
-    def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written parameters where they lie; local, and nothing is changed."""
-        self._gather.check_unwritten()
 
     def tables(self) -> list[WeightTable]:
         """What a step works by, after `ready`: where everything lies."""
-        return [*self.plan.tables, *self._gather.tables()]
-
-    def gather(self) -> None:
-        """All-gather the bytes and make columnwise copies; with overlap, what is still on its way waits at its first read."""
-        self._gather.start()
-
-    def done(self) -> None:
-        """The host's part after a step: what the weights hold is of a new cast."""
-        self.plan.done()
-        self._gather.done()
+        return [*self.plan.tables, *self.gathers.tables()]
 
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
         with self.plan.transaction("a cast"):
-            self._gather.reclaim()
+            self.gathers.reclaim()
             self.plan.cast(repeat=True)
-            self._gather.start()
-            self._gather.done()
+            self.gathers.start()

@@ -18,6 +18,7 @@ from zerocast.formats.layout import BUFFERS
 from zerocast.weight import linear as compute
 from zerocast.weight import owners, unsupported
 from zerocast.weight import state as weight_state
+from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.freshness import debugging
 from zerocast.weight.state import WeightState
 
@@ -30,14 +31,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
 
 
-class QuantizedWeight(Tensor):
+class QuantizedWeight(WeightBuffers):
     """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and scales.
 
-    Make one with `empty`, or by `zerocast.quantize_` on a model. Layouts of the buffers: docs/formats/common.md.
+    Make one with `empty`, or by `zerocast.quantize_` on a model. Its buffers: `buffers.py`.
     """
 
     format: FormatSpec
-    state: WeightState
     transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
 
     @staticmethod
@@ -80,70 +80,6 @@ class QuantizedWeight(Tensor):
     ) -> "QuantizedWeight":
         """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied."""
         return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(rows, columns) as stored: leading dimensions folded into the rows."""
-        return self.state.matrix_shape
-
-    @property
-    def rowwise_data(self) -> Tensor:
-        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
-        self.wait()
-        return self.state.rowwise_data
-
-    @property
-    def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for identity."""
-        return self.state.buffers["rowwise_scale_inv"]
-
-    @property
-    def columnwise_data(self) -> Tensor | None:
-        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
-        self.wait()
-        return self.state.buffers["columnwise_data"]
-
-    @property
-    def columnwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of the columnwise data."""
-        self.wait()
-        return self.state.buffers["columnwise_scale_inv"]
-
-    @property
-    def amax(self) -> Tensor | None:  # type: ignore[override]
-        """f32[1]: the amax of the last cast; None for formats without a tensor amax."""
-        return self.state.buffers["amax"]
-
-    @property
-    def scale(self) -> Tensor | None:
-        """f32[1]: the scale of the next cast; delayed scaling only."""
-        return self.state.buffers["scale"]
-
-    @property
-    def amax_history(self) -> Tensor | None:
-        """f32[amax_history_len]; delayed scaling only."""
-        return self.state.buffers["amax_history"]
-
-    @property
-    def high_precision_init_val(self) -> Tensor | None:
-        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
-        return self.state.initial
-
-    @high_precision_init_val.setter
-    def high_precision_init_val(self, value: Tensor | None) -> None:
-        self.state.initial = value
-
-    @property
-    def master_owner(self) -> Any:
-        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
-        owner = self.state.freshness.owner
-        return None if owner is None else owner()
-
-    def wait(self) -> None:
-        """Until the bytes are here: completes a gather in flight."""
-        finish = self.state.freshness.finish  # read once: another thread may complete the last gather meanwhile
-        if finish is not None:
-            finish(self)
 
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""

@@ -1,16 +1,21 @@
-"""Process groups that optimizers get for themselves, kept when their optimizer is gone and given to the next one.
+"""The process group that an optimizer reduces gradients over: the given one, or one of its own beside other optimizers.
 
-Destroying a group is up to whoever made the default one; so without this each optimizer that is built beside another would leave a
-group behind, with its threads and connections. Garbage is collected at another time on every rank, so all ranks exchange which
-groups are free, and take the first that is free on all.
+Destroying a group is up to whoever made the default one. So a group that an optimizer got for itself is
+kept when the optimizer is gone, and given to the next one: otherwise each would leave a group behind,
+with its threads and connections. Garbage is collected at another time on every rank, so all ranks
+exchange which groups are free, and take the first that is free on all.
 """
 
+import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zerocast.distributed.group import Group
+from zerocast.optim.gradients import reducers
 
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()  # by parent
 
@@ -47,3 +52,14 @@ def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -
     lease = leases[min(free, default=-1)]
     lease.owner = weakref.ref(owner)
     return lease.group.called_by(parent.caller) if parent.caller else lease.group
+
+
+def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
+    """Whether another optimizer of other parameters reduces over this group; one that nobody keeps is collected first."""
+
+    def found() -> bool:
+        return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(reducers))
+
+    if found():
+        gc.collect()
+    return found()

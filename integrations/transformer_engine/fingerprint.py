@@ -1,4 +1,4 @@
-"""Seen: what a call found at its tensors, so that the next call of the same list knows at once that it finds the same."""
+"""Fingerprint: which objects and addresses a call found at its tensors, so that the next call can tell that nothing moved."""
 
 import functools
 import operator
@@ -16,7 +16,7 @@ def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.attrgetter(*names)
 
 
-class Seen:
+class Fingerprint:
     """The tensors of a list and, for each, the objects that `watched` attributes held; dotted names are attributes of those.
 
     Keeps what the attributes held, and no tensor of the list, alive. A tensor with nothing watched need only be the same one.
@@ -25,24 +25,24 @@ class Seen:
     def __init__(self, tensors: Sequence[Any], watched: Sequence[tuple[str, ...]]) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._readers = [(index, _reader(names)) for index, names in enumerate(watched) if names]
-        self._held = self._read(tensors)
-        self._buffers = [value for value in self._held if isinstance(value, Tensor)]
-        self._addresses = self._lie_at()
+        self._values = self._read(tensors)
+        self._buffers = [value for value in self._values if isinstance(value, Tensor)]
+        self._addresses = self._current_addresses()
 
-    def again(self, tensors: Sequence[Any]) -> bool:
+    def matches(self, tensors: Sequence[Any]) -> bool:
         """Whether these are the same tensors with the same objects, every buffer where it was: a look at each, and no more."""
         if len(tensors) != len(self._tensors):
             return False
         if not all(map(operator.is_, tensors, [reference() for reference in self._tensors])):
             return False
         try:
-            held = self._read(tensors)
+            values = self._read(tensors)
         except AttributeError:  # of something that is None now
             return False
-        return all(map(operator.is_, held, self._held)) and self._lie_at() == self._addresses
+        return all(map(operator.is_, values, self._values)) and self._current_addresses() == self._addresses
 
     def _read(self, tensors: Sequence[Any]) -> list[Any]:
         return [value for index, read in self._readers for value in read(tensors[index])]
 
-    def _lie_at(self) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         return [buffer.data_ptr() for buffer in self._buffers]

@@ -1,4 +1,4 @@
-"""Kept: the plan behind a list of weights, from one call to the next."""
+"""PlanCache: the plan behind each list of weights, from one call to the next."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,34 +14,34 @@ from zerocast.verification.master_views import MasterViews
 
 from .adapters import is_quantized
 from .entry import Entry
-from .seen import Seen
-from .twin import Twin
+from .fingerprint import Fingerprint
+from .weight_view import WeightView
 
 
-class Kept:
-    """A CastPlan over the twins of some weights. Building it is collective; every later cast is one all-reduce.
+class CachedPlan:
+    """A CastPlan over the views of some weights. Building it is collective; every later cast is one all-reduce.
 
-    A call that finds what the one before it found casts at once: `remember` notes what that was, `finds_again` compares.
+    A call that finds what the one before it found casts at once: `remember` notes what that was, `matches` compares.
     """
 
     def __init__(self, entries: Sequence[Entry], group: Group) -> None:
-        self._twins: list[Twin] = [entry.twin for entry in entries]
-        self._seen: Seen | None = None
+        self._views: list[WeightView] = [entry.view for entry in entries]
+        self._fingerprint: Fingerprint | None = None
         self._group, self._owned = group, _owned(entries)
-        weights, starts = [twin.weight for twin in self._twins], [entry.start for entry in entries]
-        into_flat_buffer([twin.weight for twin in self._twins if twin.keeps_own_amax], "amax")
+        weights, starts = [view.weight for view in self._views], [entry.start for entry in entries]
+        into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
         masters, shards = _lists(entries)
         self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
         self._plan.freshness.advice = "call quantize_master_weights after the masters change"
         self._places = _places(entries)
 
-    def is_of(self, twins: Sequence[Twin], group: Group) -> bool:
+    def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
         """Whether this was built for these weights and this group."""
-        same = len(twins) == len(self._twins) and group.handle is self._group.handle
-        return same and all(one is other for one, other in zip(twins, self._twins, strict=True))
+        same = len(views) == len(self._views) and group.handle is self._group.handle
+        return same and all(one is other for one, other in zip(views, self._views, strict=True))
 
     def master_views(self) -> MasterViews:
-        """The masters of the last call with the twins that they were cast into."""
+        """The masters of the last call with the views that they were cast into."""
         (source,) = self._plan.master_views()
         return source
 
@@ -55,28 +55,34 @@ class Kept:
     ) -> None:
         """What a call without shards has found; nothing where codes are cast beside their tensors, or in directions of them."""
         whole = len(entries) == len(model_weights) and all(
-            entry.tensor is weight and not entry.twin.codes_in_transpose
+            entry.tensor is weight and not entry.view.codes_in_transpose
             for entry, weight in zip(entries, model_weights, strict=True)
         )
         if whole:
-            self._seen = Seen(model_weights, [entry.twin.watched_by_a_cast(entry.tensor) for entry in entries])
+            self._fingerprint = Fingerprint(
+                model_weights, [entry.view.cast_attributes(entry.tensor) for entry in entries]
+            )
             self._given = _facts(masters), list(starts)
 
-    def forget(self) -> None:
+    def forget_fingerprint(self) -> None:
         """A call has begun that may find something else."""
-        self._seen = None
+        self._fingerprint = None
 
-    def finds_again(
+    def matches(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> bool:
         """Whether these are the weights, the masters and the group of the call before, all where they were."""
-        if self._seen is None or group.handle is not self._group.handle or not self._seen.again(model_weights):
+        if (
+            self._fingerprint is None
+            or group.handle is not self._group.handle
+            or not self._fingerprint.matches(model_weights)
+        ):
             return False
         return (_facts(masters), list(starts)) == self._given
 
-    def parts(self, model_weights: Sequence[Any]) -> list[tuple[Any, Twin]]:
-        """The tensors of a call that `finds_again`, with their twins."""
-        return list(zip(model_weights, self._twins, strict=True))
+    def parts(self, model_weights: Sequence[Any]) -> list[tuple[Any, WeightView]]:
+        """The tensors of a call that `matches`, with their views."""
+        return list(zip(model_weights, self._views, strict=True))
 
     def cast_again(self) -> None:
         """Cast the masters of the call before."""
@@ -93,38 +99,38 @@ class Kept:
             entry.scatter()
 
 
-class KeptPlans:
-    """What is kept, as long as the first weight of each list lives."""
+class PlanCache:
+    """Plans by list of weights. A plan lives as long as the first weight of its list."""
 
     def __init__(self) -> None:
         self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def find(self, model_weights: Sequence[Any], twins: Sequence[Twin], group: Group) -> Kept | None:
+    def find(self, model_weights: Sequence[Any], views: Sequence[WeightView], group: Group) -> CachedPlan | None:
         """The plan of these weights, if one was built."""
-        found: list[Kept] = self._by_first.get(model_weights[0], [])
-        return next((kept for kept in found if kept.is_of(twins, group)), None)
+        found: list[CachedPlan] = self._by_first.get(model_weights[0], [])
+        return next((cached for cached in found if cached.is_of(views, group)), None)
 
-    def again(
+    def find_unchanged(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
-    ) -> Kept | None:
+    ) -> CachedPlan | None:
         """The plan whose last call was of just these weights and masters."""
-        found: list[Kept] = self._by_first.get(model_weights[0], []) if is_quantized(model_weights[0]) else []
-        return next((kept for kept in found if kept.finds_again(model_weights, masters, starts, group)), None)
+        found: list[CachedPlan] = self._by_first.get(model_weights[0], []) if is_quantized(model_weights[0]) else []
+        return next((cached for cached in found if cached.matches(model_weights, masters, starts, group)), None)
 
-    def keep(self, model_weights: Sequence[Any], kept: Kept) -> None:
+    def add(self, model_weights: Sequence[Any], cached: CachedPlan) -> None:
         """Remember it; it replaces one of the same weights and group."""
-        self._by_first.setdefault(model_weights[0], []).append(kept)
+        self._by_first.setdefault(model_weights[0], []).append(cached)
 
     def drop(self, weight: Any) -> None:
         """Let go of the plans of lists that begin with this weight."""
         self._by_first.pop(weight, None)
 
-    def knows(self, weight: Any) -> bool:
+    def __contains__(self, weight: Any) -> bool:
         """Whether a list that begins with this weight was cast before."""
         return weight in self._by_first
 
 
-plans = KeptPlans()
+plans = PlanCache()
 
 
 def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:

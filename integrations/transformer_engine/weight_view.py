@@ -1,4 +1,4 @@
-"""Twin: a tensor of TransformerEngine as a QuantizedWeight over the same buffers."""
+"""WeightView: a tensor of TransformerEngine as a QuantizedWeight over the same buffers."""
 
 import math
 from collections.abc import Iterable
@@ -11,14 +11,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise, ScaleRule, layout
 
-from .adapter import Adapter
-from .adapters import adapter_of, quantizer_of
+from .adapters import Adapter, adapter_of, quantizer_of
 
 _COLUMNWISE = ("columnwise_data", "columnwise_scale_inv")
 _DATA = "rowwise_data"
 
 
-class Twin:
+class WeightView:
     """Reads and writes a tensor's own buffers, wherever they lie at a call. Does not keep the tensor alive.
 
     `nominal` is the dtype that masters are rounded to first. An FP8 tensor may hold its codes in the transpose alone (a direction
@@ -34,7 +33,7 @@ class Twin:
         self._expected = layout.buffers(fmt, layout.matrix_shape(self._shape), nominal)
         self.derives = fmt.columnwise is Columnwise.TRANSPOSE
         held = self.adapter.buffers(tensor, self._quantizer)
-        self._seen: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
         self._scratch: Tensor | None = None
         buffers: dict[str, Tensor] = {}
         self._written = [name for name in held if name not in _COLUMNWISE or not self.derives]
@@ -44,8 +43,8 @@ class Twin:
             self._written.remove(_DATA)
             buffers[_DATA] = torch.empty(0, dtype=torch.uint8, device=transpose.device)
         buffers |= {name: self._noted(name, held[name]) for name in self._written}
-        self.keeps_own_amax = "amax" not in held and self._expected["amax"] is not None
-        if self.keeps_own_amax:
+        self.owns_amax = "amax" not in held and self._expected["amax"] is not None
+        if self.owns_amax:
             buffers["amax"] = torch.zeros(1, dtype=torch.float32, device=buffers[_DATA].device)
         self.weight = QuantizedWeight.of_buffers(self._shape, fmt, nominal, buffers)
 
@@ -59,19 +58,19 @@ class Twin:
         return quantizer in (None, self._quantizer) or self._takes(tensor, quantizer)
 
     def _takes(self, tensor: Any, quantizer: Any) -> bool:
-        """Go over to another quantizer if its format is the same; `follow` finds the buffers that it holds."""
+        """Go over to another quantizer if its format is the same; `locate` finds the buffers that it holds."""
         same = adapter_of(quantizer) is self.adapter
         same = same and self.adapter.format_of(tensor, quantizer) == self.weight.format
         if same:
             self._quantizer = quantizer
         return same
 
-    def watched_by_a_cast(self, tensor: Any) -> tuple[str, ...]:
+    def cast_attributes(self, tensor: Any) -> tuple[str, ...]:
         """The attributes that decide how this tensor is cast, and where its codes go."""
         checked = self.adapter.checked(tensor, self._quantizer)
         return self._watched(tensor, ["dtype", *checked, *self.adapter.places(self._written)])
 
-    def watched_by_a_copy(self, tensor: Any) -> tuple[str, ...]:
+    def copy_attributes(self, tensor: Any) -> tuple[str, ...]:
         """The attributes that hold what a columnwise copy is made of, and the copy."""
         copy = [name for name in _COLUMNWISE if name in self.adapter.of_tensor]
         return self._watched(tensor, self.adapter.places([*self._written, *copy]))
@@ -81,25 +80,25 @@ class Twin:
             return ("_quantizer", *names)
         return ("_quantizer", *(name for name in names if not name.startswith("_quantizer.")))
 
-    def follow(self, tensor: Any) -> None:
+    def locate(self, tensor: Any) -> None:
         """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
         self.adapter.check(tensor, self._quantizer)
-        self._follow(self.adapter.buffers(tensor, self._quantizer), self._written)
+        self._locate(self.adapter.buffers(tensor, self._quantizer), self._written)
 
-    def follow_columnwise(self, tensor: Any) -> None:
+    def locate_columnwise(self, tensor: Any) -> None:
         """Look where the rowwise buffers and the columnwise copy are now; the copy may be missing."""
         held = self.adapter.buffers(tensor, self._quantizer)
-        self._follow(held, self._written)
+        self._locate(held, self._written)
         copy = [name for name in _COLUMNWISE if name in held]
         if any(held[name] is None for name in copy):
             self.forget_columnwise()
         else:
-            self._follow(held, copy)
+            self._locate(held, copy)
 
     def live(self, tensor: Any) -> QuantizedWeight:
         """The tensor's bytes as its products read them now, without a columnwise copy that it takes for outdated.
 
-        A weight of its own over the same buffers. Codes that are in a transpose alone are copied, to be seen by rows.
+        A weight of its own over the same buffers. Codes that are in a transpose alone are copied, to be read by rows.
         """
         held = self.adapter.buffers(tensor, self._quantizer)
         if self.adapter.outdated(tensor) or self.codes_in_transpose or held.get(_COLUMNWISE[0]) is None:
@@ -108,7 +107,7 @@ class Twin:
         if "columnwise_scale_inv" in buffers and self.derives and self.weight.format.block is not None:
             buffers["columnwise_scale_inv"] = self._padded(buffers["columnwise_scale_inv"])
         own = self.weight.state.buffers["amax"]
-        if self.keeps_own_amax and own is not None:
+        if self.owns_amax and own is not None:
             buffers["amax"] = own
         if self.codes_in_transpose:
             buffers[_DATA] = self.transpose_of(tensor).contiguous()
@@ -133,19 +132,19 @@ class Twin:
         held = self.derives and self.weight.state.buffers["columnwise_data"] is not None
         if held:
             for name in _COLUMNWISE:
-                self._seen.pop(name, None)
+                self._addresses.pop(name, None)
             self.weight.state.drop_columnwise()
         return held
 
-    def hand_over_columnwise(self, tensor: Any) -> None:
+    def give_columnwise(self, tensor: Any) -> None:
         """Give the tensor the columnwise copy that was made, where it had none."""
         for name in _COLUMNWISE:
             attribute, made = self.adapter.of_tensor.get(name), self.weight.state.buffers[name]
-            if attribute is None or made is None or self._seen.get(name) == made.data_ptr():
+            if attribute is None or made is None or self._addresses.get(name) == made.data_ptr():
                 continue
             whole = self.weight.format.elements_per_byte == 1 and name == "columnwise_data"
             setattr(tensor, attribute, made.view(self._shape[-1], *self._shape[:-1]) if whole else made)
-            self._seen[name] = made.data_ptr()
+            self._addresses[name] = made.data_ptr()
 
     def transpose_of(self, tensor: Any) -> Tensor:
         """The codes in the transpose, seen `[M, K]`."""
@@ -159,11 +158,11 @@ class Twin:
             self._scratch = torch.empty(numel, dtype=torch.uint8, device=self.weight.device)
         return self._scratch
 
-    def _follow(self, held: dict[str, Tensor | None], names: Iterable[str]) -> None:
+    def _locate(self, held: dict[str, Tensor | None], names: Iterable[str]) -> None:
         moved = {}
         for name in names:
             buffer = held[name]
-            if buffer is None or buffer.data_ptr() != self._seen.get(name):
+            if buffer is None or buffer.data_ptr() != self._addresses.get(name):
                 moved[name] = self._noted(name, buffer)
         if moved:
             self.weight.state.set_storage(moved)
@@ -171,7 +170,7 @@ class Twin:
     def _noted(self, name: str, tensor: Tensor | None) -> Tensor:
         """A buffer that is `_checked`, and found there again by its address."""
         found = self._checked(name, tensor)
-        self._seen[name] = found.data_ptr()
+        self._addresses[name] = found.data_ptr()
         return found
 
     def _checked(self, name: str, tensor: Tensor | None) -> Tensor:
@@ -193,17 +192,17 @@ class Twin:
         return found.view(buffer.shape)
 
 
-_twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def twin_of(tensor: Any, nominal: torch.dtype) -> Twin:
-    """The twin of a tensor, the same at every call. TypeError or ValueError for a tensor that is not cast."""
-    twin: Twin | None = _twins.get(tensor)
-    if twin is None or not twin.is_of(tensor, nominal):
-        twin = _twins[tensor] = Twin(tensor, nominal)
-    return twin
+def view_of(tensor: Any, nominal: torch.dtype) -> WeightView:
+    """The view of a tensor, the same at every call. TypeError or ValueError for a tensor that is not cast."""
+    view: WeightView | None = _views.get(tensor)
+    if view is None or not view.is_of(tensor, nominal):
+        view = _views[tensor] = WeightView(tensor, nominal)
+    return view
 
 
-def forget_twin(tensor: Any) -> None:
+def forget_view(tensor: Any) -> None:
     """Keep nothing of a tensor."""
-    _twins.pop(tensor, None)
+    _views.pop(tensor, None)

@@ -1,6 +1,7 @@
-"""Masters from one place written to another: a checkpoint, or safetensors in the naming of an inference engine.
+"""Convert masters to a checkpoint, or to safetensors in the naming of an inference engine.
 
-Tensors are read when their turn comes: one at a time for a checkpoint, one file's worth for safetensors.
+Tensors are read when they are written: one at a time for a checkpoint, those of one file for
+safetensors.
 """
 
 import functools
@@ -20,15 +21,19 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import AmaxPolicy
 from zerocast.formats.layout import Span
 from zerocast.inspection.contents import Contents
-from zerocast.inspection.wanted import Chosen
+from zerocast.inspection.format_selection import Chosen
 from zerocast.quantize import cast_whole
 from zerocast.weight import QuantizedWeight
 
 
 def to_checkpoint(contents: Contents, names: Sequence[str], chosen: Chosen, path: Path) -> None:
-    """Write `model.<name>` in FP32, for `zerocast.optim.load_masters`, and note the chosen formats. RuntimeError if it cannot."""
+    """Write `model.<name>` in FP32 for `zerocast.optim.load_masters`, and record the formats.
+
+    Raises RuntimeError if the checkpoint cannot be written.
+    """
     shapes = {name: contents.entries[name].shape for name in names}
-    state = {"model": {name: torch.empty(()).expand(shape) for name, shape in shapes.items()}}  # shapes without memory
+    # shapes without memory
+    state = {"model": {name: torch.empty(()).expand(shape) for name, shape in shapes.items()}}
     formats = {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in chosen.formats.items()}
     write(state, path, ONE_PROCESS, formats=formats, planner=_Planner(contents))
 
@@ -42,12 +47,15 @@ def to_safetensors(
     nominal: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write the chosen weights as cast from their masters, the rest in the nominal dtype. Errors as of `export_safetensors`."""
+    """Write the chosen weights cast from their masters and all others in the nominal dtype.
+
+    Returns the paths and raises like `export_safetensors`.
+    """
     return write_safetensors(_items(contents, names, chosen, nominal), folder, naming, shard_bytes)
 
 
 class _Planner(DefaultSavePlanner):
-    """Finds the values of a state that has shapes alone."""
+    """Supplies the values of a state dictionary whose tensors have shapes but no memory."""
 
     def __init__(self, contents: Contents) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Which weight is to be cast to which format: as a checkpoint remembers it, or as somebody wishes."""
+"""Which weight is cast to which format: as the checkpoint recorded it, or as the caller asks."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,10 +12,15 @@ from zerocast.checkpoint.sources.manifest import Stored
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+
 
 @dataclass(frozen=True)
 class Chosen:
-    """Format and nominal dtype by name, and the weights that were wished for and whose shape their format cannot take."""
+    """Format and nominal dtype by weight name; `kept` are selected weights whose shape does not
+    fit.
+    """
 
     formats: Mapping[str, tuple[FormatSpec, torch.dtype]]
     kept: tuple[str, ...] = ()
@@ -27,9 +33,9 @@ def choose(
     weights: Sequence[str],
     nominal: torch.dtype,
 ) -> Chosen:
-    """What is `stored`, unless a format is named: that for all of two or more dimensions whose name matches one of `weights`.
+    """Select `fmt` for the matrices that match a glob of `weights`, or else the stored formats.
 
-    ValueError for an unknown format, and for a glob that matches no weight.
+    Raises ValueError for an unknown format and for a glob that matches no weight.
     """
     if fmt is None:
         known = {name: one for name, one in stored.items() if name in masters}
@@ -39,12 +45,12 @@ def choose(
     for glob in weights:
         if not fnmatch.filter(matrices, glob):
             raise ValueError(f"{glob!r} matches no weight; there are: {', '.join(list(matrices)[:8])} ...")
-    wished = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
-    kept = tuple(name for name, entry in wished.items() if not _takes(spec, entry))
-    return Chosen({name: (spec, nominal) for name in wished if name not in kept}, kept)
+    selected = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
+    kept = tuple(name for name, entry in selected.items() if not _fits(spec, entry))
+    return Chosen({name: (spec, nominal) for name in selected if name not in kept}, kept)
 
 
-def _takes(fmt: FormatSpec, entry: Entry) -> bool:
+def _fits(fmt: FormatSpec, entry: Entry) -> bool:
     try:
         check_shape(fmt, entry.shape)
     except ValueError:
