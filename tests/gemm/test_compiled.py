@@ -154,4 +154,19 @@ def test_what_a_cached_graph_depends_on() -> None:
     for wish, weight_gradients in (("scaled_mm", None), ("dequantize", None), ("scaled_mm", "fp8")):
         with gemm.use(wish, weight_gradients=weight_gradients):
             keys.add(weight._stable_hash_for_caching())
-    assert len(keys) == 4
+    assert len(keys) == 3, "the CPU dequantizes unless asked"
+
+
+def test_a_compiled_function_follows_the_wish() -> None:
+    x, model = torch.randn(ROWS, WIDTH).to(BF16), built("fp8_current")
+    function, graphs = compiled(model)
+    for wish, weight_gradients in (
+        ("auto", "nominal"),
+        ("scaled_mm", "nominal"),
+        ("scaled_mm", "fp8"),
+        ("auto", "fp8"),
+    ):
+        with gemm.use(wish, weight_gradients=weight_gradients):
+            assert all(map(torch.equal, run(function, x), run(model, x)))
+        quantized = wish == "scaled_mm" and weight_gradients == "fp8"
+        assert graphs.counts("backward")["zerocast.weight_gradient.default"] == 3 * quantized or wish == "auto"

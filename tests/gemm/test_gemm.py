@@ -120,7 +120,7 @@ def test_block_weight_gradients(power_of_2: bool, tokens: int, monkeypatch: pyte
     operands = [block_128.along_tokens(t, (), weight.format, gradient=t is grad) for t in (grad, x)]
     found = block_128.weight_gradient(*operands, torch.float32)
     exact = grad.float().t() @ x.float()
-    assert ((found - exact).norm(dim=1) <= 0.08 * exact.norm(dim=1)).all(), "no row is lost to the scale of another"
+    assert ((found - exact).norm(dim=1) <= 0.15 * exact.norm(dim=1)).all(), "no row is lost to the scale of another"
     assert (found - exact).norm() > 0.001 * exact.norm()
 
 

@@ -64,8 +64,7 @@ def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradien
     rows = x.reshape(-1, x.shape[-1])
     if missing := -rows.shape[0] % BLOCK:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    codes, scale_inv = inputs.groups(rows.t().contiguous(), BLOCK, E4M3, fmt.power_of_2_scale)
-    return codes, scale_inv.t().contiguous().t()
+    return inputs.groups_of_rows(rows, BLOCK, E4M3, fmt.power_of_2_scale)
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -93,8 +93,7 @@ def use(wish: str | None = None, *, weight_gradients: str | None = None) -> Exit
     FP32; or "fp8", where a product with an FP8 weight runs on tensor cores: the product of both quantized, and the quantized input
     is what is kept for it. What is None stays as it is.
 
-    A backward pass takes the way of its forward pass, a compiled function that of its compilation. Raises ValueError for any
-    other value.
+    A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises ValueError for any other value.
     """
     if wish not in (None, *WISHES):
         raise ValueError(f"a GEMM path is wished for by one of {', '.join(WISHES)}, got {wish!r}")
@@ -113,7 +112,7 @@ def _set(wish: str, weight_gradients: str) -> None:
 
 def ways(weight: Any) -> tuple[Any, ...]:
     """What a graph with a product of this weight depends on besides the weight."""
-    return _wish, _weight_gradients, choice_of(weight, weight.dtype)
+    return _weight_gradients, choice_of(weight, weight.dtype).path
 
 
 def quantizes_weight_gradients(path: str) -> bool:

@@ -94,6 +94,16 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return _codes(grouped, scale.unsqueeze(2), element).view(x.shape), reciprocal(scale)
 
 
+def groups_of_rows(x: Tensor, height: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """(codes `[k, rows]`, scale_inv f32 `[k, rows / height]` column by column) of `x [rows, k]`: `groups` of its transpose."""
+    if not is_traced(x):
+        codes, scale_inv = groups(x.t().contiguous(), height, element, power_of_2)
+        return codes, scale_inv.t().contiguous().t()
+    grouped = x.unflatten(0, (-1, height))  # read as it lies: a compiler would reduce a transpose in strides
+    scale = encode_scale(grouped.abs().amax(1).float(), element.max, power_of_2)
+    return _codes(grouped, scale.unsqueeze(1), element).view(x.shape).t().contiguous(), reciprocal(scale).t()
+
+
 def turned(codes: Tensor) -> Tensor:
     """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of 16 rows."""
     if missing := -codes.shape[0] % 16:

@@ -255,24 +255,26 @@ class QuantizedWeight(WeightBuffers):
         return *fixed, self.state.copies(copy), initial
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
+        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors.
+
+        The constants tell graphs apart, too: with them, how products of this weight are computed now.
+        """
         names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
         if self.state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
-        context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
-        return names, context
+        fixed = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
+        return names, (*fixed, gemm.ways(self))
 
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
         _, context = self.__tensor_flatten__()
-        ways = gemm.ways(self)
         inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
-        return f"QuantizedWeight of {self.device} {context} {inner} {ways}"
+        return f"QuantizedWeight of {self.device} {context} {inner}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""
-        shape, fmt, dtype, requires_grad, on_demand = context
+        shape, fmt, dtype, requires_grad, on_demand, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
         weight.state.columnwise_on_demand = on_demand
