@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -213,43 +214,51 @@ class MasterMemory:
 class MasterAddresses:
     """Addresses and version counters of the masters in `params`, FSDPParams that are referred to weakly.
 
-    They are kept as lists, so that a refresh needs no Python loop over parameters.
+    They are kept as lists, so that a refresh needs no Python loop over parameters. Masters know of this through their weight,
+    so they are referred to weakly: a view of a master holds its base where the garbage collector does not look, and the two
+    would never be freed.
     """
 
     def __init__(self, params: Sequence[Callable[[], Any]]) -> None:
         self._params = params
-        self._locals = list(map(_local_tensor, [param() for param in self._params]))
-        plains = [local.plain for local in self._locals]
+        locals_ = list(map(_local_tensor, [param() for param in self._params]))
+        plains = [local.plain for local in locals_]
+        self._locals = list(map(weakref.ref, locals_))
         self._addresses = list(map(Tensor.data_ptr, plains))
-        self._counters = [list(map(_counting, tensors)) for tensors in (self._locals, plains)]
+        self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
         self.note()
 
     def moved(self) -> bool:
         """Whether a parameter was replaced since, or its memory."""
-        found = map(_local_tensor, [param() for param in self._params])
-        same = all(map(operator.is_, found, self._locals))
-        return not same or list(map(Tensor.data_ptr, map(_plain, self._locals))) != self._addresses
+        found = list(map(_local_tensor, [param() for param in self._params]))
+        same = all(map(operator.is_, found, [local() for local in self._locals]))
+        return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
 
     def note(self) -> None:
         """Writes that autograd has counted so far were cast. Dispatch sees all but those of compiled functions, which it counts."""
-        self._versions = self._count()
+        self._counted = self._count()
 
     def any_written(self) -> bool:
         """Whether autograd has counted a write since."""
-        return self._count() != self._versions
+        return self._count() != self._counted
 
     def is_written(self, index: int) -> bool:
         """Whether autograd has counted a write to one master since, the `index`-th."""
-        return any(c[index]._version != v[index] for c, v in zip(self._counters, self._versions, strict=True))
+        counted = _versions([counters[index] for counters in self._counters])
+        return counted != [versions[index] for versions in self._counted]
 
     def _count(self) -> list[list[int]]:
-        return [list(map(_version, counters)) for counters in self._counters]
+        return [_versions(counters) for counters in self._counters]
 
 
 _local_tensor: Callable[[Any], Any] = operator.attrgetter("sharded_param._local_tensor")
 _plain: Callable[[Any], Any] = operator.attrgetter("plain")
-_version: Callable[[Any], int] = operator.attrgetter("_version")
 _uncounted = torch.empty(0)
+
+
+def _versions(tensors: Sequence[Callable[[], Tensor | None]]) -> list[int]:
+    """The version counters; -1 of a tensor that is no more, which another has replaced."""
+    return [-1 if (tensor := reference()) is None else tensor._version for reference in tensors]
 
 
 def _counting(tensor: Tensor) -> Tensor:
