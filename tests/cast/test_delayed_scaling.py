@@ -57,7 +57,7 @@ def test_a_seed_is_what_two_casts_found(backend: str, flat: bool) -> None:
     twice.plan.cast()
     twice.plan.cast()
     once.plan.delayed.forget()
-    with mock.patch.object(once.plan.packed, "all_reduce", wraps=once.plan.packed.all_reduce) as reduced:
+    with mock.patch.object(once.plan.packed, "reduce", wraps=once.plan.packed.reduce) as reduced:
         once.plan.cast()
     assert reduced.call_count == 1
     assert not once.plan.delayed.unseeded

@@ -14,7 +14,7 @@ from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.cast import plan
 from zerocast.distributed.agreement import DIGESTS, SameCall
-from zerocast.distributed.group import Group
+from zerocast.distributed.group import ONE_PROCESS, Group
 
 LR = 1e-2
 
@@ -221,3 +221,17 @@ def test_every_digest_is_exact_in_bf16(ranks: Ranks) -> None:
     alike = [f"call {index}" for index in range(300)]
     for found in ranks(2)(calls_one_by_one, [*alike, "differs", *alike]):
         assert [text is None for text in found] == [True] * 300 + [False] + [True] * 300
+
+
+def test_a_call_is_announced_by_one_launch() -> None:
+    """A step announces itself before its plan does so again; what was reduced is announced anew."""
+    same_call = SameCall(ONE_PROCESS, torch.zeros(2))
+    with mock.patch("torch.linspace", wraps=torch.linspace) as launched:
+        for _ in range(2):
+            same_call.announce("steps")
+        assert launched.call_count == 1
+        same_call.announce("casts")
+        assert launched.call_count == 2
+        same_call.reduced()
+        same_call.announce("casts")
+        assert launched.call_count == 3

@@ -68,21 +68,21 @@ class SameCall:
     """
 
     def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group, self._slots, self._says = group, slots, ""
+        self._group, self._slots, self._call = group, slots, ""
         self._announced = self._sent = False
         self._is_late = slots.is_cuda
         if self._is_late:
             self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
             self._arrived = torch.cuda.Event()
 
-    def announce(self, says: str) -> None:
+    def announce(self, call: str) -> None:
         """Before a cast, store the digest of this rank's call, a verb phrase.
 
         It takes one launch, and none to announce the same call again.
         """
-        if self._announced and says == self._says:
+        if self._announced and call == self._call:
             return
-        digest, self._says = _digest(says), says
+        digest, self._call = _digest(call), call
         torch.linspace(digest, -digest, 2, out=self._slots)
         self._announced = True
 
@@ -117,16 +117,16 @@ class SameCall:
         """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""
         largest, negated = slots.tolist()
         if largest != -negated:
-            validate_across_ranks(self._group, [], None, what=self._says)
+            validate_across_ranks(self._group, [], None, what=self._call)
             raise RuntimeError(
-                f"the amaxes of a cast were reduced with those of another call: this rank {self._says}; every rank makes the same "
+                f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
                 "calls in the same order"
             )
 
 
-def _digest(says: str) -> int:
+def _digest(call: str) -> int:
     """A number below DIGESTS; calls that collide in one step most likely differ in the next."""
-    return hashlib.blake2b(says.encode(), digest_size=1).digest()[0] % DIGESTS
+    return hashlib.blake2b(call.encode(), digest_size=1).digest()[0] % DIGESTS
 
 
 def _check_calls(by_rank: list[str]) -> None:

@@ -80,7 +80,7 @@ class EMA(Average):
         All ranks enter and leave it together: the average is cast and gathered, and the masters again at the end. Where scaling is
         delayed, weights are cast with the scales of the live ones, and it does not move on. Backward passes, steps, loads and saves
         of the optimizer raise meanwhile. An exception inside is raised on, with the weights as they were; one while weights are
-        written leaves them torn until a state is loaded, and the average as it was.
+        written leaves them partial until a state is loaded, and the average as it was.
         """
         self._check_current()
         with self._averages.swapped(self._exchange):

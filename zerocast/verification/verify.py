@@ -55,15 +55,15 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
         raise ValueError(
             "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
         )
-    sources = (source for owner in owners for source in owner.master_views())
-    reports = [_verify(source, source.group if group is None else Group.of(group), names) for source in sources]
+    all_views = (views for owner in owners for views in owner.master_views())
+    reports = [_verify(views, views.group if group is None else Group.of(group), names) for views in all_views]
     return VerifyReport.of(reports, without)
 
 
-def _verify(source: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
-    named = [_named(owned, index, names) for index, owned in enumerate(source.masters)]
-    validate_across_ranks(source.group, [_describe(owned) for owned in named], None, what="verifies")
-    compared = [_compare(owned, source.group) for owned in named]
+def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
+    named = [_named(view, index, names) for index, view in enumerate(views.masters)]
+    validate_across_ranks(views.group, [_describe(view) for view in named], None, what="verifies")
+    compared = [_compare(view, views.group) for view in named]
     found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
     by_rank = validate_across_ranks(ranks, [], None, found, "verifies")
     return VerifyReport(
@@ -71,25 +71,25 @@ def _verify(source: MasterViews, ranks: Group, names: Mapping[int, str]) -> Veri
         sum(nbytes for _, nbytes, _ in compared),
         ranks.size,
         tuple(difference for differences in by_rank for difference in differences),
-        source.left_out,
-        tuple((str(owned.name), count) for owned, (_, _, count) in zip(named, compared, strict=True) if count),
+        views.left_out,
+        tuple((str(view.name), count) for view, (_, _, count) in zip(named, compared, strict=True) if count),
     )
 
 
-def _named(owned: MasterView, index: int, names: Mapping[int, str]) -> MasterView:
-    if owned.name is not None:
-        return owned
-    return dataclasses.replace(owned, name=names.get(id(owned.weight.state), f"weight {index}"))
+def _named(view: MasterView, index: int, names: Mapping[int, str]) -> MasterView:
+    if view.name is not None:
+        return view
+    return dataclasses.replace(view, name=names.get(id(view.weight.state), f"weight {index}"))
 
 
-def _describe(owned: MasterView) -> str:
-    weight = owned.weight
-    return f"{owned.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
+def _describe(view: MasterView) -> str:
+    weight = view.weight
+    return f"{view.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
 
 
-def _compare(owned: MasterView, group: Group) -> tuple[list[Difference], int, int]:
+def _compare(view: MasterView, group: Group) -> tuple[list[Difference], int, int]:
     """(differences on this rank, bytes compared, elements of the master that are not finite)."""
-    weight = owned.weight
+    weight = view.weight
     weight.wait()
     held = dict(weight.state.buffers)
     if not weight.state.columnwise_is_fresh():
@@ -104,18 +104,18 @@ def _compare(owned: MasterView, group: Group) -> tuple[list[Difference], int, in
         if name in comparisons:
             comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
     pieces, not_finite = _pieces(weight.matrix_shape), 0
-    in_parts = len(pieces) > 1 or owned.slices is not None
-    amax = _tensor_amax(owned, pieces, group) if weight.format.has_tensor_amax and in_parts else None
+    in_parts = len(pieces) > 1 or view.slices is not None
+    amax = _tensor_amax(view, pieces, group) if weight.format.has_tensor_amax and in_parts else None
     for piece in pieces:
-        whole = _gather(owned, piece, group).view(-1, weight.matrix_shape[1])
+        whole = _gather(view, piece, group).view(-1, weight.matrix_shape[1])
         not_finite += int((~whole.isfinite()).sum())
-        quantized = quantize(weight.format, whole, weight.dtype, owned.scale, amax)
+        quantized = quantize(weight.format, whole, weight.dtype, view.scale, amax)
         for name, expected, origin in _expected(
             weight.format, quantized, piece.start // whole.shape[1], whole.shape[1]
         ):
             if name in comparisons:
                 comparisons[name].take(expected, origin)
-    of = str(owned.name), str(weight.format)
+    of = str(view.name), str(weight.format)
     differences = [comparison.difference(*of, name) for name, comparison in comparisons.items() if comparison.wrong]
     return differences, sum(comparison.compared for comparison in comparisons.values()), not_finite
 
@@ -126,27 +126,27 @@ def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
     return [Span(first * columns, min(first + step, rows) * columns) for first in range(0, rows, step)]
 
 
-def _gather(owned: MasterView, piece: Span, group: Group) -> Tensor:
+def _gather(view: MasterView, piece: Span, group: Group) -> Tensor:
     """Gather a piece of the master from all ranks, f32.
 
     The all-reduce sums bits as integers; ranks that own nothing of the piece add 0.
     """
-    whole = torch.zeros(piece.numel, dtype=torch.float32, device=owned.weight.device)
-    common = owned.span.intersect(piece)
-    if owned.master is not None and common.numel:
-        part = owned.master[common.start - owned.span.start : common.stop - owned.span.start]
+    whole = torch.zeros(piece.numel, dtype=torch.float32, device=view.weight.device)
+    common = view.span.intersect(piece)
+    if view.master is not None and common.numel:
+        part = view.master[common.start - view.span.start : common.stop - view.span.start]
         whole[common.start - piece.start : common.stop - piece.start] = part
     group.all_reduce_sum(whole.view(torch.int32), "a master to verify")
     return whole
 
 
-def _tensor_amax(owned: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
-    amax = torch.zeros(1, dtype=torch.float32, device=owned.weight.device)
+def _tensor_amax(view: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
+    amax = torch.zeros(1, dtype=torch.float32, device=view.weight.device)
     for piece in pieces:
-        x = round_nominal(_gather(owned, piece, group).view(-1, owned.weight.matrix_shape[1]), owned.weight.dtype)
+        x = round_nominal(_gather(view, piece, group).view(-1, view.weight.matrix_shape[1]), view.weight.dtype)
         amax = torch.maximum(amax, block_amax(x, None).view(1))
-    if owned.slices is not None:
-        owned.slices.all_reduce_max(amax, "an amax to verify")
+    if view.slices is not None:
+        view.slices.all_reduce_max(amax, "an amax to verify")
     return amax
 
 

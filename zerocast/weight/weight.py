@@ -211,9 +211,9 @@ class QuantizedWeight(WeightBuffers):
 
     def share(self) -> "QuantizedWeight":
         """A new object for the same storage, as `detach` gives it."""
-        twin = QuantizedWeight(self.shape, self.state)
-        twin.transposed_of = self.transposed_of
-        return twin
+        other = QuantizedWeight(self.shape, self.state)
+        other.transposed_of = self.transposed_of
+        return other
 
     def transposed(self) -> "QuantizedWeight":
         """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the weight itself."""
