@@ -1,4 +1,6 @@
-"""Prepared and sharded models on the ranks of a case, and their gathered bytes against the unsharded cast."""
+"""Prepared and sharded models on the ranks of a case, and their gathered bytes against the
+unsharded cast.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -23,8 +25,10 @@ from zerocast.fsdp2.weight import FSDPWeight
 
 DELAYED = "fp8_delayed:amax_history_len=4"
 FORMATS = tuple(fmt for fmt in casts.FORMATS if fmt != "identity")
-SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1, 1))  # formats for any shape
-FEW = ("nvfp4", DELAYED, "fp8_block:power_of_2_scale=False")  # where the format is not what a test is about
+# formats for any shape
+SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1, 1))
+# where the format is not what a test is about
+FEW = ("nvfp4", DELAYED, "fp8_block:power_of_2_scale=False")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -34,17 +38,20 @@ def slow(*values: Any) -> Any:
 
 
 class Block(nn.Sequential):
-    """Layers in a row; with a forward of its own, since torch.compile skips that of nn.Sequential."""
+    """Layers in a row; with a forward of its own, since torch.compile skips that of
+    nn.Sequential.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after another."""
+        """Run the layers one after another."""
         for layer in self:
             x = layer(x)
         return x
 
 
 class Net(nn.Module):
-    """Blocks of two linear layers and a norm, in and out of `width`; `hidden` rows in between, one format each.
+    """Blocks of two linear layers and a norm, in and out of `width`; `hidden` rows in between, one
+    format each.
 
     Rows differ in size, so that ranks do not find the amax of the whole weight in their own rows.
     """
@@ -63,7 +70,7 @@ class Net(nn.Module):
         self.recipe = {f"blocks.{i}.*.weight": fmt for i, fmt in enumerate(formats)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual."""
+        """Add the output of each block to its input."""
         for block in self.blocks:
             x = x + block(x)
         return x
@@ -81,7 +88,9 @@ def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = N
 
 
 def sharded(model: Any, recipe: dict[str, str] | None = None, *, prepare: bool = True, **options: Any) -> Any:
-    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for."""
+    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked
+    for.
+    """
     options = {"mesh": mesh(), "mp_policy": BF16, **options}
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(place())
@@ -107,7 +116,9 @@ def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None
 
 
 def held(model: nn.Module) -> list[DTensor]:
-    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones in their place."""
+    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones
+    in their place.
+    """
     return [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
 
 
@@ -136,7 +147,9 @@ def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
 
 
 def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
-    """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked at."""
+    """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked
+    at.
+    """
     found = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
     found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)
     return {name: casts.raw(tensor.clone()) for name, tensor in found.items() if tensor is not None}

@@ -1,4 +1,6 @@
-"""Gathered weights are the unsharded cast of the whole masters, bit for bit, before and after optimizer steps."""
+"""Gathered weights are the unsharded cast of the whole masters, bit for bit, before and after
+optimizer steps.
+"""
 
 from typing import Any
 
@@ -38,7 +40,7 @@ def trained(formats: tuple[str, ...], width: int, hidden: int, options: dict[str
 
 
 def check(ranks: Ranks, world: int, *case: Any) -> None:
-    """No rank complains."""
+    """Assert that no rank complains."""
     assert ranks(world)(trained, *case) == [[]] * world
 
 
@@ -98,7 +100,7 @@ class Checkpointed(Net):
     reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Residual, recomputed."""
+        """Add outputs of blocks that the backward pass recomputes."""
         for block in self.blocks:
             x = x + checkpoint(block, x, use_reentrant=self.reentrant)
         return x

@@ -1,4 +1,6 @@
-"""Checkpoints hold FP32 masters as plain tensors, load into any other ranks and meshes, and are continued to the bit."""
+"""Checkpoints hold FP32 masters as plain tensors, load into any other ranks and meshes, and are
+continued to the bit.
+"""
 
 import pickle
 import subprocess
@@ -102,7 +104,9 @@ def loaded(where: str, path: str, formats: tuple[str, ...]) -> tuple[dict[str, s
     ],
 )
 def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, str], loader: tuple[int, str]) -> None:
-    """Masters, moments and delayed state are those that were saved, and so are the gathered bytes."""
+    """Masters, moments and delayed state are those that were saved, and so are the gathered
+    bytes.
+    """
     sliced = "tp" in saver + loader
     formats = ("nvfp4",) if sliced else FORMATS
     expected = ranks(saver[0])(saved, saver[1], str(tmp_path), formats)[0]
@@ -110,7 +114,8 @@ def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, 
         assert not complaints
         for name, digest in expected.items():
             is_state = name.startswith(("model.", "optim.", "zerocast."))
-            assert found[name] == digest or (sliced and not is_state), name  # gathered slices are parts of the weight
+            # gathered slices are parts of the weight
+            assert found[name] == digest or (sliced and not is_state), name
 
 
 def interrupted(path: str) -> list[str]:
@@ -134,7 +139,9 @@ def test_resume_is_exact(ranks: Ranks, tmp_path: Path, world: int) -> None:
 
 
 def saved_in_the_background(path: str) -> list[str]:
-    """What of a state that is loaded differs from the moment at which it was saved, with steps going on meanwhile."""
+    """What of a state that is loaded differs from the moment at which it was saved, with steps
+    going on meanwhile.
+    """
     first, second = build("fsdp"), build("fsdp")
     models.train(*first, range(3), WIDTH)
     wanted = contents(*first)

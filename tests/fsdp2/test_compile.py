@@ -1,4 +1,6 @@
-"""torch.compile by block without a graph break, and of the whole model: as eager to the bit, and no weight dequantized is kept."""
+"""torch.compile by block without a graph break, and of the whole model: as eager to the bit, and
+no weight dequantized is kept.
+"""
 
 from typing import Any
 
@@ -64,7 +66,9 @@ def test_inductor(ranks: Ranks, how: str) -> None:
 
 
 def of_slices() -> list[str]:
-    """Formats whose compiled slices differ from eager ones, one after another with one cache of compiled graphs."""
+    """Formats whose compiled slices differ from eager ones, one after another with one cache of
+    compiled graphs.
+    """
     found = []
     with fresh_inductor_cache():
         for fmt in ("mxfp8", "nvfp4", "fp8_current"):
@@ -86,7 +90,9 @@ def test_inductor_of_slices(ranks: Ranks) -> None:
 
 
 def kept(how: str) -> tuple[list[str], int]:
-    """Tensors kept for the backward pass that have the size of a weight and are not codes, and how many codes are kept."""
+    """Tensors kept for the backward pass that have the size of a weight and are not codes, and
+    how many codes are kept.
+    """
     model = build(how, "aot_eager", ("nvfp4", "fp8_current", "mxfp8"), True)
     found, codes = [], 0
 

@@ -1,4 +1,6 @@
-"""The GPT example under FSDP2: every way to be parallel, resuming in another one, and a late phase in bf16."""
+"""The GPT example under FSDP2: every way to be parallel, resuming in another one, and a late
+phase in bf16.
+"""
 
 import shutil
 from dataclasses import replace
@@ -52,7 +54,9 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "hsdp", "fsdp2_tp"])
 def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, parallel: Any) -> None:
-    """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for the backward pass."""
+    """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for
+    the backward pass.
+    """
     world = 2 if parallel == "fsdp2" else 4
     zero = replace(config, out=config.out / "zero", grad_accum=2 if parallel == "fsdp2" else 1)
     ranks(world // zero.slices if parallel != "fsdp2_tp" else 2)(run, zero)
@@ -79,15 +83,19 @@ def test_resumes_in_another_way(ranks: Ranks, config: TrainConfig, saver: Any, l
     expected = losses(config.out)
     shutil.rmtree(config.out / "checkpoints" / "step_00000008")
     groups = ranks(world)(run, replace(config, parallel=loader, resume=True))[0]["rates"]
-    assert groups == [pytest.approx(train.learning_rate(config, 7))] * 2  # of the last step, also after loading
+    # of the last step, also after loading
+    assert groups == [pytest.approx(train.learning_rate(config, 7))] * 2
     assert losses(config.out)[:4] == expected[:4]
-    close = 0.05 if loader == "fsdp2_tp" else 0.01  # whose ranks share batches, and so see half as many
+    # whose ranks share batches, and so see half as many
+    close = 0.05 if loader == "fsdp2_tp" else 0.01
     assert losses(config.out)[:6] == pytest.approx(expected[:6], rel=close)
     assert losses(config.out) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_late_phase_in_bf16(ranks: Ranks, config: TrainConfig) -> None:
-    """From step 5 on nothing is quantized, and the loss goes on falling; resumed there, it stays so."""
+    """From step 5 on nothing is quantized, and the loss goes on falling; resumed there, it stays
+    so.
+    """
     config = replace(config, parallel="fsdp2", late_steps=3, checkpoint_every=6, measure_every=2)
     late = ranks(2)(run, config)[0]
     found = losses(config.out)

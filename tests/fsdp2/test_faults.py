@@ -1,4 +1,6 @@
-"""Under FSDP2: a cast that runs out of memory is done again, a rank that dies raises on the others, masters that are not finite."""
+"""Under FSDP2: a cast that runs out of memory is done again, a rank that dies raises on the
+others, masters that are not finite.
+"""
 
 import os
 import signal
@@ -52,7 +54,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {"step": lambda model: None, "writte
 
 
 def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[int, list[str]]:
-    """A cast dies at every so manieth operator; the next forward pass casts whole. How often it died, and complaints.
+    """A cast dies at every so manieth operator; the next forward pass casts whole. How often it
+    died, and complaints.
 
     A step's cast, or a repeated one of masters that were written to, or lie elsewhere.
     """
@@ -82,7 +85,8 @@ def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[in
     return died, found
 
 
-RECENT = "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3"  # each cast has another scale
+# each cast has another scale
+RECENT = "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3"
 
 
 @pytest.mark.parametrize("kind", list(CHANGES))
@@ -96,7 +100,9 @@ def test_a_cast_that_runs_out_of_memory(ranks: Ranks, formats: tuple[str, ...], 
 
 
 def begun_halfway() -> list[str]:
-    """What delayed scaling has lost of weights with a saved state, where the first scale of another weight could not be found."""
+    """What delayed scaling has lost of weights with a saved state, where the first scale of
+    another weight could not be found.
+    """
     model, _ = trained((models.DELAYED, models.DELAYED))
     saved = {
         name: {key: value.clone() for key, value in state.items()}
@@ -128,7 +134,9 @@ def test_a_first_scale_that_is_not_found(ranks: Ranks) -> None:
 
 
 def masters_with(value: float) -> tuple[list[str], bool, dict[str, int]]:
-    """After an element of one rank's masters is not finite: complaints of gathered bytes, and what verify says."""
+    """After an element of one rank's masters is not finite: complaints of gathered bytes, and
+    what verify says.
+    """
     model, _ = trained()
     with torch.no_grad():
         for parameter, _ in models.masters(model).values():
@@ -149,7 +157,9 @@ def test_masters_that_are_not_finite(ranks: Ranks, value: float) -> None:
 
 
 def dies_in(what: str) -> None:
-    """Rank 1 dies in the forward pass after its third step, when it casts or when it sends; rank 0 raises what it was told."""
+    """Rank 1 dies in the forward pass after its third step, when it casts or when it sends; rank
+    0 raises what it was told.
+    """
     model, _ = trained(("nvfp4", "fp8_current"))
     manager = models.manager(model)
     if dist.get_rank() == 1:
@@ -169,7 +179,9 @@ def test_a_rank_that_dies(ranks: Ranks, what: str) -> None:
 
 
 def steps_alone() -> tuple[str, bool]:
-    """In debug mode, after an optimizer step on rank 1 only: what a forward pass says; and whether all go on after a refresh."""
+    """In debug mode, after an optimizer step on rank 1 only: what a forward pass says; and
+    whether all go on after a refresh.
+    """
     zerocast.set_debug(True)
     try:
         model, optimizer = trained(("nvfp4",))

@@ -1,4 +1,6 @@
-"""Whatever changes a master, the next gather has its bytes; a change on some ranks alone raises on all."""
+"""Whatever changes a master, the next gather has its bytes; a change on some ranks alone raises
+on all.
+"""
 
 import copy
 import tempfile
@@ -108,7 +110,9 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 
 
 def changed(name: str, width: int, hidden: int, formats: tuple[str, ...], reshard: bool) -> list[str]:
-    """Complaints after a change of all masters, before the first forward pass and after one, and after a step."""
+    """Complaints after a change of all masters, before the first forward pass and after one, and
+    after a step.
+    """
     model = models.sharded(Net(formats, width, hidden), reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
@@ -158,7 +162,9 @@ ONE_RANK: dict[str, Callable[[nn.Module], None]] = {
 
 
 def changed_on_one(name: str, rank: int, first: bool) -> tuple[str, list[str]]:
-    """What a forward pass raises after a change on one rank, and complaints after all have refreshed."""
+    """What a forward pass raises after a change on one rank, and complaints after all have
+    refreshed.
+    """
     model = models.sharded(Net(FEW, 64, 96))
     if not first:
         models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
@@ -204,7 +210,9 @@ def test_refresh_takes_the_change_of_one_rank(ranks: Ranks) -> None:
 
 
 def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
-    """What a forward pass raises after a step on one rank, and after how many seconds; collectives give up after three."""
+    """What a forward pass raises after a step on one rank, and after how many seconds;
+    collectives give up after three.
+    """
     group = dist.new_group(timeout=timedelta(seconds=3))
     model = models.sharded(Net((fmt,), 64, hidden), mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,11 +229,14 @@ def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
 
 
 def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    """At once where no amax is reduced; else the rank that stepped reduces alone, until the group's timeout."""
+    """At once where no amax is reduced; else the rank that stepped reduces alone, until the
+    group's timeout.
+    """
     for said, _ in ranks(2)(stepped_alone, "mxfp8", 64):
         assert "optimizer steps and zerocast.fsdp2.refresh must happen on all of them" in said
     found = ranks(2)(stepped_alone, "nvfp4", 96)
-    assert any("Timed out" in said for said, _ in found)  # who waits a little longer may hear that the other has left
+    # who waits a little longer may hear that the other has left
+    assert any("Timed out" in said for said, _ in found)
     assert all("Timed out" in said or "closed by peer" in said for said, _ in found)
     assert all(seconds < 20 for _, seconds in found)
 

@@ -1,4 +1,6 @@
-"""Full state dicts hold plain tensors on every rank, over one rank as over several; sharded ones tell of what is read into them."""
+"""Full state dicts hold plain tensors on every rank, over one rank as over several; sharded ones
+tell of what is read into them.
+"""
 
 import io
 import tempfile

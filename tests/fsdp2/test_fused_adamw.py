@@ -1,4 +1,6 @@
-"""FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
+"""FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the
+same pass.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -36,7 +38,7 @@ def put_gradients(model: nn.Module, step: int) -> None:
 
 
 def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Of every whole tensor."""
+    """Digests of every whole tensor."""
     found = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -75,7 +77,9 @@ def by_fsdp2(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_one_step_from_one_checkpoint(ranks: Ranks, tmp_path: Any, world: int) -> None:
-    """ZeroAdamW and FSDP2, the same injected gradient: equal masters, moments, delayed state, hyper-parameters and bytes."""
+    """ZeroAdamW and FSDP2, the same injected gradient: equal masters, moments, delayed state,
+    hyper-parameters and bytes.
+    """
     ((state, weights),) = ranks(1)(by_zero, str(tmp_path / "it"))
     for found, gathered in ranks(world)(by_fsdp2, str(tmp_path / "it")):
         assert found == state
@@ -91,7 +95,7 @@ class Stages(TorchDispatchMode):
         self.op, self.calls = getattr(torch.ops.zerocast, name).default, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One more."""
+        """Count one stage more."""
         self.calls += func is self.op
         return func(*args, **(kwargs or {}))
 
@@ -129,7 +133,7 @@ class Kernel(torch.optim.Optimizer):
     """Writes as a kernel of somebody's own does, past torch's dispatcher."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Larger."""
+        """Make all parameters larger."""
         for parameter in self.param_groups[0]["params"]:
             parameter._local_tensor.plain.mul_(3.0)
 
@@ -150,7 +154,8 @@ def some_frozen(model: Any, optimizer: Any, step: int) -> None:
     FusedAdamW([p for name, (p, _) in held.items() if "blocks.1" not in name], lr=0.1).step()
 
 
-CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {  # and whether the pass has measured all there is
+# and whether the pass has measured all there is
+CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {
     "step": (fused_step, True),
     "write after a step": (average, False),
     "two steps": (step_twice, True),
@@ -182,7 +187,9 @@ def test_amaxes_come_from_the_step(ranks: Ranks) -> None:
 
 
 def trained_as_torch() -> float:
-    """The largest difference to torch's AdamW over some steps, beside the largest element of the master."""
+    """The largest difference to torch's AdamW over some steps, beside the largest element of the
+    master.
+    """
     ours, theirs = (models.sharded(Net(FORMATS[-3:], WIDTH, HIDDEN)) for _ in range(2))
     optimizers = FusedAdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for step in range(4):
@@ -213,7 +220,7 @@ class Scalars(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what runs."""
+        """Count an operator that gives a number."""
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 

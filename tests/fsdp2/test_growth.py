@@ -39,7 +39,9 @@ def test_steps(ranks: Ranks, optimizer: str) -> None:
 
 
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> None:
-    """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters."""
+    """A model, gone when this returns; with a state of it, a verification and perhaps a load
+    that replaces masters.
+    """
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96), **options)
     made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
     models.train(model, made, range(2), 64)
@@ -64,5 +66,7 @@ def left_behind(optimizer: str) -> list[dict[str, tuple[int, int]]]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks, optimizer: str) -> None:
-    """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage collector does not look into."""
+    """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage
+    collector does not look into.
+    """
     assert ranks(2)(left_behind, optimizer) == [[{}] * 3] * 2

@@ -1,4 +1,6 @@
-"""Masters that change while their weights are left gathered: ranks ask each other, and only then."""
+"""Masters that change while their weights are left gathered: ranks ask each other, and only
+then.
+"""
 
 from unittest import mock
 
@@ -27,8 +29,9 @@ def passed(forward: nn.Module) -> tuple[str, torch.Tensor | None]:
 
 
 def changed(name: str, ranks: tuple[int, ...]) -> list[str]:
-    """What is said once these ranks changed masters whose weights are left gathered: by forward passes of a module and twice of the
-    model; then complaints, after `refresh` too."""
+    """What is said once these ranks changed masters whose weights are left gathered: by forward
+    passes of a module and twice of the model; then complaints, after `refresh` too.
+    """
     model = models.sharded(models.Net(FORMATS, 64, 96), reshard_after_forward=False)
     passed(model)
     if dist.get_rank() in ranks:
@@ -45,9 +48,11 @@ def changed(name: str, ranks: tuple[int, ...]) -> list[str]:
     "name", ["write_data", *(models.slow(name) for name in ("copy_data", "swap_average", "write_local"))]
 )
 def test_a_change_on_one_rank_of_what_is_left_gathered(ranks: Ranks, name: str) -> None:
-    """No gather comes that could tell; a module's forward pass alone is refused where bytes are old.
+    """No gather comes that could tell; a module's forward pass alone is refused where bytes are
+    old.
 
-    A load is not among these: `state_dict` frees what FSDP2 left gathered, with or without zerocast, on the rank that calls it.
+    A load is not among these: `state_dict` frees what FSDP2 left gathered, with or without
+    zerocast, on the rank that calls it.
     """
     for rank, (module, model, again, *complaints) in enumerate(ranks(3)(changed, name, (1,))):
         assert ("after the forward pass that left it gathered" in module) == (rank == 1), module
@@ -63,7 +68,9 @@ def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
 
 
 class Rooted(nn.Module):
-    """A prepared weight in the root module, which `loss` gathers before the hooks of the model run."""
+    """A prepared weight in the root module, which `loss` gathers before the hooks of the model
+    run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,11 +78,11 @@ class Rooted(nn.Module):
         self.head = nn.Linear(64, 64, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both."""
+        """Run both layers in order."""
         return self.head(self.blocks[0](x))  # type: ignore[no-any-return]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the outputs."""
+        """The mean square of outputs."""
         return self(x).float().square().mean()  # type: ignore[no-any-return]
 
 

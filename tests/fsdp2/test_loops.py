@@ -1,4 +1,6 @@
-"""Training loops as people write them: what does not train leaves the masters as they were, to the bit, and fresh bytes."""
+"""Training loops as people write them: what does not train leaves the masters as they were, to
+the bit, and fresh bytes.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -163,7 +165,9 @@ DETOURS: dict[str, Callable[[Any], None]] = {
 
 
 def trained(reshard: bool, detour: Callable[[Any], None] = lambda model: None) -> tuple[list[str], dict[str, str]]:
-    """Complaints after steps with a detour before each and one between gradients and step; what was learnt."""
+    """Complaints after steps with a detour before each and one between gradients and step; what
+    was learnt.
+    """
     model = models.sharded(Rooted(), reshard_after_forward=reshard)
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
@@ -202,7 +206,9 @@ def test_detours_change_nothing(ranks: Ranks, reshard: bool) -> None:
 
 
 def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) -> tuple[list[str], dict[str, str], int]:
-    """Complaints over steps that hooks of gradients take, or one optimizer after them; what was learnt, and the number of casts."""
+    """Complaints over steps that hooks of gradients take, or one optimizer after them; what was
+    learnt, and the number of casts.
+    """
     model = models.sharded(Rooted(), reshard_after_forward=reshard)
     optimizers = {p: make([p], lr=1e-2) for p in model.parameters()} if within else {}
     together = None if within else make(model.parameters(), lr=1e-2)
@@ -233,7 +239,9 @@ MAKERS = {"sgd": torch.optim.SGD, "fused": zerocast.fsdp2.FusedAdamW}
 
 
 def stepped_within(maker: str, reshard: bool) -> list[str]:
-    """What is otherwise if hooks of gradients step instead of one optimizer after them; a cast too many."""
+    """What is otherwise if hooks of gradients step instead of one optimizer after them; a cast
+    too many.
+    """
     (_, after, _), (complaints, within, count) = (in_backward(MAKERS[maker], reshard, how) for how in (False, True))
     found = [f"{key} differs" for key in after if within[key] != after[key]]
     return [*complaints, *found] + ([f"{count} casts"] if count != 1 + len(STEPS) else [])

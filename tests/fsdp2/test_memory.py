@@ -1,4 +1,6 @@
-"""What a rank holds: masters and the bytes that it sends, what was gathered only while it is in use, and no more with time."""
+"""What a rank holds: masters and the bytes that it sends, what was gathered only while it is in
+use, and no more with time.
+"""
 
 import gc
 import time
@@ -19,7 +21,9 @@ from tests.workers import Ranks
 from zerocast import QuantizedWeight
 
 WIDTH, HIDDEN = 512, 1024
-EXTRA = {  # bytes sent, scales as the stages lay them out (for nvfp4 a ghost row rounds 512 rows up to 640), bf16 amaxes
+# bytes sent, scales as the stages lay them out (for nvfp4 a ghost row rounds 512 rows up to 640),
+# bf16 amaxes
+EXTRA = {
     "nvfp4": 0.504 + (640 / 512 + 384 / 256) / 2 / 16 + 2 / 256,
     "fp8_current": 1.0,
     "mxfp8": 2.0625 + 2 / 32 + 2 * 2 / 32,
@@ -28,7 +32,9 @@ EXTRA = {  # bytes sent, scales as the stages lay them out (for nvfp4 a ghost ro
 
 
 def settled_bytes() -> int:
-    """Live bytes once gloo's threads have let go of what they sent, and models of earlier cases are gone."""
+    """Live bytes once gloo's threads have let go of what they sent, and models of earlier cases
+    are gone.
+    """
     dist.barrier()
     time.sleep(0.2)
     while gc.collect():  # what one collection frees may hold the last reference to a tensor's cycle
@@ -37,7 +43,9 @@ def settled_bytes() -> int:
 
 
 def held(fmt: str) -> tuple[float, float]:
-    """Bytes an element of a rank's shard beyond plain FSDP2: between steps, and with plain masters alone."""
+    """Bytes an element of a rank's shard beyond plain FSDP2: between steps, and with plain
+    masters alone.
+    """
     sizes = []
     for prepare in (False, True):
         before = settled_bytes()
@@ -64,7 +72,9 @@ def test_what_a_rank_holds(ranks: Ranks, fmt: str) -> None:
 
 
 def gathered() -> list[str]:
-    """Storages of weights that have bytes although they are sharded, or too many while they are not."""
+    """Storages of weights that have bytes although they are sharded, or too many while they are
+    not.
+    """
     model = models.sharded(Net(("nvfp4", "mxfp8"), WIDTH, HIDDEN))
     model(models.batch(0, WIDTH)).float().square().mean().backward()
     found = []
@@ -81,12 +91,16 @@ def gathered() -> list[str]:
 
 
 def test_gathered_bytes_are_freed(ranks: Ranks) -> None:
-    """No columnwise copy is ever kept, and nothing gathered outlives the forward or the backward of its module."""
+    """No columnwise copy is ever kept, and nothing gathered outlives the forward or the backward
+    of its module.
+    """
     assert ranks(2)(gathered) == [[], []]
 
 
 def most_gathered(blocks: int) -> float:
-    """The most bytes an element of a block that are gathered at once while a backward pass goes through a model."""
+    """The most bytes an element of a block that are gathered at once while a backward pass goes
+    through a model.
+    """
     model: Any = models.sharded(Net(("nvfp4",) * blocks, WIDTH, HIDDEN))
     owners = [owner for _, owner in models.masters(model).values()]
     levels: list[int] = []
@@ -107,7 +121,9 @@ def most_gathered(blocks: int) -> float:
 
 
 def test_peak_of_a_backward_pass(ranks: Ranks) -> None:
-    """One block, however many there are: what FSDP2 prefetches on a CPU lies in the collective's buffer until it is needed."""
+    """One block, however many there are: what FSDP2 prefetches on a CPU lies in the collective's
+    buffer until it is needed.
+    """
     predicted = 0.504 + 1 / 16
     for found in ranks(2)(most_gathered, 5):
         print(f"gathered at most {found:.3f} B an element of a block, {predicted:.3f} predicted")

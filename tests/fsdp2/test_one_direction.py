@@ -1,4 +1,6 @@
-"""mxfp8 with one direction a gather: half the bytes, the same gradients, and an error where a pass reads the other direction."""
+"""mxfp8 with one direction a gather: half the bytes, the same gradients, and an error where a
+pass reads the other direction.
+"""
 
 from typing import Any
 
@@ -26,7 +28,9 @@ def build(one_direction: bool, hidden: int, make: type[Net] = Net, root_reshards
 
 
 def trained(one_direction: bool, hidden: int, world: int) -> tuple[list[str], list[int], list[str]]:
-    """Digests of masters after three steps, bytes of each gather of the last, and complaints about rowwise codes."""
+    """Digests of masters after three steps, bytes of each gather of the last, and complaints
+    about rowwise codes.
+    """
     model = build(one_direction, hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(2), WIDTH)

@@ -1,4 +1,6 @@
-"""Every class of torch.optim in every mode: what runs under plain FSDP2 runs on prepared masters, to the bit, and is cast."""
+"""Every class of torch.optim in every mode: what runs under plain FSDP2 runs on prepared
+masters, to the bit, and is cast.
+"""
 
 import inspect
 import itertools
@@ -23,7 +25,8 @@ CLASSES: dict[str, Any] = {
     for name, found in vars(torch.optim).items()
     if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
 } | {"FusedAdamW": zerocast.fsdp2.FusedAdamW}
-NEVER = ("Adafactor", "Rprop", "SparseAdam")  # what DTensor, or a dense gradient, does not let run (torch 2.13)
+# what DTensor, or a dense gradient, does not let run (torch 2.13)
+NEVER = ("Adafactor", "Rprop", "SparseAdam")
 IMPLEMENTATIONS = {
     "default": {},
     "for-loop": {"foreach": False},
@@ -62,8 +65,8 @@ def stepped(
 ) -> tuple[dict[str, Tensor], str, list[str]]:
     """Parameters after three steps on given gradients; what was raised; complaints.
 
-    The second half of them learns at another rate, all at half of theirs in the last step; some have no gradient in the second one.
-    Steps are compiled where a `backend` for that is named.
+    The second half of them learns at another rate, all at half of theirs in the last step; some
+    have no gradient in the second one. Steps are compiled where a `backend` for that is named.
     """
     torch._dynamo.reset()
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=prepare)
@@ -130,7 +133,9 @@ def test_every_class_compiled(ranks: Ranks, name: str) -> None:
 
 
 def from_one_cache(name: str) -> list[str]:
-    """Plain steps are compiled first: torch keeps what inductor made of them, and must not take it for prepared masters."""
+    """Plain steps are compiled first: torch keeps what inductor made of them, and must not take
+    it for prepared masters.
+    """
     with fresh_inductor_cache():
         return differences(name, ("default",), "inductor")
 
@@ -151,7 +156,9 @@ def test_the_key_of_a_compiled_graph(ranks: Ranks) -> None:
 
 
 def keys() -> tuple[str, str, str, set[str]]:
-    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two formats."""
+    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two
+    formats.
+    """
     made = [models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=how) for how in (False, False, True)]
     plain, again, prepared = (models.held(model)[2]._stable_hash_for_caching() for model in made)
     weights = [

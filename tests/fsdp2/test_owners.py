@@ -1,4 +1,6 @@
-"""Gathered weights have an owner, their master: no step of anybody takes them for weights that nobody trains."""
+"""Gathered weights have an owner, their master: no step of anybody takes them for weights that
+nobody trains.
+"""
 
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.fsdp2.models import Net, batch, sharded, train
 from tests.workers import Ranks
 
-PLAIN = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients then stay on the gathered weights
+# gradients then stay on the gathered weights
+PLAIN = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def others_step_between() -> None:

@@ -108,7 +108,9 @@ def mixed_nominal() -> None:
 
 
 def mixed_group() -> None:
-    """A norm of another dtype than the masters that it is sharded with: FSDP2's own error, at the first forward pass."""
+    """A norm of another dtype than the masters that it is sharded with: FSDP2's own error, at
+    the first forward pass.
+    """
     model = Net(("nvfp4",), 64, 96)
     model.blocks[0][0].bfloat16()
     models.sharded(model)(models.batch(0, 64))

@@ -1,4 +1,6 @@
-"""The GPT of the examples with its MLPs in slices of tensor parallelism under FSDP2: every format, with and without replicas."""
+"""The GPT of the examples with its MLPs in slices of tensor parallelism under FSDP2: every
+format, with and without replicas.
+"""
 
 from typing import Any
 
@@ -18,7 +20,9 @@ from tests.workers import Ranks
 WIDE, NARROW = (
     128,
     64,
-)  # slices of 128 and 256 rows or columns: whole blocks of any format, also where the other extent is half of one
+    # slices of 128 and 256 rows or columns: whole blocks of any format, also where the other extent is
+    # half of one
+)
 MIXED = {"blocks.0.*.weight": "fp8_current", "blocks.1.attn.*": "nvfp4", "blocks.1.mlp.*": "mxfp8"}
 
 
@@ -42,7 +46,9 @@ def sliced(formats: dict[str, str], replicas: int, frozen: str, width: int) -> A
 
 
 def trained(formats: dict[str, str], replicas: int, fused: bool, frozen: str, width: int = WIDE) -> list[str]:
-    """What verify says of each of three steps, which compares slices with theirs of the unsharded cast; what did not move."""
+    """What verify says of each of three steps, which compares slices with theirs of the
+    unsharded cast; what did not move.
+    """
     model = sliced(formats, replicas, frozen, width)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = (zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW)(learning, lr=1e-2)

@@ -1,4 +1,6 @@
-"""FSDP2: a rank is killed, or stopped for longer than the timeout and then continued: all others raise in time, nobody goes on."""
+"""FSDP2: a rank is killed, or stopped for longer than the timeout and then continued: all others
+raise in time, nobody goes on.
+"""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What raises while FusedAdamW or a load writes: it can be done again, or every later call says what to do; never wrong bits."""
+"""What raises while FusedAdamW or a load writes: it can be done again, or every later call says
+what to do; never wrong bits.
+"""
 
 import contextlib
 from collections import Counter
@@ -21,13 +23,16 @@ from tests.workers import Ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.optim import Checkpoints
 
-FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3")  # each cast has another scale
+# each cast has another scale
+FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3")
 SAID = "raised half-way: masters, moments and weights may be of different steps; load a checkpoint"
 Snapshot = tuple[dict[str, str], dict[str, casts.Bytes]]
 
 
 class Trained:
-    """A model under FusedAdamW, or torch's AdamW, with a checkpoint of its second step and the third as it should be."""
+    """A model under FusedAdamW, or torch's AdamW, with a checkpoint of its second step and the
+    third as it should be.
+    """
 
     def __init__(self, folder: str, fused: bool = True) -> None:
         self.model = models.sharded(Net(FORMATS, 64, 96))
@@ -48,7 +53,7 @@ class Trained:
         self.forward()
 
     def forward(self) -> None:
-        """Gathers."""
+        """Gather by a forward pass."""
         with torch.no_grad():
             self.model(models.batch(0, 64))
 
@@ -98,12 +103,14 @@ class Trained:
         return found if self.checkpoints.steps() == [2] else [*found, "saved"]
 
     def is_torn(self) -> bool:
-        """Whether anything here is."""
+        """True if any guard here is partial."""
         return any(guard.is_partial for guard in self.state._guards())
 
 
 def stepping(trained: Trained, memory: OutOfMemory) -> tuple[str, list[str]]:
-    """The third step, in which memory runs out; then whatever must be. What had to be done, and complaints."""
+    """The third step, in which memory runs out; then whatever must be. What had to be done, and
+    complaints.
+    """
     trained.load()
     found: list[str] = []
     try:
@@ -121,7 +128,9 @@ def stepping(trained: Trained, memory: OutOfMemory) -> tuple[str, list[str]]:
 
 
 def loading(trained: Trained, memory: OutOfMemory) -> tuple[str, list[str]]:
-    """A load after the third step, in which memory runs out; then whatever must be, and the third step."""
+    """A load after the third step, in which memory runs out; then whatever must be, and the
+    third step.
+    """
     trained.load()
     trained.step(2)
     saved = _copied(trained.state.state_dict())
@@ -179,7 +188,9 @@ WHERE: dict[str, Callable[[Trained, OutOfMemory], tuple[str, list[str]]]] = {
 
 
 def at_operators(folder: str, where: str, every: int, fused: bool) -> tuple[Counter[str], list[str]]:
-    """Memory runs out at every so manieth operator, before it and after it; how often what was to be done, and complaints."""
+    """Memory runs out at every so manieth operator, before it and after it; how often what was
+    to be done, and complaints.
+    """
     trained, outcomes = Trained(folder, fused), Counter[str]()
     found: list[str] = []
     for afterwards in (False, True):
@@ -220,7 +231,7 @@ class FirstPass(TorchDispatchMode):
     """Memory runs out when the first masters of a step are written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write, and run out."""
+        """Let the operator write, and run out of memory."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.zerocast.adam_amax.default:
             raise torch.OutOfMemoryError("injected")
@@ -228,7 +239,9 @@ class FirstPass(TorchDispatchMode):
 
 
 def torn_on_one(folder: str, rank: int) -> tuple[list[str], list[str]]:
-    """Three passes after a step that raised on one rank say, and complaints after all have loaded."""
+    """Three passes after a step that raised on one rank say, and complaints after all have
+    loaded.
+    """
     trained = Trained(folder)
     trained.load()
     put_gradients(trained.model, 2)

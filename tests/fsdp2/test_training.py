@@ -1,4 +1,6 @@
-"""The GPT of the examples under FSDP2: tied embedding, norms, a frozen layer, two optimizers; and what it learns."""
+"""The GPT of the examples under FSDP2: tied embedding, norms, a frozen layer, two optimizers;
+and what it learns.
+"""
 
 import functools
 from pathlib import Path
@@ -238,7 +240,9 @@ def test_meta_initialisation(ranks: Ranks) -> None:
 
 
 def saved_whole(path: str) -> dict[str, str]:
-    """Three steps of two optimizers, saved by the library; digests of masters, moments and delayed scaling."""
+    """Three steps of two optimizers, saved by the library; digests of masters, moments and
+    delayed scaling.
+    """
     model = gpt(MIXED)
     optimizers = two_optimizers(model)
     step_all(model, optimizers, range(3))
@@ -269,7 +273,9 @@ STEPS, RATE = 200, 1e-3
 
 
 def final_loss(fmt: str | None, keep_masters: bool) -> float:
-    """Loss on text that was not trained on after 200 steps; a control rounds its masters to what the cast keeps of them."""
+    """Loss on text that was not trained on after 200 steps; a control rounds its masters to what
+    the cast keeps of them.
+    """
     model = gpt({"blocks.*.weight": fmt} if fmt else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -292,7 +298,9 @@ def final_loss(fmt: str | None, keep_masters: bool) -> float:
 
 @pytest.mark.slow
 def test_learns_as_fp32_does(ranks: Ranks) -> None:
-    """Within 2 % of the loss without quantization; keeping only the quantized weights does not get there."""
+    """Within 2 % of the loss without quantization; keeping only the quantized weights does not
+    get there.
+    """
     plain, quantized, control = (
         ranks(2)(final_loss, *case, timeout=600.0)[0] for case in ((None, True), ("nvfp4", True), ("nvfp4", False))
     )

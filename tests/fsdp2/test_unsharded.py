@@ -1,4 +1,6 @@
-"""A prepared model that FSDP2 does not gather raises at its first forward pass, and does not train in FP32."""
+"""A prepared model that FSDP2 does not gather raises at its first forward pass, and does not
+train in FP32.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +80,9 @@ def test_every_layer_raises(name: str) -> None:
 
 
 def test_every_layer_of_torch_is_among_these() -> None:
-    """Those that have a weight of two or more dimensions, or hold such a layer; a new one in a new torch is to be added."""
+    """Those that have a weight of two or more dimensions, or hold such a layer; a new one in a
+    new torch is to be added.
+    """
     named = {name.split(" ")[0] for name in LAYERS}
     refused_or_made_of_them = {
         "Embedding",
@@ -234,7 +238,9 @@ def test_shapes_are_probed_on_the_meta_device() -> None:
 
 
 def analysed() -> bool:
-    """Whether products with a shard, which no module computes, go on as before once the model is sharded and cast."""
+    """Whether products with a shard, which no module computes, go on as before once the model is
+    sharded and cast.
+    """
     model = models.sharded(Net(("fp8_current",), 64, 96))
     zerocast.fsdp2.refresh(model)
     local = models.held(model)[2].detach().to_local()

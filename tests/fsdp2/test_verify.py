@@ -1,4 +1,6 @@
-"""zerocast.verify over gathered weights: a wrong byte is found on the ranks that compute with it, and nothing else is."""
+"""zerocast.verify over gathered weights: a wrong byte is found on the ranks that compute with
+it, and nothing else is.
+"""
 
 from typing import Any
 
@@ -31,7 +33,9 @@ def said(report: VerifyReport) -> list[tuple[str, int, str, int, int]]:
 
 
 def quiet(width: int, hidden: int, formats: tuple[str, ...], replicas: int) -> tuple[list[str], int, int]:
-    """Complaints with the model sharded, left gathered and before a cast that is due; weights and bytes that were compared."""
+    """Complaints with the model sharded, left gathered and before a cast that is due; weights
+    and bytes that were compared.
+    """
     found = []
     for reshard in (True, False):
         model = Net(formats, width, hidden)
@@ -115,13 +119,17 @@ def test_a_byte_of_a_gathered_copy(ranks: Ranks, fmt: str, buffer: str) -> None:
 
 
 def test_a_byte_that_is_sent(ranks: Ranks) -> None:
-    """Rank 1 has the rows from 48 on, 32 bytes each; whoever gathers its bytes computes with the wrong one."""
+    """Rank 1 has the rows from 48 on, 32 bytes each; whoever gathers its bytes computes with the
+    wrong one.
+    """
     wanted = [("blocks.0.1.weight", rank, "rowwise_data", 1, 48 * 32 + 3) for rank in (0, 1)]
     assert ranks(2)(flipped, "rowwise_data", "nvfp4", True) == [wanted, wanted]
 
 
 def unseen_write() -> tuple[int, str]:
-    """Differences after a write that nothing sees, and what debug mode says of a counted one in a module called alone."""
+    """Differences after a write that nothing sees, and what debug mode says of a counted one in
+    a module called alone.
+    """
     zerocast.set_debug(True)
     try:
         model, _ = trained(reshard=False, formats=("nvfp4",))
@@ -138,7 +146,8 @@ def unseen_write() -> tuple[int, str]:
                 model.blocks[0](x)
         zerocast.fsdp2.refresh(model)
         assert verify(model).ok
-        models.train(model, torch.optim.AdamW(model.parameters()), range(2), 64)  # nothing to complain of
+        # nothing to complain of
+        models.train(model, torch.optim.AdamW(model.parameters()), range(2), 64)
     finally:
         zerocast.set_debug(False)
     return len(report.differences), str(caught.value)
@@ -151,7 +160,9 @@ def test_a_master_that_was_written_behind_our_back(ranks: Ranks) -> None:
 
 
 def every_other_step(every: int) -> list[bool]:
-    """Whether each forward pass raised; from the third on rank 1 sends a wrong byte after each cast."""
+    """Whether each forward pass raised; from the third on rank 1 sends a wrong byte after each
+    cast.
+    """
     model = Net(("nvfp4", models.DELAYED), 64, 96)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), verify_every=every)
     models.sharded(model, prepare=False)
@@ -186,7 +197,9 @@ def test_verify_every(ranks: Ranks, every: int, wanted: list[int]) -> None:
 
 
 def sliced() -> tuple[bool, list[Any]]:
-    """Tensor parallelism over two of four ranks, FSDP2 over the others: each slice is its part of the unsharded cast."""
+    """Tensor parallelism over two of four ranks, FSDP2 over the others: each slice is its part
+    of the unsharded cast.
+    """
     both = models.mesh((2, 2), ("fsdp", "tp"))
     model = Net(("nvfp4", "fp8_current"), 64, 96)
     for block in model.blocks:
@@ -215,7 +228,9 @@ def test_every_is_checked() -> None:
 
 
 def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
-    """Of mxfp8 weights that gather one direction at a time: what a forward pass reads, and a wrong byte in it."""
+    """Of mxfp8 weights that gather one direction at a time: what a forward pass reads, and a
+    wrong byte in it.
+    """
     model = Net(("mxfp8",), 64, 96)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), one_direction=True)
     models.sharded(model, prepare=False)

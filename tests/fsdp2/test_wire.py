@@ -32,7 +32,9 @@ def test_bytes_an_element(ranks: Ranks, fmt: str) -> None:
 
 
 def misaligned(one_direction: bool) -> list[str]:
-    """The buffers of gathered weights of every format that do not begin at a multiple of 16 bytes."""
+    """The buffers of gathered weights of every format that do not begin at a multiple of 16
+    bytes.
+    """
     found = []
     for formats, width, hidden in ((FORMATS, 32, 96), (FORMATS, 96, 160), (SMALL, 33, 7), (SMALL, 50, 131)):
         model = Net(formats, width, hidden)
@@ -52,7 +54,9 @@ def misaligned(one_direction: bool) -> list[str]:
 @pytest.mark.parametrize("one_direction", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gathered_operands_are_aligned(ranks: Ranks, world: int, one_direction: bool) -> None:
-    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores copies a scale."""
+    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores
+    copies a scale.
+    """
     assert ranks(world)(misaligned, one_direction) == [[]] * world
 
 
@@ -88,7 +92,9 @@ def test_a_reduction_carries_a_number_a_tensor(ranks: Ranks) -> None:
 
 
 def test_cut_block_rows_ride_along(ranks: Ranks) -> None:
-    """96 rows on 4 ranks of 24: rank 1 begins in the middle of block row 1, rank 3 of block row 4; 128 rows cut nothing."""
+    """96 rows on 4 ranks of 24: rank 1 begins in the middle of block row 1, rank 3 of block row
+    4; 128 rows cut nothing.
+    """
     for found in ranks(4)(reductions, ("nvfp4",), 96, 1):
         assert found == [[2 * (2 + 2 * 128 // 16)]] * 3
 

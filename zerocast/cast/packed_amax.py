@@ -1,13 +1,16 @@
 """PackedAmax: every amax of every weight of every format in one buffer, reduced once.
 
-MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when every nominal dtype is, else FP32.
-The NVFP4 tensor amax is the maximum of the reduced block amaxes and needs no collective of its own.
+MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when
+every nominal dtype is, else FP32. The NVFP4 tensor amax is the maximum of the reduced block amaxes
+and needs no collective of its own.
 
-Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share that byte and both write the whole of it, so each needs
-the other's element. Non-owners send -Inf. A NaN never enters a MAX; it is sent as a flag.
+Behind the amaxes ride the elements next to odd NVFP4 cuts: two owners share that byte and both
+write the whole of it, so each needs the other's element. Non-owners send -Inf. A NaN never enters a
+MAX; it is sent as a flag.
 
-Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is there on any rank goes into the
-same reduction. Last come two numbers by which ranks that are in different calls find out (`SameCall`).
+Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is
+there on any rank goes into the same reduction. Last come two numbers by which ranks that are in
+different calls find out (`SameCall`).
 """
 
 import itertools
@@ -26,7 +29,9 @@ from zerocast.formats.layout import Span, amax_counts
 
 @dataclass(frozen=True)
 class BoundaryByte:
-    """A byte of weight `index` whose elements `element` and `element + 1` belong to two ranks, `owners` in that order."""
+    """A byte of weight `index` whose elements `element` and `element + 1` belong to two ranks,
+    `owners` in that order.
+    """
 
     index: int
     element: int
@@ -44,10 +49,11 @@ def boundary_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) ->
 
 
 class PackedAmax(AmaxReduction):
-    """The buffer, the place of each weight's amaxes in it (`offsets`), the boundary bytes behind them, and `same_call`.
+    """The buffer, the place of each weight's amaxes in it (`offsets`), the boundary bytes behind
+    them, and `same_call`.
 
-    `boundary_elements` are (weight, element, slot) of the elements of other ranks that this rank writes beside its own; `received`
-    holds them after a reduction, f32 by slot.
+    `boundary_elements` are (weight, element, slot) of the elements of other ranks that this rank
+    writes beside its own; `received` holds them after a reduction, f32 by slot.
     """
 
     def __init__(self, partition: Partition, cast: Sequence[int], device: torch.device, group: Group) -> None:

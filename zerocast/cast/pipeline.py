@@ -1,4 +1,5 @@
-"""The pipeline of a cast: partial amaxes, one reduction, scales, codes. All weights and formats together.
+"""The pipeline of a cast: partial amaxes, one reduction, scales, codes. All weights and formats
+together.
 
 Hosts differ in what has to be reduced and in nothing else. A plan, whose ranks hold any spans of a
 weight, reduces every amax (`PackedAmax`); FSDP2, whose ranks hold whole rows, reduces those of the
@@ -43,7 +44,8 @@ def cast(
     update: AdamUpdate | None = None,
     repeat: bool = False,
 ) -> None:
-    """Cast the owned masters of `tables` into their weights, as they are or, with `update`, as it makes them.
+    """Cast the owned masters of `tables` into their weights, as they are or, with `update`, as it
+    makes them.
 
     Args:
         tables: all weights.
@@ -51,7 +53,8 @@ def cast(
         delayed: the weights of `tables` that scale by their past. It moves on by one cast.
         unmeasured: the weights to measure, where a step has measured the others; None for all.
         boundary: weights whose other elements come with the reduction, beside odd cuts.
-        skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all the same.
+        skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all
+            the same.
         update: an optimizer step that the masters take first, in the pass that measures them.
         repeat: do the last cast once more, by its delayed scales; histories do not roll.
     """

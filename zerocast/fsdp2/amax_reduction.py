@@ -1,10 +1,13 @@
-"""The weights whose amaxes are reduced together, and their cast: one all-reduce, whatever their number and formats.
+"""The cast of weights whose amaxes are reduced together: one all-reduce, whatever their formats.
 
-Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the block rows that a boundary
-between shards cuts concern other ranks: they are packed, reduced, and put back. If there are none, nothing is sent.
+Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
+block rows that a boundary between shards cuts concern other ranks: they are packed, reduced, and
+put back. If there are none, nothing is sent. The steps of a cast are those of every host
+(`zerocast.cast.pipeline`).
 
-The layers of a model repeat their shapes. Where those are sharded alike, the bytes to send lie at equal distances and so do the
-scale buffers that the stages fill: one strided copy takes the scales of all of them from one to the other.
+The layers of a model repeat their shapes. Where those are sharded alike, the bytes to send lie at
+equal distances and so do the scale buffers that the stages fill: one strided copy takes the scales
+of all of them from one to the other.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,15 +25,17 @@ from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
 from zerocast.fsdp2.weight import FSDPWeight
 
-MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
+# kept for sets of weights that steps have not measured; which experts learn may change with every
+# step
+MOST_TABLES = 8
 
 
 @dataclass(frozen=True)
 class ReductionGroup:
     """The `group` that amaxes are reduced over, on devices of type `device`.
 
-    Tensor parallelism makes `tp_size` slices of a weight, each sharded by ranks of its own; this rank has slice `tp_rank`. Slices
-    share the amax of the tensor and no block row.
+    Tensor parallelism makes `tp_size` slices of a weight, each sharded by ranks of its own; this
+    rank has slice `tp_rank`. Slices share the amax of the tensor and no block row.
     """
 
     group: Group
@@ -40,18 +45,21 @@ class ReductionGroup:
 
 
 class BoundaryAmaxes(AmaxReduction):
-    """The amaxes of `weights`, and their reduction. `buffer` holds those of this rank, `places` says which where.
+    """The amaxes of `weights`, and their reduction. `buffer` holds those of this rank, `offsets`
+    says which where.
 
-    `measured` names the weights whose amaxes an optimizer step has left in the buffer, up to date until somebody writes.
+    `measured` names the weights whose amaxes an optimizer step has left in the buffer, up to date
+    until somebody writes.
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
         self._reduction, self.measured = reduction, frozenset[str]()
-        self.places: dict[str, tuple[int, int]] = {}
+        self.offsets: dict[str, tuple[int, int]] = {}
         size = 0
-        for weight in sorted(weights, key=lambda weight: not weight.geometry.has_ghost):  # one behind another
+        # one behind another
+        for weight in sorted(weights, key=lambda weight: not weight.geometry.has_ghost):
             rowwise, columnwise = weight.geometry.amax_counts
-            self.places[weight.name] = (size, size + rowwise)
+            self.offsets[weight.name] = (size, size + rowwise)
             size += rowwise + columnwise
         nominal = {weight.geometry.nominal for weight in weights}
         dtype = torch.bfloat16 if nominal == {torch.bfloat16} else torch.float32
@@ -65,7 +73,7 @@ class BoundaryAmaxes(AmaxReduction):
         segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
         for weight in weights:
             geometry = weight.geometry
-            first, count = self.places[weight.name][0], geometry.amax_counts[0]
+            first, count = self.offsets[weight.name][0], geometry.amax_counts[0]
             if geometry.has_ghost:
                 segments.append(first + count)
                 ghosts.append(first + count - geometry.grids()[0][1])
@@ -90,7 +98,9 @@ class BoundaryAmaxes(AmaxReduction):
         self._reduced = torch.zeros(size, dtype=self.buffer.dtype, device=device)
 
     def begin_step(self, names: frozenset[str]) -> Tensor:
-        """The buffer, for a step that leaves the amaxes of these weights there; `places` says where."""
+        """The buffer, for a step that leaves the amaxes of these weights there; `offsets` says
+        where.
+        """
         if not self.measured or self.measured & names:
             self.buffer.zero_()
             self.measured = frozenset()
@@ -98,7 +108,9 @@ class BoundaryAmaxes(AmaxReduction):
         return self.buffer
 
     def begin(self) -> None:
-        """Leave the amaxes that steps have measured, for this cast: one that raises measures all again."""
+        """Leave the amaxes that steps have measured, for this cast: one that raises measures all
+        again.
+        """
         if not self.measured:
             self.buffer.zero_()
         self.measured = frozenset()
@@ -122,7 +134,9 @@ class BoundaryAmaxes(AmaxReduction):
 
 
 class CastGroup:
-    """Weights with one reduction, the same list on every rank, all on one device, and the bytes that they send."""
+    """Weights with one reduction, the same list on every rank, all on one device, and the bytes
+    that they send.
+    """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
         self.weights, self.amaxes = weights, BoundaryAmaxes(weights, reduction)
@@ -132,8 +146,10 @@ class CastGroup:
         self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
         self.delayed.load_state_dict(_seeded_state(weights))
         self.shards: dict[str, MasterShard] = {}
-        self._headers: list[tuple[int, Tensor]] = []  # int32 `[weights, 2]` of weights of one geometry
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (in a side channel, of the stages): scales of owned block rows
+        # int32 `[weights, 2]` of weights of one geometry
+        self._headers: list[tuple[int, Tensor]] = []
+        # (in a side channel, of the stages): scales of owned block rows
+        self._copies: list[tuple[Tensor, Tensor]] = []
         stacks = _by_geometry(weights)
         sizes = [len(members) * members[0].layout.nbytes for members in stacks]
         sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -146,7 +162,9 @@ class CastGroup:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
 
     def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor) -> None:
-        """Lay out weights of one geometry side by side, over zero bytes `sent`, `[weights, layout.nbytes]`."""
+        """Lay out weights of one geometry side by side, over zero bytes `sent`,
+        `[weights, layout.nbytes]`.
+        """
         first, geometry = weights[0], weights[0].geometry
         scales: dict[str, Tensor] = {}
         specs = layout.buffers(first.format, (geometry.cast_rows, geometry.columns), geometry.nominal)
@@ -167,19 +185,23 @@ class CastGroup:
     def _tables_of(self, names: Iterable[str]) -> list[WeightTable]:
         tables = WeightTables(self._device, self._backend)
         for name in names:
-            tables.of(self.shards[name].weight).add_shard(self.shards[name], self.amaxes.places[name])
+            tables.of(self.shards[name].weight).add_shard(self.shards[name], self.amaxes.offsets[name])
         return tables.freeze()
 
     @torch.no_grad()
     def cast(self, repeat: bool) -> None:
-        """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed scales of the last cast."""
+        """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed
+        scales of the last cast.
+        """
         unmeasured = self._tables_without(self.amaxes.measured)
         cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, repeat=repeat)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
     def stamp(self, generation: int) -> None:
-        """Write the headers of a cast; as arguments of kernels the numbers travel to a GPU without a wait."""
+        """Write the headers of a cast; as arguments of kernels the numbers travel to a GPU
+        without a wait.
+        """
         for status, header in self._headers:
             header[:, 0].fill_(status)
             header[:, 1].fill_(generation)
@@ -202,7 +224,9 @@ def _by_geometry(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
 
 
 def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """`scale` and `amax_history` of the weights with delayed scaling, side by side, so that they are few tensors to torch."""
+    """`scale` and `amax_history` of the weights with delayed scaling, side by side, so that they
+    are few tensors to torch.
+    """
     delayed = [weight for weight in weights if weight.format.amax_policy is AmaxPolicy.DELAYED]
     lengths = [weight.format.amax_history_len for weight in delayed]
     scales, histories = torch.ones(len(delayed), device=device), torch.zeros(sum(lengths), device=device)
@@ -214,7 +238,7 @@ def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dic
 
 
 def _seeded_state(weights: Iterable[FSDPWeight]) -> dict[str, dict[str, Tensor]]:
-    """What the cast groups that the weights were in before remember of delayed scaling."""
+    """Collect the state of delayed scaling from the cast groups that the weights were in before."""
     before = {id(weight.scaling): weight.scaling for weight in weights if weight.scaling}
     return {
         name: state

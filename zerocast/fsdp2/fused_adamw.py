@@ -1,7 +1,9 @@
-"""FusedAdamW: the fused step of ZeroAdamW for FSDP2: AdamW over local shards, with the amaxes of the next cast in the same pass.
+"""FusedAdamW: the fused step of ZeroAdamW for FSDP2: AdamW over local shards, with the amaxes of
+the next cast in the same pass.
 
-Any optimizer works under FSDP2; a step of this one saves the cast a reading of all masters, gives the bits of ZeroAdamW's step, and
-keeps its state under the keys of torch.optim.AdamW, so that checkpoints go from one to the other.
+Any optimizer works under FSDP2; a step of this one saves the cast a reading of all masters, gives
+the bits of ZeroAdamW's step, and keeps its state under the keys of torch.optim.AdamW, so that
+checkpoints go from one to the other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +23,16 @@ from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.weight.write_guard import transaction
 
-PLAIN = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
+# a plain parameter takes the same pass; nobody reads its amax
+PLAIN = get_format("fp8_current"), torch.float32
 
 
 class AdamPass:
-    """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for weights of one kind.
+    """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for
+    weights of one kind.
 
-    FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of its own in the table.
+    FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of
+    its own in the table.
     """
 
     def __init__(self, key: TableKey, device: torch.device) -> None:
@@ -46,10 +51,11 @@ class AdamPass:
         span: Span,
         place: tuple[int, int],
     ) -> None:
-        """Append a parameter with its flat local part `master`, the elements `span` of a matrix `shape`.
+        """Append a parameter with its flat local part `master`, the elements `span` of a matrix
+        `shape`.
 
-        `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go, rowwise and of an own
-        columnwise grid.
+        `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go,
+        rowwise and of an own columnwise grid.
         """
         self._parameters.append(parameter)
         self._exp_avgs.append(_flat(state["exp_avg"]))
@@ -72,14 +78,16 @@ class AdamPass:
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a weight format.
+    """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a
+    weight format.
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
 
-    Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The update is that of ZeroAdamW, to
-    the bit (`zerocast/backends/README.md`); a gradient that is not finite is not looked for. Raises TypeError for parameters that
-    are not FP32 and ValueError for parameters on several devices.
+    Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
+    update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
+    finite is not looked for. Raises TypeError for parameters that are not FP32 and ValueError for
+    parameters on several devices.
     """
 
     def __init__(
@@ -103,14 +111,16 @@ class FusedAdamW(torch.optim.Optimizer):
         self._bound: list[list[int]] = []  # what the tables were made for
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
-        self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)  # here, since it imports the compiler
+        # here, since it imports the compiler
+        self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of masters and moments; returns what `closure` returned, or None.
 
-        What raises before masters are written changes nothing. What raises later leaves an optimizer and a model that say so at
-        every call, and cannot be saved, until a state is loaded through `zerocast.fsdp2.TrainingState`.
+        What raises before masters are written changes nothing. What raises later leaves an
+        optimizer and a model that say so at every call, and cannot be saved, until a state is
+        loaded through `zerocast.fsdp2.TrainingState`.
         """
         return self._outside_of_graphs(self, closure)
 
@@ -125,7 +135,8 @@ class FusedAdamW(torch.optim.Optimizer):
             return loss
         self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
         for manager in self._managers:
-            manager.make_due(self)  # also by a step that raises half-way: all ranks cast before a gather tells them
+            # also by a step that raises half-way: all ranks cast before a gather tells them
+            manager.make_due(self)
         guards = [guard_of(self), *(manager.guard for manager in self._managers)]
         with transaction(guards, "an optimizer step"):
             self._update()
@@ -157,7 +168,9 @@ class FusedAdamW(torch.optim.Optimizer):
         super().load_state_dict(dict(state_dict))
 
     def _bind(self) -> None:
-        """Tables of where everything lies, made anew when any of it was replaced or other parameters have gradients."""
+        """Tables of where everything lies, made anew when any of it was replaced or other
+        parameters have gradients.
+        """
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
         locals_ = [(p, getattr(p, "_local_tensor", p)) for _, p in indexed]
@@ -173,11 +186,15 @@ class FusedAdamW(torch.optim.Optimizer):
             self._cast_groups, self._bound = groups, self._places(locals_)
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[int]]:
-        """What the tables depend on: parameters, where they lie, and the tensors of their state."""
+        """List all that the tables depend on: parameters, where they lie, and the tensors of
+        their state.
+        """
         return [[id(p), _plain(t).data_ptr(), *map(id, self.state[p].values())] for p, t in locals_]
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
-        """A row of scalars for each parameter group and number of steps taken, with a clock that its parameters share."""
+        """A row of scalars for each parameter group and number of steps taken, with a clock that
+        its parameters share.
+        """
         states = [self.state[parameter] for _, parameter in indexed]
         for state, (_, parameter) in zip(states, indexed, strict=True):
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -208,7 +225,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 weight, geometry = local.weight, local.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span
-                key, place = TableKey(backend, weight.format, geometry.nominal), group.amaxes.places[weight.name]
+                key, place = TableKey(backend, weight.format, geometry.nominal), group.amaxes.offsets[weight.name]
                 if span.numel:
                     names[group].append(weight.name)
                     adam = measured[group].setdefault(key, AdamPass(key, device))

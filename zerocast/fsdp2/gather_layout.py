@@ -1,16 +1,18 @@
-"""GatherLayout: what a rank sends of one weight, as a layout of bytes that is the same on all ranks.
+"""GatherLayout: the bytes that a rank sends of one weight, laid out alike on all ranks.
 
-Codes come first, each direction that is sent as an output of its own, so that gathered codes lie in the order of the weight and
-need no copy. The last output is the side channel: a header, the scalars of the tensor, and the scales of the block rows that
-the rank owns, without the padding and replication of docs/formats/common.md, which are made after the gather.
+Codes come first, each direction that is sent as an output of its own, so that gathered codes lie in
+the order of the weight and need no copy. The last output is the side channel: a header, the scalars
+of the tensor, and the scales of the block rows that the rank owns, without the padding and
+replication of docs/formats/common.md, which are made after the gather.
 
-Scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in what FSDP2 gathers: products take the scalars
-where they lie, and cuBLASLt wants operands and their scales so.
+Scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in what FSDP2
+gathers: products take the scalars where they lie, and cuBLASLt wants operands and their scales so.
 
-A shard group of one rank sends everything as one output: FSDP2 takes only the first one there (torch 2.11 and 2.13).
+A shard group of one rank sends everything as one output: FSDP2 takes only the first one there
+(torch 2.11 and 2.13).
 
-With `one_direction` a weight whose directions are different codes sends either, never both: behind the codes of each lies what goes
-with them.
+With `one_direction` a weight whose directions are different codes sends either, never both: behind
+the codes of each lies what goes with them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +31,11 @@ HEADER = ALIGNMENT  # bytes: two int32 and room
 
 @dataclass(frozen=True)
 class ScaleRegion:
-    """The scales of one direction in side channel number `side`: `count` block rows of `across` entries from byte `offset` on.
+    """The scales of one direction in side channel number `side`: `count` block rows of `across`
+    entries from byte `offset` on.
 
-    `name` is that of the weight's buffer; `repeat` says that the buffer repeats them for every row of a block.
+    `name` is that of the weight's buffer; `repeat` says that the buffer repeats them for every row
+    of a block.
     """
 
     name: str
@@ -87,18 +91,24 @@ class GatherLayout:
         self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count, side))
 
     def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """(codes by direction, side channels) of a rank's `buffer` of `nbytes` bytes, or of buffers `[..., nbytes]`."""
+        """(codes by direction, side channels) of a rank's `buffer` of `nbytes` bytes, or of
+        buffers `[..., nbytes]`.
+        """
         pieces = buffer.split(self.nbytes // len(self._sides), -1)
         starts = range(0, self.directions // len(self._sides) * self._code_slot, self._code_slot or 1)
         codes = [piece[..., start : start + self._code_bytes] for piece in pieces for start in starts]
         return codes, [piece[..., -self._side_bytes :] for piece in pieces]
 
     def headers(self, buffer: Tensor) -> list[Tensor]:
-        """int32 `[..., 2]`, the status of a rank and the number of its cast, of each side channel."""
+        """int32 `[..., 2]`, the status of a rank and the number of its cast, of each side
+        channel.
+        """
         return [side[..., :8].view(torch.int32) for side in self.parts(buffer)[1]]
 
     def outputs(self, buffer: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
-        """What the hook hands to FSDP2; `columnwise` chooses where one direction is sent."""
+        """The tensors that the hook hands to FSDP2; `columnwise` chooses where one direction is
+        sent.
+        """
         codes, sides = self.parts(buffer)
         if self.one_direction:
             codes, sides = [codes[columnwise]], [sides[columnwise]]
@@ -106,9 +116,11 @@ class GatherLayout:
         return (buffer,) if self._geometry.shards.world == 1 else (*codes, *sides)
 
     def outgoing_scales(self, buffers: Tensor, made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(targets in the side channels, sources) of the scales of the block rows that this rank owns.
+        """(targets in the side channels, sources) of the scales of the block rows that this rank
+        owns.
 
-        `buffers` `[weights, nbytes]` and the scale buffers `made` `[weights, ...]` belong to weights of this layout.
+        `buffers` `[weights, nbytes]` and the scale buffers `made` `[weights, ...]` belong to
+        weights of this layout.
         """
         _, sides = self.parts(buffers)
         pairs = []
@@ -124,7 +136,9 @@ class GatherLayout:
         return pairs
 
     def gathered(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """(codes by direction `[rows, row bytes]`, side channels `[world, bytes]`) of what FSDP2 gathered."""
+        """(codes by direction `[rows, row bytes]`, side channels `[world, bytes]`) of what FSDP2
+        gathered.
+        """
         flat = [output.view(-1) for output in outputs]
         codes, side = flat[:-1], flat[-1]
         shards = self._geometry.shards
@@ -137,7 +151,8 @@ class GatherLayout:
 
 
 class ScaleFill:
-    """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a weight's `buffer`.
+    """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a
+    weight's `buffer`.
 
     What lies where is found once: FSDP2 gives the same tensors memory at every gather.
     """
@@ -149,7 +164,8 @@ class ScaleFill:
         self._pads = buffer.numel() > blocks * height * region.across
         sent = region.of(side)
         target = buffer[: blocks * height, : region.across].unflatten(0, (blocks, height))
-        self._owners: tuple[Tensor, ...] | None = None  # rank and place of each block row, where boundaries cut some
+        # rank and place of each block row, where boundaries cut some
+        self._owners: tuple[Tensor, ...] | None = None
         if shards.cut(region.height):
             self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(region.height))
             self._copies = [(target, sent)]
@@ -161,7 +177,7 @@ class ScaleFill:
             self._copies.append((target[full * region.count :], in_order[full, :rest]))
 
     def __call__(self) -> None:
-        """Fill the buffer."""
+        """Fill the buffer with the scales of the last gather."""
         if self._pads:
             self._buffer.fill_(self._padding)
         for target, sent in self._copies:

@@ -1,12 +1,13 @@
-"""GatherStatus: whether all ranks sent bytes of the same cast, and of masters that nothing wrote to since.
+"""GatherStatus: how ranks learn that bytes are of different casts, or of masters written to since.
 
-Every rank begins its bytes with a header: a `DirtyStatus` and the number of its cast. A CPU reads the headers of all ranks at once.
-On a GPU the host does not wait for what it has just issued, or prefetching would be in vain: headers travel to pinned memory
-behind the gather. So ranks that disagree raise later than on a CPU, and all of them at the same place of the program: before
-a gather that none of them takes part in.
+Every rank begins its bytes with a header: a `DirtyStatus` and the number of its cast. A CPU reads
+the headers of all ranks at once. On a GPU the host does not wait for what it has just issued, or
+prefetching would be in vain: headers travel to pinned memory behind the gather. So ranks that
+disagree raise later than on a CPU, and all of them at the same place of the program: before a
+gather that none of them takes part in.
 
-No gather comes for weights that a forward pass left gathered. Before the next forward pass the ranks exchange their statuses by
-themselves then (`StatusExchange`).
+No gather comes for weights that a forward pass left gathered. Before the next forward pass the
+ranks exchange their statuses by themselves then (`StatusExchange`).
 """
 
 import enum
@@ -26,7 +27,9 @@ UNREAD = 2  # gathers whose headers may still be on their way when the next one 
 
 
 class DirtyStatus(enum.IntEnum):
-    """What happened to a rank's shard since its last cast. A rank without rows is EMPTY and agrees with every other."""
+    """A rank's shard since its last cast. A rank without rows is EMPTY and agrees with every
+    other.
+    """
 
     CLEAN = 0
     WRITTEN = 1
@@ -35,7 +38,9 @@ class DirtyStatus(enum.IntEnum):
 
 
 class PinnedHeaders:
-    """Headers of `sizes` rows, one size a weight, on the GPU, then in pinned memory once they arrived."""
+    """Headers of `sizes` rows, one size a weight, on the GPU, then in pinned memory once they
+    arrived.
+    """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._here = torch.empty(sum(sizes), 2, dtype=torch.int32, device=device)
@@ -44,7 +49,9 @@ class PinnedHeaders:
         self._arrived = torch.cuda.Event()
 
     def send(self, headers: Sequence[Tensor]) -> None:
-        """Copy to the host, behind what the current stream does: FSDP2 may free `headers` before they are read."""
+        """Copy to the host, behind what the current stream does: FSDP2 may free `headers` before
+        they are read.
+        """
         torch.cat(list(headers), out=self._here)
         self._pinned.copy_(self._here, non_blocking=True)
         self._arrived.record()
@@ -56,7 +63,8 @@ class PinnedHeaders:
 
 
 class GatherStatus:
-    """Status headers of a model's gathers. Those of a GPU are pending until the host reads them, in issue order.
+    """Status headers of a model's gathers. Those of a GPU are pending until the host reads them, in
+    issue order.
 
     `guard` is that of the model's masters: this rank raises its own words where they are partial.
     """
@@ -67,7 +75,8 @@ class GatherStatus:
         self._free: dict[tuple[str, ...], list[PinnedHeaders]] = {}
 
     def all_written(self, name: str, headers: Tensor) -> bool:
-        """Whether every rank that has rows of a weight was written to since it last cast, by int32 headers `[ranks, 2]`.
+        """True if every rank with rows of a weight was written to since it last cast, by int32
+        headers `[ranks, 2]`.
 
         RuntimeError where only some were, where some are partial, and for bytes of different casts.
         """
@@ -94,14 +103,18 @@ class GatherStatus:
         return bool(written)
 
     def send(self, names: tuple[str, ...], headers: Sequence[Tensor]) -> None:
-        """Let the headers `[ranks, 2]` of these weights travel to the host, which reads them in a later `check`."""
+        """Let the headers `[ranks, 2]` of these weights travel to the host, which reads them in
+        a later `check`.
+        """
         free = self._free.setdefault(names, [])
         pinned = free.pop() if free else PinnedHeaders(list(map(len, headers)), headers[0].device)
         pinned.send(headers)
         self._pending.append((names, pinned))
 
     def check(self, leave: int = 0) -> None:
-        """RuntimeError, on every rank, where ranks disagree in any pending headers but the last `leave` ones."""
+        """RuntimeError, on every rank, where ranks disagree in any pending headers but the last
+        `leave` ones.
+        """
         while len(self._pending) > leave:
             names, pinned = self._pending.popleft()
             try:
@@ -114,7 +127,9 @@ class GatherStatus:
 
 
 class StatusExchange:
-    """What all ranks of a `group` say of the weights `names`: int32 `headers` `[ranks, weights, 2]`, by one all-gather."""
+    """The statuses of the weights `names` on all ranks of a `group`: int32 `headers`
+    `[ranks, weights, 2]`, by one all-gather.
+    """
 
     def __init__(
         self, names: Sequence[str], statuses: Sequence[DirtyStatus], generation: int, group: Group, device: str
@@ -127,7 +142,9 @@ class StatusExchange:
         group.all_gather_into(self.headers.view(-1), here.view(-1), what="writes to weights that are gathered")
 
     def check(self, status: GatherStatus) -> None:
-        """RuntimeError on every rank where they disagree about a weight; from a GPU at a later check."""
+        """RuntimeError on every rank where they disagree about a weight; from a GPU at a later
+        check.
+        """
         by_weight = self.headers.unbind(1)
         if self.headers.is_cuda:
             status.send(self._names, by_weight)
@@ -136,7 +153,9 @@ class StatusExchange:
             status.all_written(name, headers)
 
     def any_written(self) -> bool:
-        """Whether all ranks that have rows of some weight were written to. Waits for a GPU only if they may have been."""
+        """True if all ranks that have rows of some weight were written to. Waits for a GPU only
+        if they may have been.
+        """
         changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
         here = [index for index, status in enumerate(self._statuses) if status in changed]
         if not here:
@@ -145,10 +164,11 @@ class StatusExchange:
 
 
 class ParamGroup:
-    """One of FSDP2's parameter groups (an FSDPParamGroup), whose weights `names` are gathered together, in this order.
+    """One of FSDP2's parameter groups (an FSDPParamGroup), whose weights `names` are gathered
+    together, in this order.
 
-    Groups know their modules and are known to every prepared weight. They are referred to weakly: the garbage collector does not
-    look into all tensors, so it would never free a model.
+    Groups know their modules and are known to every prepared weight. They are referred to weakly:
+    the garbage collector does not look into all tensors, so it would never free a model.
     """
 
     def __init__(self, group: Any, names: Sequence[str], status: GatherStatus) -> None:
@@ -159,12 +179,12 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether its weights are gathered now."""
+        """True while its weights are gathered."""
         return bool(self._group().is_unsharded)
 
     @property
     def is_backward(self) -> bool:
-        """Whether a gather of now is for a backward pass."""
+        """True if a gather of now is for a backward pass."""
         return torch_fsdp.gathers_for_backward(self._group())
 
     def problem(self, one_direction: bool) -> str | None:
@@ -195,17 +215,23 @@ class ParamGroup:
 
 
 class ParamGroups:
-    """FSDP2's parameter groups in a prepared model, and what optimizer steps do to what they have gathered."""
+    """FSDP2's parameter groups in a prepared model, and what optimizer steps do to what they
+    have gathered.
+    """
 
     def __init__(self, status: GatherStatus) -> None:
         self._status = status
         self._groups: list[weakref.ref[Any]] = []
         self._prepared: list[ParamGroup] = []
-        self._left: list[tuple[ParamGroup, int]] = []  # gathered after a forward pass, and what it had received
-        self._stepped_in: int | None = None  # the backward pass within which an optimizer stepped, by a gradient's hook
+        # gathered after a forward pass, and what it had received
+        self._left: list[tuple[ParamGroup, int]] = []
+        # the backward pass within which an optimizer stepped, by a gradient's hook
+        self._stepped_in: int | None = None
 
     def find(self, model: nn.Module, weights: Collection[Any]) -> list[tuple[ParamGroup, list[tuple[Any, Any]]]]:
-        """The groups that gather any of `weights`, each with (weight, FSDPParam) in the order of its gather."""
+        """The groups that gather any of `weights`, each with (weight, FSDPParam) in the order of
+        its gather.
+        """
         self._groups = [weakref.ref(group) for group in torch_fsdp.groups(model)]
         found = []
         for group in torch_fsdp.groups(model):
@@ -221,7 +247,9 @@ class ParamGroups:
         self._left = [(group, group.received) for group in self._prepared if group.is_unsharded]
 
     def left_gathered(self) -> list[ParamGroup]:
-        """The groups that nothing has gathered since the last forward pass left them so; alike on all ranks."""
+        """The groups that nothing has gathered since the last forward pass left them so; alike
+        on all ranks.
+        """
         return [group for group, received in self._left if group.is_unsharded and group.received == received]
 
     def free(self) -> None:
@@ -237,8 +265,8 @@ class ParamGroups:
     def after_step(self) -> None:
         """Let there be a gather before the next forward pass.
 
-        Optimizers that step within a backward pass, each a few parameters, take one step together: what is gathered for the rest
-        of that pass are the weights of its forward pass.
+        Optimizers that step within a backward pass, each a few parameters, take one step together:
+        what is gathered for the rest of that pass are the weights of its forward pass.
         """
         backward = torch_fsdp.backward_pass()
         if backward is None:
@@ -249,16 +277,18 @@ class ParamGroups:
 
     @property
     def step_goes_on(self) -> bool:
-        """Whether the backward pass is running within which optimizers step."""
+        """True while the backward pass runs within which optimizers step."""
         return self._stepped_in is not None and torch_fsdp.backward_pass() is not None
 
     def before_cast(self) -> None:
-        """A backward pass within which optimizers stepped may have raised, and left gathers of the weights before."""
+        """A backward pass within which optimizers stepped may have raised, and left gathers of
+        the weights before.
+        """
         if self._stepped_in is not None:
             self._discard()
 
     def after_cast(self) -> None:
-        """What follows is another step."""
+        """A step that follows is another one."""
         self._stepped_in = None
 
     def _discard(self) -> None:
@@ -270,6 +300,8 @@ class ParamGroups:
 
 
 def prepared_params(group: Any, weights: Collection[Any]) -> list[tuple[Any, Any]]:
-    """(weight, FSDPParam) of the parameters of an FSDPParamGroup whose local tensor is the MasterParameter of one of `weights`."""
+    """(weight, FSDPParam) of the parameters of an FSDPParamGroup whose local tensor is the
+    MasterParameter of one of `weights`.
+    """
     params = [(getattr(param._sharded_local_tensor, "weight", None), param) for param in group.fsdp_params]
     return [(weight, param) for weight, param in params if weight in weights]

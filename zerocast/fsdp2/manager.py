@@ -1,10 +1,11 @@
 """CastManager: the prepared weights of one model, and when they are cast again.
 
-An optimizer step makes a cast due on every rank; the next gather, which is a collective and so comes on every rank, casts all
-weights first, however many optimizers stepped. Any other write to a master is known only where it happens, and no collective
-may depend on that. So a rank that was written to gathers all the same and says so in the header of its bytes (`gather_status.py`).
-After the gather every rank knows what all said: if all were written to, all cast and gather once more; if only some were, all
-raise.
+An optimizer step makes a cast due on every rank; the next gather, which is a collective and so
+comes on every rank, casts all weights first, however many optimizers stepped. Any other write to a
+master is known only where it happens, and no collective may depend on that. So a rank that was
+written to gathers all the same and says so in the header of its bytes (`gather_status.py`). After
+the gather every rank knows what all said: if all were written to, all cast and gather once more; if
+only some were, all raise.
 """
 
 import contextlib
@@ -44,7 +45,9 @@ _guards: "weakref.WeakKeyDictionary[Any, WriteGuard]" = weakref.WeakKeyDictionar
 
 
 def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
-    """The guard of a model or an optimizer, whose state a step of FusedAdamW or a load writes together with the masters."""
+    """The guard of a model or an optimizer, whose state a step of FusedAdamW or a load writes
+    together with the masters.
+    """
     if owner not in _guards:
         _guards[owner] = WriteGuard(RELOAD)
     return _guards[owner]
@@ -63,13 +66,15 @@ class CastManager:
         self.cast_groups: list[CastGroup] = []
         self._reductions: list[tuple[ReductionGroup, list[FSDPWeight]]] = []
         self._caller = Caller("zerocast.fsdp2", "cast")
-        self._is_due, self._stepped = True, True  # whether a cast is due, and whether a step made it so
+        # whether a cast is due, and whether a step made it so
+        self._is_due, self._stepped = True, True
         self._steps = 0  # casts after an optimizer step
         self._verified = 0  # the step after which weights were verified
-        self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the cast groups
+        # whose steps leave amaxes in the cast groups
+        self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: Any) -> "CastManager":
-        """Itself, as FSDPWeight."""
+        """Return itself: copies of a shard are states of the same model."""
         return self
 
     @property
@@ -96,7 +101,9 @@ class CastManager:
             self.param_groups.after_step()
 
     def before_gather(self) -> None:
-        """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that
+        ranks disagree.
+        """
         due = self._is_due and not self.param_groups.step_goes_on
         for reduction, _ in self._reductions:
             what = f"{'casts and gathers' if due else 'gathers'} after cast {self.record.generation}"
@@ -113,9 +120,11 @@ class CastManager:
         self.refresh(repeat=not self._stepped)
 
     def refresh(self, repeat: bool) -> None:
-        """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
+        """Cast all weights from their masters as they are now, on every rank; with `repeat` not as
+        another step.
 
-        A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
+        A repeated cast uses the delayed scales of the last one and leaves amax histories as they
+        are.
         """
         self.bind()
         record = self.record
@@ -138,16 +147,19 @@ class CastManager:
         for weight in self.weights if debugging() else ():
             weight.freshness.count_cast()
 
-    # delayed scaling
+    # -- delayed scaling
 
     def delayed(self) -> dict[str, dict[str, Tensor]]:
-        """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
+        """The state of delayed scaling by weight, as a step leaves it; casts first if that is
+        due.
+        """
         self.before_gather()
         self.guard.check_complete()
         return {name: state for group in self.cast_groups for name, state in group.delayed.state_dict().items()}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning.
+        """Go on from a saved state: the next cast repeats its last one. What it lacks is found
+        anew, with a warning.
 
         Casts nothing: `state` may be what is in use, filled by a reader.
         """
@@ -158,10 +170,12 @@ class CastManager:
         self._is_due, self._stepped = True, False
         self.param_groups.free()
 
-    # amaxes that optimizer steps leave
+    # -- amaxes that optimizer steps leave
 
     def forget_old_amaxes(self) -> None:
-        """Forget amaxes of masters that something wrote to since: a step is about to leave others, or a cast to use them."""
+        """Forget amaxes of masters that something wrote to since: a step is about to leave
+        others, or a cast to use them.
+        """
         measured = any(group.amaxes.measured for group in self.cast_groups)
         if measured and (self.record.amaxes_are_old or self.record.addresses.any_written()):
             self._forget_amaxes()
@@ -175,17 +189,20 @@ class CastManager:
         for group in self.cast_groups:
             group.amaxes.measured = frozenset()
 
-    # where masters lie
+    # -- where masters lie
 
     def bind(self) -> None:
-        """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
+        """Find the masters where they lie now. The first time all ranks agree on the weights;
+        later nothing is sent.
+        """
         record = self.record
         if not self._reductions:
             self._reductions = list(self._agree(self._adopt()))
         if not self.cast_groups or self._moved():
             self.cast_groups = []  # whatever raises from here on is begun anew
             for weight in self.weights:
-                weight.mark_written()  # buffers to send are new ones: a cast fills them, or the next gather says so
+                # buffers to send are new ones: a cast fills them, or the next gather says so
+                weight.mark_written()
             for index, weight in enumerate(self.weights):
                 weight.locate(index)
             record.addresses = MasterAddresses([weight.param for weight in self.weights])
@@ -193,16 +210,22 @@ class CastManager:
         record.rewrapped = False
 
     def _moved(self) -> bool:
-        """Whether masters lie elsewhere than when they were bound. It takes a new wrapper; debug mode looks all the same."""
+        """True if masters lie elsewhere than when they were bound. It takes a new wrapper; debug
+        mode looks all the same.
+        """
         return (self.record.rewrapped or debugging()) and self.record.addresses.moved()
 
     def check_sharded(self) -> None:
-        """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass on; on the meta device later."""
+        """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass
+        on; on the meta device later.
+        """
         if not self._reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
             self._adopt()
 
     def _adopt(self) -> list[FSDPWeight]:
-        """The weights once FSDP2 has sharded the model, in the order of its groups; RuntimeError if it does not manage all."""
+        """The weights once FSDP2 has sharded the model, in the order of its groups; RuntimeError
+        if it does not manage all.
+        """
         by_group = self.param_groups.find(self.model, set(self.weights))
         found = [weight for _, members in by_group for weight, _ in members]
         missing = sorted({weight.name for weight in self.weights} - {weight.name for weight in found})
@@ -216,7 +239,9 @@ class CastManager:
         return found
 
     def _agree(self, weights: Sequence[FSDPWeight]) -> Iterator[tuple[ReductionGroup, list[FSDPWeight]]]:
-        """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
+        """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication
+        but that of casts.
+        """
         by_group: dict[str, list[FSDPWeight]] = {}
         for weight in weights:
             by_group.setdefault(self._mesh_of(weight).get_group().group_name, []).append(weight)
@@ -232,17 +257,18 @@ class CastManager:
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
         return self._weight_mesh if self._weight_mesh is not None else weight.shard_mesh
 
-    # weights that a forward pass left gathered
+    # -- weights that a forward pass left gathered
 
     def note_left_gathered(self) -> None:
         """After a forward pass of the prepared model: remember what it left gathered."""
         self.param_groups.note_left_gathered()
 
     def exchange_status(self) -> None:
-        """Before a forward pass of the prepared model: gather anew what was left gathered, if masters were written to since.
+        """Before a forward pass of the prepared model: gather anew what was left gathered, if
+        masters were written to since.
 
-        All ranks left the same gathered, or nothing. RuntimeError on all of them where only some were written to; on a GPU one
-        of the next times.
+        All ranks left the same gathered, or nothing. RuntimeError on all of them where only some
+        were written to; on a GPU one of the next times.
         """
         self.check_sharded()
         left = self.param_groups.left_gathered()
@@ -264,12 +290,14 @@ class CastManager:
             for group in left:
                 group.gather_again()
 
-    # verification
+    # -- verification
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of each group with the weights that a forward pass computes with; what is not gathered is, and freed again.
+        """The masters of each group with the weights that a forward pass computes with; what is not
+        gathered is, and freed again.
 
-        A gather casts first if that is due, as that of the next forward pass would. Every rank asks for them.
+        A gather casts first if that is due, as that of the next forward pass would. Every rank asks
+        for them.
         """
         self.check_sharded()
         for group in torch_fsdp.groups(self.model):

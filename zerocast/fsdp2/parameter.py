@@ -1,8 +1,10 @@
-"""MasterParameter: a thin wrapper around an FP32 shard, which makes it FSDP2's parameter and tells when it is written to.
+"""MasterParameter: a thin wrapper around an FP32 shard, which makes it FSDP2's parameter and tells
+when it is written to.
 
-Everything that computes gets the plain FP32 tensor inside. The wrapper is kept where torch replaces a parameter by an empty twin
-of it, so that FSDP2 still finds the two all-gather hooks, and around every view: a write through a view of a view is a write to
-the master. What has memory of its own is plain. It pickles as the plain tensor: checkpoints hold no class of ours.
+Everything that computes gets the plain FP32 tensor inside. The wrapper is kept where torch replaces
+a parameter by an empty twin of it, so that FSDP2 still finds the two all-gather hooks, and around
+every view: a write through a view of a view is a write to the master. What has memory of its own is
+plain. It pickles as the plain tensor: checkpoints hold no class of ours.
 """
 
 import functools
@@ -21,7 +23,9 @@ from zerocast.fsdp2.weight import FSDPWeight
 
 
 class MasterParameter(Tensor):
-    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of, `manager` who casts that."""
+    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of,
+    `manager` who casts that.
+    """
 
     plain: Tensor
     weight: FSDPWeight
@@ -35,8 +39,9 @@ class MasterParameter(Tensor):
     ) -> "MasterParameter":
         """Stand for `plain`; nothing is copied.
 
-        The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`): torch's staging of asynchronous
-        saves takes a tensor with an address for a plain one, and sets its copy to memory that a wrapper does not have.
+        The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`):
+        torch's staging of asynchronous saves takes a tensor with an address for a plain one, and
+        sets its copy to memory that a wrapper does not have.
         """
         master: MasterParameter = Tensor._make_wrapper_subclass(
             cls,
@@ -55,7 +60,8 @@ class MasterParameter(Tensor):
         """A wrapper of another tensor, or of a view, for the same weight."""
         return MasterParameter(plain, self.weight, self.manager)
 
-    # One argument: with five FSDP2 asserts on short ranks alone that packed bytes have the size of the unpacked shard.
+    # One argument: with five FSDP2 asserts on short ranks alone that packed bytes have the size of
+    # the unpacked shard.
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """FSDP2's hook: quantized bytes, scales and a header."""
         self.manager.before_gather()
@@ -64,7 +70,9 @@ class MasterParameter(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """FSDP2's hook: the QuantizedWeight of all ranks' bytes, refilled in place after the first time."""
+        """FSDP2's hook: the QuantizedWeight of all ranks' bytes, refilled in place after the
+        first time.
+        """
         if self.weight.receive(outputs, dtype, is_first=out is None):
             self.manager.cast_again()
         return self.weight.unshard(outputs)
@@ -75,17 +83,21 @@ class MasterParameter(Tensor):
         return self.manager
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the plain tensor, by which FSDP2 sees that its flat view is still the parameter's memory."""
+        """That of the plain tensor, by which FSDP2 sees that its flat view is still the
+        parameter's memory.
+        """
         if torch._guards.TracingContext.try_get() is not None:
             return super().untyped_storage()
         return self.plain.untyped_storage()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """The plain tensor's."""
+        """Show the tensor inside."""
         return f"MasterParameter({self.plain!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refused: the copy would share the quantized bytes of the original, or silently have none."""
+        """Refused: the copy would share the quantized bytes of the original, or silently have
+        none.
+        """
         raise RuntimeError(
             "a parameter prepared for FSDP2 is not copied: copy the model before zerocast.fsdp2.prepare and prepare the "
             "copy as well, or keep its state_dict"
@@ -96,12 +108,12 @@ class MasterParameter(Tensor):
         return self.plain.clone().__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """For torch.compile."""
+        """Take the wrapper apart for torch.compile."""
         return ["plain"], (self.weight, self.manager)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], behind: Any, size: Any, stride: Any) -> "MasterParameter":
-        """The inverse of `__tensor_flatten__`."""
+        """Put together what `__tensor_flatten__` took apart."""
         return MasterParameter(inner["plain"], *behind)
 
     def _stable_hash_for_caching(self) -> str:
@@ -110,7 +122,9 @@ class MasterParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run on the plain tensors; note what is written, wrap what shares memory with a master and what `_KEEP` names."""
+        """Run on the plain tensors; note what is written, wrap what shares memory with a master
+        and what `_KEEP` names.
+        """
         kwargs = kwargs or {}
         if func is _aten.split.Tensor:
             _check_split(*args, **kwargs)
@@ -138,12 +152,15 @@ class MasterParameter(Tensor):
         return tree_map_only(Tensor, functools.partial(_wrapped, func, first), result)
 
 
-# FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out costs more than the hook.
+# FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out
+# costs more than the hook.
 setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(MasterParameter.fsdp_pre_all_gather))  # noqa: B010
 
 
 def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
-    """The memory of a shard: FSDP2 asks for rows like those of a parameter, a module that leaves the meta device for all of it."""
+    """The memory of a shard: FSDP2 asks for rows like those of a parameter, a module that leaves
+    the meta device for all of it.
+    """
     size = like.shape if size is None and like.is_meta else size
     if size is None or list(size[1:]) != list(like.shape[1:]):
         return None
@@ -162,7 +179,9 @@ def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
 
 
 def _check_metadata(func: Any, master: Any) -> None:
-    """Refuse what gives a tensor another shape or other memory in place: the wrapper and what it stands for would part."""
+    """Refuse what gives a tensor another shape or other memory in place: the wrapper and what it
+    stands for would part.
+    """
     if isinstance(master, MasterParameter) and func is not _aten.detach_.default:
         raise RuntimeError(
             f"{master.weight.name}: {func} changes shape or memory of a prepared master in place: write values into it, or use the "
@@ -171,9 +190,11 @@ def _check_metadata(func: Any, master: Any) -> None:
 
 
 def _check_product(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a product with a master that was never cast: FSDP2 does not manage the weight, or the model would not see it.
+    """Refuse a product with a master that was never cast: FSDP2 does not manage the weight, or the
+    model would not see it.
 
-    A prepared weight reaches a product as a QuantizedWeight, once FSDP2 has gathered it. Shapes may be probed on the meta device.
+    A prepared weight reaches a product as a QuantizedWeight, once FSDP2 has gathered it. Shapes may
+    be probed on the meta device.
     """
     if func.namespace == "aten" and func._schema.name[6:] in PRODUCTS:
         tree_map_only(MasterParameter, functools.partial(_check_cast, func), (args, kwargs))
@@ -189,11 +210,12 @@ def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
 
 
 def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
-    """What an operator on `source` returned, as a wrapper where writes to it are writes to the master."""
+    """Wrap what an operator on `source` returned if writes to it are writes to the master."""
     if tensor is source.plain:
         return source
     if func is _aten.detach.default and _counts_writes(source):
-        with _counted_views():  # DTensor detaches beneath autograd, which would count writes to the result apart
+        # DTensor detaches beneath autograd, which would count writes to the result apart
+        with _counted_views():
             alias: Tensor = _aten.alias.default(source)
             return alias
     if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
@@ -204,13 +226,14 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
 
 
 def _counts_writes(master: MasterParameter) -> bool:
-    """Whether autograd does."""
     inferring = torch.is_inference_mode_enabled() or master.is_inference()
     return not inferring and torch._guards.TracingContext.try_get() is None
 
 
 def _counted_views() -> AbstractContextManager[None]:
-    """Within, autograd lets a view and its base have one version counter, which writes of compiled functions move too."""
+    """Let autograd give a view and its base one version counter, which writes of compiled
+    functions move too.
+    """
     guard: AbstractContextManager[None] = _ExcludeGuard(torch._C.DispatchKey.ADInplaceOrView, False)
     return guard
 
@@ -225,7 +248,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
 
 @functools.cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Place and name of the arguments that an operator writes to; collectives on tensors do not declare theirs."""
+    """Place and name of the arguments that an operator writes to; collectives on tensors do not
+    declare theirs.
+    """
     arguments = enumerate(func._schema.arguments)
     if func.namespace == "c10d":
         return [(index, argument.name) for index, argument in arguments]

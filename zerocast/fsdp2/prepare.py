@@ -44,9 +44,11 @@ from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.quantize import check_weight
 
-_Ref = weakref.ReferenceType[CastManager]  # parameters keep managers alive, and managers know modules
+# Weak, since parameters keep managers alive and managers know modules.
+_Ref = weakref.ReferenceType[CastManager]
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
-_within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()  # looked for once
+# The prepared modules in a module, looked for once.
+_within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
 
 def prepare(
@@ -57,26 +59,31 @@ def prepare(
     one_direction: bool = False,
     verify_every: int | None = None,
 ) -> nn.Module:
-    """Make FSDP2 gather the weights that `recipe` matches as quantized bytes. Call it before `fully_shard`; returns `model`.
+    """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
-    Every matched FP32 parameter of two or more dimensions stays what an optimizer and a checkpoint see, as the FP32 master.
-    After a step of any torch optimizer the next forward pass casts all masters first. It notices other changes too, such as a
-    load, when they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in the
-    `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards is `model` or lies in it; a forward
-    pass while a prepared weight lies in none raises RuntimeError, as one within DistributedDataParallel does.
+    Call it before `fully_shard`. Every matched FP32 parameter of two or more dimensions stays what
+    an optimizer and a checkpoint see, as the FP32 master. After a step of any torch optimizer the
+    next forward pass casts all masters first. It notices other changes too, such as a load, when
+    they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in
+    the `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards
+    is `model` or lies in it; a forward pass while a prepared weight lies in none raises
+    RuntimeError, as one within DistributedDataParallel does.
 
-    `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that hold slices of a weight,
-    over which its amax is reduced. Without it that is FSDP2's shard mesh. `verify_every` lets the first forward pass after every
-    so many steps compare all gathered bytes with an unsharded cast of the masters, as `zerocast.verify` does, and raise
-    VerificationError on every rank of the shard group if any differ.
+    `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that
+    hold slices of a weight, over which its amax is reduced. Without it that is FSDP2's shard mesh.
+    `verify_every` lets the first forward pass after every so many steps compare all gathered bytes
+    with an unsharded cast of the masters, as `zerocast.verify` does, and raise VerificationError on
+    every rank of the shard group if any differ.
 
-    With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered rowwise for a forward pass and
-    columnwise for a backward pass, half the bytes each time. A pass that reads the other direction raises RuntimeError: a forward
-    pass that is recomputed (activation checkpointing), torch.compile.
+    With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered
+    rowwise for a forward pass and columnwise for a backward pass, half the bytes each time. A pass
+    that reads the other direction raises RuntimeError: a forward pass that is recomputed
+    (activation checkpointing), torch.compile.
 
-    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the format cannot take, an
-    embedding and a weight that is sharded already, and TypeError for one that is not FP32 or lies beside one that is not. What only
-    FSDP2 decides is checked at the first gather.
+    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
+    format cannot take, an embedding and a weight that is sharded already, and TypeError for one
+    that is not FP32 or lies beside one that is not. What only FSDP2 decides is checked at the first
+    gather.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -118,9 +125,10 @@ def prepare(
 
 
 def refresh(model: nn.Module) -> None:
-    """Cast the masters of a prepared model as they are now, as after an optimizer step. Every rank calls this.
+    """Cast the masters of a prepared model as they are now. Every rank calls this.
 
-    For loops that change parameters by hand. ValueError for a model that was not prepared.
+    This is for loops that change parameters by hand, and counts as the cast of an optimizer step.
+    ValueError for a model that was not prepared.
     """
     for manager in managers_of(model):
         manager.make_due()
@@ -131,9 +139,10 @@ def refresh(model: nn.Module) -> None:
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The state of delayed scaling by weight; empty without such weights.
 
-    `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the same on every rank, to be
-    saved under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is
-    due is done first. ValueError for a model that was not prepared.
+    `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the
+    same on every rank, to be saved under the key `zerocast` beside model and optimizer, and to be
+    read into. Every rank calls this, since a cast that is due is done first. ValueError for a model
+    that was not prepared.
     """
     return {name: state for manager in managers_of(model) for name, state in manager.delayed().items()}
 
@@ -141,27 +150,32 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Take over what `state_dict` gave, after the masters were loaded; every rank calls this.
 
-    A weight without an entry finds its scale anew, with a warning. ValueError for a model that was not prepared.
+    A weight without an entry finds its scale anew, with a warning. ValueError for a model that was
+    not prepared.
     """
     for manager in managers_of(model):
         manager.load_delayed(state)
 
 
 def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-    """Format and nominal dtype of each prepared weight by name; a dtype is known once the model was cast."""
+    """Format and nominal dtype of each prepared weight by name; a dtype is known once the model
+    was cast.
+    """
     weights = [weight for manager in managers_of(model) for weight in manager.weights]
     return {weight.name: (weight.format, weight.geometry.nominal) for weight in weights}
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether `prepare` was given this module, or one in it."""
+    """True if `prepare` was given this module, or one in it."""
     if model not in _within:
         _within[model] = [_prepared[module] for module in model.modules() if module in _prepared]
     return bool(_within[model])
 
 
 def managers_of(model: nn.Module) -> list[CastManager]:
-    """The cast managers of the models in `model` that were prepared; ValueError if there are none."""
+    """The cast managers of the models in `model` that were prepared; ValueError if there are
+    none.
+    """
     if not is_prepared(model):
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
     return [manager for manager in (reference() for reference in _within[model]) if manager is not None]
@@ -194,12 +208,14 @@ def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> N
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter that tensor parallelism slices."""
+    """The part on this rank of a parameter that tensor parallelism slices."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Parameter:
-    """The parameter over the same memory, its tensor wrapped; under tensor parallelism its local tensor."""
+    """The parameter over the same memory, its tensor wrapped; under tensor parallelism its local
+    tensor.
+    """
     value = parameter.detach()
     if isinstance(value, DTensor):
         local = MasterParameter(value.to_local(), weight, manager)
@@ -211,7 +227,9 @@ def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Par
 
 
 class _OutsideOfGraphs:
-    """A forward hook that calls `method` of a cast manager, as long as there is one. It pickles as one that does nothing."""
+    """A forward hook that calls `method` of a cast manager, as long as there is one. It pickles
+    as one that does nothing.
+    """
 
     def __init__(
         self, manager: CastManager | None = None, method: Callable[..., None] | None = None, *args: Any
@@ -250,7 +268,8 @@ class _Loaded:
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if isinstance(local, MasterParameter) or parameter is None:
                 continue
-            plain = local.detach().to(torch.float32)  # load_state_dict(assign=True) puts other tensors in place
+            # load_state_dict(assign=True) puts other tensors in place
+            plain = local.detach().to(torch.float32)
             wrapped = wrap(plain)
             if isinstance(parameter, DTensor):
                 parameter._local_tensor = wrapped
@@ -265,7 +284,9 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """What is not sharded yet is saved as plain tensors: nothing was cast from it that a load through them could leave behind."""
+    """Save masters that are not sharded yet as plain tensors: nothing was cast from them that a
+    load could leave behind.
+    """
     for name, value in state.items():
         if isinstance(value, MasterParameter) and not isinstance(value, nn.Parameter):
             state[name] = value.plain

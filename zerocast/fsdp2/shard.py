@@ -1,7 +1,8 @@
 """Which rows of a weight a rank holds and which it casts. Integers only.
 
-FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ceil(M / world)`, less at the end: a shard may be
-short or empty, and a boundary may cut a row of blocks. Rows here are those of the weight as a matrix.
+FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ceil(M / world)`, less
+at the end: a shard may be short or empty, and a boundary may cut a row of blocks. Rows here are
+those of the weight as a matrix.
 """
 
 import functools
@@ -53,11 +54,13 @@ class RowShards:
 
 @dataclass(frozen=True)
 class ShardGeometry:
-    """The part of a weight of `columns` columns that `rank` casts, as a small weight of its own; equal shards compare equal.
+    """The part of a weight of `columns` columns that `rank` casts, as a small weight of its own;
+    equal shards compare equal.
 
-    The small weight has the block rows that the shard touches, so that the stages need to know nothing of FSDP2. Two-level
-    scales come from the tensor amax, which the stage takes as the largest amax of the weight it is given: a ghost block row,
-    one of no elements at the end whose amaxes hold the reduced tensor amax, makes it find that.
+    The small weight has the block rows that the shard touches, so that the stages need to know
+    nothing of FSDP2. Two-level scales come from the tensor amax, which the stage takes as the
+    largest amax of the weight it is given: a ghost block row, one of no elements at the end whose
+    amaxes hold the reduced tensor amax, makes it find that.
     """
 
     format: FormatSpec
@@ -73,12 +76,12 @@ class ShardGeometry:
 
     @property
     def has_ghost(self) -> bool:
-        """Whether a block row of no elements carries the tensor amax."""
+        """True if a block row of no elements carries the tensor amax."""
         return self.format.scale_rule is ScaleRule.TWO_LEVEL
 
     @property
     def has_tensor_amax(self) -> bool:
-        """Whether an amax of the whole tensor is reduced."""
+        """True if an amax of the whole tensor is reduced."""
         return self.format.has_tensor_amax or self.format.amax_policy is AmaxPolicy.DELAYED
 
     @functools.cached_property
@@ -96,7 +99,9 @@ class ShardGeometry:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank has anything to compute: for scales of blocks alone, only where it has rows."""
+        """True if this rank has anything to compute: for scales of blocks alone, only where it
+        has rows.
+        """
         return self.cast_rows > 0
 
     @functools.cached_property
@@ -114,11 +119,15 @@ class ShardGeometry:
 
     @property
     def amax_counts(self) -> tuple[int, int]:
-        """Number of amaxes in the rowwise grid and in an own columnwise grid of the small weight."""
+        """Number of amaxes in the rowwise grid and in an own columnwise grid of the small
+        weight.
+        """
         return layout.amax_counts(self.format, self.cast_rows, self.columns) if self.takes_part else (0, 0)
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """(height, across, first amax among this weight's) of each grid whose block rows a boundary can cut."""
+        """(height, across, first amax among this weight's) of each grid whose block rows a
+        boundary can cut.
+        """
         found = []
         if self.format.block:
             height = self.format.block[0]

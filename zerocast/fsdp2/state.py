@@ -1,12 +1,13 @@
-"""What is saved and loaded: masters, moments and delayed scaling of an FSDP2 model under the keys of `zerocast.optim.state`.
+"""Checkpoints of an FSDP2 model under the keys of `zerocast.optim.state`.
 
     model.<name>                              f32 master, logical shape
     optim.state.<name>.{exp_avg,...,step}     whatever the optimizers keep
     optim.param_groups.<name>.{lr,...}        f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}
 
-`TrainingState` has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its atomic, hashed checkpoints, and a
-ZeroAdamW loads what FSDP2 saved, and the other way about. `load_masters` begins a model from somebody's high-precision weights.
+`TrainingState` has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its
+atomic, hashed checkpoints, and a ZeroAdamW loads what FSDP2 saved, and the other way about.
+`load_masters` begins a model from somebody's high-precision weights.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ BETAS = ("beta1", "beta2")
 
 
 class TrainingState:
-    """What a checkpoint holds of `model`, prepared or not, and its `optimizers`.
+    """The state of a `model`, prepared or not, and its `optimizers`, as a checkpoint holds it.
 
     All ranks of `process_group`, the default group, save and load.
     """
@@ -49,13 +50,17 @@ class TrainingState:
 
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name, once the model has gathered."""
+        """Format and nominal dtype of each quantized weight by name, once the model has
+        gathered.
+        """
         return formats(self._model) if is_prepared(self._model) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now. Masters and moments are those in use, step counts copies; a shared weight has its first name.
+        """The state as it is now. Masters and moments are those in use, step counts copies; a
+        shared weight has its first name.
 
-        RuntimeError after a step or a load that raised half-way, since that would save masters and moments of different steps.
+        RuntimeError after a step or a load that raised half-way, since that would save masters and
+        moments of different steps.
         """
         for guard in self._guards():
             guard.check_complete()
@@ -71,7 +76,9 @@ class TrainingState:
         }
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """What `state_dict` gives, for a reader that fills it, also after what raised half-way."""
+        """The tensors of `state_dict` for a reader that fills them, also after a write that
+        raised half-way.
+        """
         with _overlooked(self._guards()):
             return self.state_dict()
 
@@ -90,8 +97,9 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters; the next gather casts its masters.
 
-        ValueError, with nothing changed, for missing names and other shapes. After a step or a load that raised half-way this
-        makes model and optimizers whole again, and forgets the gradients of that step.
+        ValueError, with nothing changed, for missing names and other shapes. After a step or a load
+        that raised half-way this makes model and optimizers whole again, and forgets the gradients
+        of that step.
         """
         self._check(state)
         with self.overwriting():
@@ -138,12 +146,15 @@ class TrainingState:
 
 @torch.no_grad()
 def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()) -> None:
-    """Take parameters and persistent buffers of a prepared model, which `fully_shard` has sharded, from high-precision weights.
+    """Take parameters and persistent buffers of a prepared model, which `fully_shard` has sharded,
+    from high-precision weights.
 
-    `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared parameters need not be there.
-    All ranks call it, before the first forward pass or between steps; each reads its shards. Delayed scaling is seeded anew, with
-    a warning; moments belong to the optimizer, which is better built afterwards. ValueError for a model that was not prepared.
-    After a file that breaks off on the way the model says so at every gather, until masters or a state are loaded.
+    `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared
+    parameters need not be there. All ranks call it, before the first forward pass or between steps;
+    each reads its shards. Delayed scaling is seeded anew, with a warning; moments belong to the
+    optimizer, which is better built afterwards. ValueError for a model that was not prepared. After
+    a file that breaks off on the way the model says so at every gather, until masters or a state
+    are loaded.
     """
     managers = managers_of(model)
     guards = [guard_of(model), *(manager.guard for manager in managers)]

@@ -1,6 +1,7 @@
-"""What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more.
+"""All that zerocast reads of FSDP2's insides, in one place: versions of torch differ there.
 
-`MasterMemory` is where the shards lie that FSDP2 allocates.
+`MasterMemory` is where the shards lie that FSDP2 allocates, `MasterAddresses` how a cast finds out
+that they moved or were written to.
 """
 
 import contextlib
@@ -22,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from zerocast.formats.layout import round_up
 
 PIECES = (
-    8  # so that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards taken beforehand
+    # so that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
+    # taken beforehand
+    8
 )
 ALIGNMENT = 64  # elements
 
@@ -41,14 +44,18 @@ def groups(model: nn.Module) -> Iterator[Any]:
 
 
 def reshard(groups: Iterable[Any]) -> None:
-    """Free what is left gathered from an earlier forward pass, so that the next one gathers again."""
+    """Free what is left gathered from an earlier forward pass, so that the next one gathers
+    again.
+    """
     for group in groups:
         if group.is_unsharded:
             group._to_sharded()
 
 
 def discard_gathers(groups: Iterable[Any]) -> None:
-    """Forget gathers that a pass which broke off has left: the next one would take their bytes and not gather again."""
+    """Forget gathers that a pass which broke off has left: the next one would take their bytes
+    and not gather again.
+    """
     for group in groups:
         left = group._all_gather_result
         if left is not None:
@@ -67,9 +74,10 @@ def gather_again(group: Any) -> None:
 
 
 def is_reading_shard() -> bool:
-    """Whether FSDP2 is asking for the memory of a shard, from inside of its own parameter.
+    """True if FSDP2 is asking for the memory of a shard, from inside of its own parameter.
 
-    It compares that memory with the parameter's, and does so for plain tensors alone; whatever else it finds it copies.
+    It compares that memory with the parameter's, and does so for plain tensors alone; whatever else
+    it finds it copies.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -80,17 +88,19 @@ def is_reading_shard() -> bool:
 
 
 def reshards_after_forward(group: Any) -> bool:
-    """Whether a parameter group gathers again for the backward pass."""
+    """True if a parameter group gathers again for the backward pass."""
     return group.post_forward_mesh_info is not None
 
 
 def gathers_for_backward(group: Any) -> bool:
-    """Whether a gather of now is for a backward pass, prefetched or not."""
+    """True if a gather of now is for a backward pass, prefetched or not."""
     return bool(group._training_state.name == "PRE_BACKWARD")
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that autograd is running, as it is for hooks of gradients; None outside of any."""
+    """The number of the backward pass that autograd is running, as it is for hooks of gradients;
+    None outside of any.
+    """
     running: int = getattr(torch._C, "_current_graph_task_id")()  # noqa: B009
     return None if running == -1 else running
 
@@ -101,13 +111,15 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def is_idle(group: Any) -> bool:
-    """Whether a parameter group is in no pass."""
+    """True if a parameter group is in no pass."""
     return bool(group._training_state.name == "IDLE")
 
 
 @contextlib.contextmanager
 def gathered(group: Any) -> Iterator[None]:
-    """Within, the parameters of a group are gathered; afterwards again only if they were before."""
+    """Gather the parameters of a group for the body, and free them after it unless they were
+    gathered before.
+    """
     before = group.is_unsharded
     group.lazy_init()
     group.unshard()
@@ -120,17 +132,21 @@ def gathered(group: Any) -> Iterator[None]:
 
 
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Within, writes to `tensors` go unnoticed by autograd, as FSDP2's own: what it saved for a backward pass is filled again."""
+    """Hide writes to `tensors` from autograd, as FSDP2 hides its own: what autograd saved for a
+    backward pass is filled again.
+    """
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(counted)  # noqa: B009
     return context
 
 
 def key_graphs_by_local_tensors() -> None:
-    """Let torch's cache of compiled graphs look into DTensors, whose own key has their mesh and placements only.
+    """Let torch's cache of compiled graphs look into DTensors, whose own key has their mesh and
+    placements only.
 
-    A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and quantized weights, and the other way
-    about: kernels that read memory which is not there. Torch 2.13 has that cache on disk by default.
+    A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and
+    quantized weights, and the other way about: kernels that read memory which is not there. Torch
+    2.13 has that cache on disk by default.
     """
     hashed = getattr(DTensor, _KEY, None)
     if hashed is None or hasattr(hashed, "looks_into"):
@@ -146,9 +162,11 @@ def key_graphs_by_local_tensors() -> None:
 
 
 def replicate_as_plain(kind: type[Tensor]) -> None:
-    """Let what DTensors make of local tensors of class `kind` for every rank hold plain ones, as `full_tensor` does.
+    """Let what DTensors make of local tensors of class `kind` for every rank hold plain ones, as
+    `full_tensor` does.
 
-    Over one rank nothing is gathered: torch hands out the shard itself, which is a copy from now on, as it is over several.
+    Over one rank nothing is gathered: torch hands out the shard itself, which is a copy from now
+    on, as it is over several.
     """
     redistribute = DTensor.redistribute
     if hasattr(redistribute, "makes_plain"):
@@ -170,11 +188,14 @@ _KEY = "_stable_hash_for_caching"
 
 
 class MasterMemory:
-    """The shards of a model's masters side by side in a few tensors, so that a stage is given few, however many weights.
+    """The shards of a model's masters side by side in a few tensors, so that a stage is given few,
+    however many weights.
 
-    FSDP2 allocates a shard when it cuts a parameter, and where that was on the meta device when the module is given storage. Both
-    ask the parameter for a tensor like it (`parameter.py`), which comes from here the first time. A shard that is moved later
-    (to another device, by `load_state_dict(assign=True)`) has memory of its own. `sizes` are the elements of whole weights by name.
+    FSDP2 allocates a shard when it cuts a parameter, and where that was on the meta device when the
+    module is given storage. Both ask the parameter for a tensor like it (`parameter.py`), which
+    comes from here the first time. A shard that is moved later (to another device, by
+    `load_state_dict(assign=True)`) has memory of its own. `sizes` are the elements of whole weights
+    by name.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -184,13 +205,16 @@ class MasterMemory:
         self._padded: dict[str, int] = {}  # elements of a shard on the meta device
 
     def take(self, name: str, size: Sequence[int], device: torch.device) -> Tensor | None:
-        """Zeros f32 `size` for a shard of a weight; None where the weight has its place already, or needs none."""
+        """Zeros f32 `size` for a shard of a weight; None where the weight has its place already,
+        or needs none.
+        """
         numel = math.prod(size)
         if device.type == "meta":
             self._padded[name] = numel
         if name not in self._waiting or not numel or device.type == "meta" or numel < self._padded.get(name, 0):
             return None  # a short shard comes again, once FSDP2 pads it
-        place = torch.empty(0, device=device)  # no view of a piece: a write to it is no write to the others
+        # no view of a piece: a write to it is no write to the others
+        place = torch.empty(0, device=device)
         room = round_up(numel, ALIGNMENT)
         if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
             self._rest = torch.empty(self._next_piece(numel / self._waiting[name], room), device=device)
@@ -201,7 +225,9 @@ class MasterMemory:
         return place.zero_().view(tuple(size))
 
     def _next_piece(self, part: float, least: int) -> int:
-        """Elements of the shards to come, each the same `part` of its weight, until a piece is full."""
+        """Elements of the shards to come, each the same `part` of its weight, until a piece is
+        full.
+        """
         whole, elements = 0, 0
         for size in self._waiting.values():
             if whole >= self._piece:
@@ -212,11 +238,12 @@ class MasterMemory:
 
 
 class MasterAddresses:
-    """Addresses and version counters of the masters in `params`, FSDPParams that are referred to weakly.
+    """Addresses and version counters of the masters in `params`, FSDPParams that are referred to
+    weakly.
 
-    They are kept as lists, so that a refresh needs no Python loop over parameters. Masters know of this through their weight,
-    so they are referred to weakly: a view of a master holds its base where the garbage collector does not look, and the two
-    would never be freed.
+    They are kept as lists, so that a refresh needs no Python loop over parameters. Masters know of
+    this through their weight, so they are referred to weakly: a view of a master holds its base
+    where the garbage collector does not look, and the two would never be freed.
     """
 
     def __init__(self, params: Sequence[Callable[[], Any]]) -> None:
@@ -229,21 +256,23 @@ class MasterAddresses:
         self.note()
 
     def moved(self) -> bool:
-        """Whether a parameter was replaced since, or its memory."""
+        """True if a parameter was replaced since, or its memory."""
         found = list(map(_local_tensor, [param() for param in self._params]))
         same = all(map(operator.is_, found, [local() for local in self._locals]))
         return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
 
     def note(self) -> None:
-        """Writes that autograd has counted so far were cast. Dispatch sees all but those of compiled functions, which it counts."""
+        """Writes that autograd has counted so far were cast. Dispatch sees all but those of
+        compiled functions, which it counts.
+        """
         self._counted = self._count()
 
     def any_written(self) -> bool:
-        """Whether autograd has counted a write since."""
+        """True if autograd has counted a write since `note`."""
         return self._count() != self._counted
 
     def is_written(self, index: int) -> bool:
-        """Whether autograd has counted a write to one master since, the `index`-th."""
+        """True if autograd has counted a write to the `index`-th master since `note`."""
         counted = _versions([counters[index] for counters in self._counters])
         return counted != [versions[index] for versions in self._counted]
 

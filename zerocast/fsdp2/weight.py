@@ -1,4 +1,6 @@
-"""FSDPWeight: one prepared weight, from the FP32 rows of this rank to the QuantizedWeight that a module computes with."""
+"""FSDPWeight: a prepared weight, from FP32 rows of this rank to the QuantizedWeight of all
+ranks.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +29,25 @@ ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were 
 
 
 class FSDPWeight:
-    """A weight of a prepared model by its parameter `name`; every MasterParameter made of it points here.
+    """A prepared weight by its parameter `name`. All MasterParameters that are made of it point
+    here.
 
-        sharded      FSDP2 has cut the parameter: `locate` finds this rank's rows, a cast writes them as bytes
-           │ send         fsdp_pre_all_gather: codes, scales and a header
+        sharded      `locate` finds the rows of this rank that FSDP2 cut, a cast encodes them
+           │ send         fsdp_pre_all_gather: codes, scales and a header of this rank
            ▼
-        gathering    FSDP2's all-gather, prefetched or not
-           │ receive      fsdp_post_all_gather: the headers of all ranks, and the bytes once more where all were written to
+        gathering    FSDP2's all-gather of bytes, prefetched or not
+           │ receive      fsdp_post_all_gather: looks at the headers of all ranks
+           │ unshard      lays out scales; gathers again if all ranks were written to
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks
-           │              FSDP2 reshards, and frees the storage of what it gathered and of `inner`
+           │              FSDP2 reshards: it frees the storage of codes and `inner`
            ▼
-        freed        sharded again; `unsharded` stays, and the next gather fills the same storage: what autograd or a
-                     compiled graph saved still points at it
+        freed        sharded again; `unsharded` stays, and the next gather fills the same
+                     storage, which autograd or a compiled graph may have saved
 
-    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards. With `one_direction` a weight with
-    codes of its own in each direction sends only those that the pass reads.
+    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards. With
+    `one_direction` a weight with codes of its own in each direction sends only those that the pass
+    reads.
     """
 
     master: Tensor  # f32, this rank's rows, plain
@@ -56,13 +61,14 @@ class FSDPWeight:
     ) -> None:
         self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
         self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
-        self.scaling: DelayedScaling | None = None  # of the cast group that the weight is in, for delayed scaling
+        # of the cast group that the weight is in, for delayed scaling
+        self.scaling: DelayedScaling | None = None
         self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
         self._is_written = False
         self._addresses = range(0)  # of the master
         self._outputs: list[tuple[Tensor, ...]] = []  # to send, by direction
         self._headers: list[Tensor] = []  # int32 `[2]` in each side channel
-        self._header = -1, DirtyStatus.CLEAN  # of which cast, and what it says
+        self._header = -1, DirtyStatus.CLEAN  # the cast that it is of, and its status
         self._sent = -1  # the cast whose bytes were sent last
         self._sent_columnwise = False
         self._sent_status = DirtyStatus.CLEAN
@@ -70,10 +76,12 @@ class FSDPWeight:
         self.inner: list[Tensor] = []
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
-        """Itself: `async_save` copies shards with what they point to, and the copy is a state of the same weight."""
+        """Itself: `async_save` copies shards with what they point to, and the copy is a state of
+        the same weight.
+        """
         return self
 
-    # sharded
+    # -- sharded: this rank's rows, and the bytes that a cast makes of them
 
     def adopt(self, group: ParamGroup, param: Any) -> None:
         """FSDP2 has sharded the model: `param`, an FSDPParam, holds this weight."""
@@ -81,7 +89,9 @@ class FSDPWeight:
 
     @property
     def local(self) -> Any:
-        """The MasterParameter that is the local tensor of FSDP2's parameter; RuntimeError where the wrapper was lost."""
+        """The MasterParameter that is the local tensor of FSDP2's parameter; RuntimeError where
+        the wrapper was lost.
+        """
         local = self.param()._sharded_local_tensor
         if getattr(local, "weight", None) is self:
             return local
@@ -104,12 +114,12 @@ class FSDPWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole weight, or of the slice that tensor parallelism gives this rank."""
+        """The shape of the weight, or of the slice that tensor parallelism gives this rank."""
         return tuple(self.param()._orig_size)
 
     @property
     def fingerprint(self) -> str:
-        """What all ranks must have alike."""
+        """One line that all ranks must have alike."""
         return f"{self.name} {self.format} {self.shape} {self.nominal}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
@@ -151,7 +161,9 @@ class FSDPWeight:
             )
 
     def locate(self, index: int) -> None:
-        """Find the rows of this rank where they lie now; `index` is the place among the addresses of all masters."""
+        """Find the rows of this rank where they lie now; `index` is the place among the
+        addresses of all masters.
+        """
         self._index = index
         rows, columns = matrix_shape(self.shape)
         world, rank = self.shard_mesh.size(), self.shard_mesh.get_local_rank()
@@ -165,7 +177,9 @@ class FSDPWeight:
         self._addresses = range(first, first + self.master.nbytes)
 
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
-        """Make the small weight over `buffer`, `layout.nbytes` zero bytes, and buffers `scales`; what the stages are given."""
+        """Make the small weight over `buffer`, `layout.nbytes` zero bytes, and buffers `scales`;
+        what the stages are given.
+        """
         codes, (side, *_) = self.layout.parts(buffer)
         self._headers = self.layout.headers(buffer)
         self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
@@ -186,7 +200,9 @@ class FSDPWeight:
         return {name: side[at : at + 4].view(torch.float32) for name, at in offsets.items() if at is not None}
 
     def note_write(self, data: Tensor) -> None:
-        """An operator wrote to `data`, this master or something that FSDP2 or an optimizer made like it."""
+        """An operator wrote to `data`, this master or something that FSDP2 or an optimizer made
+        like it.
+        """
         if torch._guards.TracingContext.try_get() is not None:
             return  # compiled: what runs later is not seen here, the optimizer's hook is
         if data.data_ptr() not in self._addresses:
@@ -213,12 +229,12 @@ class FSDPWeight:
 
     @property
     def status_after_cast(self) -> DirtyStatus:
-        """What the header says after a cast."""
+        """The status that a cast leaves in the header."""
         return DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
 
     @property
     def status(self) -> DirtyStatus:
-        """What this rank says of its shard."""
+        """The status of this rank's shard."""
         if self.record.guard.is_partial:
             return DirtyStatus.PARTIAL
         if self.record.addresses.is_written(self._index):
@@ -226,10 +242,12 @@ class FSDPWeight:
         clean = self.status_after_cast
         return DirtyStatus.WRITTEN if self._is_written and clean == DirtyStatus.CLEAN else clean
 
-    # gathering
+    # -- gathering
 
     def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        """The bytes of this rank for a gather over `mesh`, on the device of `master`. Masters that are due were cast before."""
+        """The bytes of this rank for a gather over `mesh`, on the device of `master`. Masters
+        that are due were cast before.
+        """
         offloaded = master.device != self.master.device  # then it is FSDP2's copy
         if not offloaded and master.data_ptr() != self._addresses.start:
             self.record.rewrapped = True  # the cast looks for it
@@ -247,11 +265,13 @@ class FSDPWeight:
         return tuple(part.to(device, non_blocking=True) for part in outputs)
 
     def outputs(self, columnwise: bool) -> tuple[Tensor, ...]:
-        """What is handed to FSDP2, on the device of the master; `columnwise` chooses where one direction is sent."""
+        """The tensors to send, on the device of the master; `columnwise` chooses where one
+        direction is sent.
+        """
         return self._outputs[columnwise]
 
     def _write_header(self) -> None:
-        """Write into the header what differs from what it says since the last cast."""
+        """Write the status into the header, if another one lies there since the last cast."""
         cast, before = self._header
         if cast != self.record.generation:
             before = self.status_after_cast
@@ -262,10 +282,11 @@ class FSDPWeight:
         self._header = self.record.generation, self._sent_status
 
     def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, is_first: bool) -> bool:
-        """Look at what FSDP2 gathered. Whether all ranks must cast again, since all were written to.
+        """Look at what FSDP2 gathered. True if all ranks must cast again: all were written to.
 
-        RuntimeError on all ranks where only some were. Reading the headers makes the host wait for a GPU: only a rank that was
-        written to does, since all may have been. If not all were, it learns of it with the others, later.
+        RuntimeError on all ranks where only some were. Reading the headers makes the host wait for
+        a GPU: only a rank that was written to does, since all may have been. If not all were, it
+        learns of it with the others, later.
         """
         if dtype != self.geometry.nominal:
             raise RuntimeError(f"{self.name} was cast for {self.geometry.nominal} and is gathered as {dtype}")
@@ -283,7 +304,8 @@ class FSDPWeight:
     def _unshard(self, outputs: Sequence[Tensor]) -> None:
         """Make the weight over the `outputs` of FSDP2's first gather.
 
-        Codes and scalars stay where FSDP2 gathered them. Scales are put into `inner`, in the layout that products read.
+        Codes and scalars stay where FSDP2 gathered them. Scales are put into `inner`, in the layout
+        that products read.
         """
         geometry = self.geometry
         codes, side = self.layout.gathered(outputs)
@@ -304,7 +326,7 @@ class FSDPWeight:
         self.unsharded.state.columnwise_on_demand = True
         self.unsharded.state.freshness = self.freshness
 
-    # unsharded
+    # -- unsharded
 
     @property
     def live(self) -> QuantizedWeight:
@@ -316,7 +338,9 @@ class FSDPWeight:
 
     @torch.no_grad()
     def unshard(self, outputs: Sequence[Tensor]) -> tuple[QuantizedWeight, list[Tensor]]:
-        """(the weight, buffers that FSDP2 allocates and frees with it) of what was gathered, once more after another cast."""
+        """(the weight, buffers that FSDP2 allocates and frees with it) of what was gathered,
+        once more after another cast.
+        """
         assert self.unsharded is not None
         if self._sent != self.record.generation:
             self._gather_again(outputs)
@@ -342,10 +366,10 @@ class FSDPWeight:
 
 @dataclass(eq=False)
 class CastRecord:
-    """What the weights of one model share: its casts so far, and what happened to masters since the last one.
+    """The casts of one model so far, and what happened to its masters since the last one.
 
-    `generation` counts casts; it is the same on all ranks, or gathers raise. `guard` knows of steps and loads that raised
-    half-way.
+    `generation` counts casts; it is the same on all ranks, or gathers raise. `guard` knows of steps
+    and loads that raised half-way.
     """
 
     guard: WriteGuard
