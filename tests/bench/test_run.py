@@ -13,12 +13,11 @@ import torch.distributed as dist
 import zerocast.bench.run as bench_run
 from zerocast.backends import ops
 from zerocast.bench import Bench, BenchConfig, trace
-from zerocast.bench.check import WrongBytesError, check
 from zerocast.bench.clock import Clock, launches
-from zerocast.bench.job import Job, Place
 from zerocast.bench.row import CAST, Row, Work, all_rows
+from zerocast.bench.run import WrongBytesError, check
 from zerocast.bench.shard import Shard
-from zerocast.bench.workload import A, Workload
+from zerocast.bench.workload import A, Job, Place, Workload
 from zerocast.cli import main
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.partition import MasterShard, Partition
+from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.agreement import SameCall
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, amax_counts
@@ -42,11 +43,15 @@ def boundary_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) ->
             yield BoundaryByte(index, stop - 1, (rank, other))
 
 
-class PackedAmax:
-    """The buffer, the place of each weight's amaxes in it (`offsets`), the boundary bytes behind them, and `same_call`."""
+class PackedAmax(AmaxReduction):
+    """The buffer, the place of each weight's amaxes in it (`offsets`), the boundary bytes behind them, and `same_call`.
+
+    `boundary_elements` are (weight, element, slot) of the elements of other ranks that this rank writes beside its own; `received`
+    holds them after a reduction, f32 by slot.
+    """
 
     def __init__(self, partition: Partition, cast: Sequence[int], device: torch.device, group: Group) -> None:
-        self._shards = partition.shards
+        self._shards, self._group = partition.shards, group
         self.offsets: dict[int, tuple[int, int]] = {}
         self.boundary_bytes: list[BoundaryByte] = []
         self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
@@ -67,50 +72,48 @@ class PackedAmax:
         self.same_call = SameCall(group, self.buffer[numel:]) if has_slots else None
         self._cast = self.buffer[:numel]  # what a cast begins with zeros in
         self._values, self._is_nan = self.buffer[size:numel].view(2, -1)
+        self.received = torch.zeros(2 * len(self.boundary_bytes), dtype=torch.float32, device=device)
+        self.boundary_elements = [
+            (byte.index, byte.element + side, 2 * slot + side)
+            for slot, byte in enumerate(self.boundary_bytes)
+            for side in (0, 1)
+            if byte.owners[1 - side] == group.rank
+        ]
         self._external_slots = torch.tensor([self.offsets[index][0] for index in self._external], device=device)
 
-    def reset(self) -> None:
+    def begin(self) -> None:
         """Nothing seen yet."""
         self._cast.zero_()
         if self.boundary_bytes:
             self._values.fill_(-torch.inf)
 
-    def put_boundary(self, rank: int) -> None:
+    def reduce(self) -> None:
+        """The one collective of a cast."""
+        self._put_external()
+        self._put_boundary()
+        if self.buffer.numel():
+            self._group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
+        if self.same_call:
+            self.same_call.reduced()
+        if self.boundary_elements:
+            self.received.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
+
+    def _put_boundary(self) -> None:
         """Enter this rank's elements of the boundary bytes, rounded to the nominal dtype."""
         for slot, byte in enumerate(self.boundary_bytes):
             for side, owner in enumerate(byte.owners):
-                if owner == rank:
+                if owner == self._group.rank:
                     value = _element(self._shards[byte.index], byte.element + side)
                     nan = value.isnan()
                     self._values[2 * slot + side] = value.masked_fill(nan, -torch.inf)
                     self._is_nan[2 * slot + side] = nan
 
-    def put_external(self) -> None:
+    def _put_external(self) -> None:
         """Enter the amaxes that hosts keep, as they have grown so far."""
         if self._external:
             amaxes = [self._shards[index].weight.amax for index in self._external]
             grown = torch.cat([amax for amax in amaxes if amax is not None])
             self.buffer[self._external_slots] = self.buffer[self._external_slots].maximum(grown)
-
-    def boundary_elements(self, rank: int) -> list[tuple[int, int, int]]:
-        """(weight, element, slot) of the elements of other ranks that this rank writes beside its own."""
-        return [
-            (byte.index, byte.element + side, 2 * slot + side)
-            for slot, byte in enumerate(self.boundary_bytes)
-            for side in (0, 1)
-            if byte.owners[1 - side] == rank
-        ]
-
-    def received(self, out: Tensor) -> None:
-        """The reduced elements of the boundary bytes, by slot, into f32 `out`."""
-        out.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
-
-    def all_reduce(self, group: Group) -> None:
-        """The one collective of a cast."""
-        if self.buffer.numel():
-            group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
-        if self.same_call:
-            self.same_call.reduced()
 
 
 def _element(shard: MasterShard, element: int) -> Tensor:

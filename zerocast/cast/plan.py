@@ -1,7 +1,6 @@
 """CastPlan: everything about a cast that does not change from step to step, worked out once."""
 
 import contextlib
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -17,20 +16,16 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
-from zerocast.cast.storage import storages_of
+from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.weight_table import WeightTable, WeightTables
-from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
-from zerocast.weight.owners import Claim, find_conflict, train
-from zerocast.weight.state import WeightState
+from zerocast.weight.owners import Claim, train
 from zerocast.weight.write_guard import WriteGuard
-
-logger = logging.getLogger(__name__)
 
 _built: Counter[str] = Counter()  # plans by group
 
@@ -74,18 +69,19 @@ class CastPlan:
         self._partition = partition(
             self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
         )
-        self._says = _numbered(self.group) + (" {}" if given.caller else "")  # a caller of many casts knows its step
+        self._call = _numbered(self.group) + (
+            " {}" if given.caller else ""
+        )  # what ranks compare; the caller knows its step
         self._detail = ""  # what the coming cast was announced with
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         device, self.backend = self._partition.device, self._partition.backend
         self.packed = PackedAmax(self._partition, self._cast, device, self.group)
-        self._received = torch.zeros(2 * len(self.packed.boundary_bytes), dtype=torch.float32, device=device)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
-        self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()  # of attached optimizers
+        self._step_hooks = StepHooks(self._partition, self._cast, self.group)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
@@ -123,7 +119,7 @@ class CastPlan:
         self._detail = detail
         self.check_call()
         if self.packed.same_call:
-            self.packed.same_call.announce(self._says.format(self.group.caller) + detail)
+            self.packed.same_call.announce(self._call.format(self.group.caller) + detail)
         for w in self.weights if self.freshness.finish else ():
             w.wait()
         self._follow()
@@ -134,17 +130,8 @@ class CastPlan:
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this calls
         `done` after it.
         """
-        cast(
-            self._tables,
-            self._boundary,
-            self.packed,
-            self._received,
-            self.group,
-            self.delayed,
-            skip=skip,
-            update=update,
-            repeat=repeat,
-        )
+        tables, boundary = self._tables, self._boundary
+        cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -181,59 +168,14 @@ class CastPlan:
         plan's masters, for one that this plan is attached to, and while another owner (an attached plan, a ZeroAdamW) that somebody
         keeps writes any of these elements. Several optimizers may each step over some of the masters.
         """
-        validate_across_ranks(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
-        claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
-        hook = _CastAfterStep(self, claim, _stepped(optimizer))
-        self._hooks.add(hook)
-        handle: RemovableHandle = optimizer.register_step_post_hook(hook)
-        return handle
+        return self._step_hooks.attach(optimizer, self.cast)
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
 
         ValueError, on this rank alone, while another owner that somebody keeps writes any of these elements.
         """
-        conflict = self._conflict()
-        if conflict is not None:
-            raise conflict
-        return Claim(who, self._held(), by=self)
-
-    def _conflict(self) -> ValueError | None:
-        other = find_conflict(self._held(), lambda claim: claim.is_by(self))
-        if other is None:
-            return None
-        return ValueError(
-            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
-        )
-
-    def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        spans = [[s[i] for s in self._partition.spans if s[i].numel] for i in range(len(self.weights))]
-        return [(self.weights[index].state, spans[index]) for index in self._cast]
-
-    def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
-        """Why this plan cannot be attached to an optimizer."""
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            if isinstance(hook, _CastAfterStep) and hook.plan is self:
-                return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
-        stepped = _stepped(optimizer)
-        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
-        if len(self._without_step(stepped)) < len(masters) or not masters:
-            return self._conflict()
-        return ValueError(
-            f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} other "
-            "storages, none of which holds any of them: attach the optimizer of the tensors that were passed as master_weights"
-        )
-
-    def _without_step(self, stepped: set[int | None]) -> list[int]:
-        """The weights whose masters lie in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self._partition.shards) if shard.master is not None]
-        return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
-
-    def report_masters_without_step(self) -> None:
-        """Log, at the first step of an attached optimizer, which masters no attached one steps over."""
-        idle = self._without_step({place for hook in self._hooks for place in hook.stepped})
-        if idle:
-            logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
+        return self._step_hooks.claim(who)
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
@@ -289,11 +231,11 @@ class CastPlan:
             table = tables.of(shard.weight, master)
             table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
         boundary = WeightTables(device, self.backend)
-        for index, element, slot in self.packed.boundary_elements(self.group.rank):
+        for index, element, slot in self.packed.boundary_elements:
             shard = self._partition.shards[index]
             table = boundary.of(shard.weight)
             row = table.add(shard.weight, self.packed.offsets[index])
-            table.set_span(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
+            table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
         self._tables: list[WeightTable] = tables.freeze()
         self._boundary: list[WeightTable] = boundary.freeze()
         self.delayed.bind(self._delayed_buffers())
@@ -305,24 +247,3 @@ def _numbered(group: Group) -> str:
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1
     return f"casts by plan {_built[name]} of its group"
-
-
-class _CastAfterStep:
-    """The hook of an attached plan. It keeps the claim, which so lasts as long as the optimizer has the hook."""
-
-    def __init__(self, plan: CastPlan, claim: Claim, stepped: set[int | None]) -> None:
-        self.plan, self.claim, self.stepped = plan, claim, stepped
-        self._is_first = True
-
-    def __call__(self, *_: Any) -> None:
-        if self._is_first:
-            self.plan.report_masters_without_step()
-        self._is_first = False
-        self.plan.cast()
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
-    """The storages that an optimizer may write: parameters, and its state, which holds masters where parameters are rounded."""
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])

@@ -34,6 +34,13 @@ class StorageTable:
             self._addresses.append(tensor.data_ptr())
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
+    def add_whole(self, tensor: Tensor) -> tuple[int, int]:
+        """(base index, 0) of a flat tensor that is a base by itself, so that others of its size can lie beside it."""
+        self.tensors.append(tensor)
+        self._first.append(tensor)
+        self._addresses.append(tensor.data_ptr())
+        return len(self.tensors) - 1, 0
+
     def moved(self) -> bool:
         """Whether a storage was replaced since it was added."""
         return [tensor.data_ptr() for tensor in self._first] != self._addresses

@@ -13,7 +13,7 @@ from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.storage import StorageTable
-from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
+from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, byte_range
 from zerocast.weight import QuantizedWeight
 
@@ -35,7 +35,7 @@ class TableKey:
     backend: str
     fmt: FormatSpec
     nominal: torch.dtype
-    master: torch.dtype
+    master: torch.dtype = torch.float32
     external_scaling_state: bool = False
 
 
@@ -60,14 +60,24 @@ class WeightTable:
 
     def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
         """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
-        row = [-1] * WIDTH
-        row[Column.ROWS], row[Column.COLUMNS] = weight.matrix_shape
-        row[Column.START] = row[Column.NUMEL] = 0
-        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place
+        row = self._row(weight.matrix_shape, place, group)
         for name, (base, offset) in _BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
             if tensor is not None:
                 row[base], row[offset] = self.buffers[name].add(tensor)
+        return row
+
+    def add_master(self, master: Tensor, shape: Block, span: Span, place: tuple[int, int], group: int) -> None:
+        """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own, for `adam_each`."""
+        row = self._row(shape, place, group)
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
+
+    def _row(self, shape: Block, place: tuple[int, int], group: int) -> list[int]:
+        row = [-1] * WIDTH
+        row[Column.ROWS], row[Column.COLUMNS] = shape
+        row[Column.START] = row[Column.NUMEL] = 0
+        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place
         self._rows.append(row)
         self._groups.append(group)
         return row
@@ -148,17 +158,35 @@ class WeightTable:
                 skip=skip,
             )
             return
+        lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+        self.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+
+    def adam_each(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        *,
+        scalars: Tensor,
+        clip: Tensor,
+        packed: Tensor,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Adam on masters that have gradients and moments of their own, flat and as large as they are; amaxes into `packed`.
+
+        `scalars` and `clip` are those of an AdamUpdate.
+        """
         ops.adam_amax(
             *self._head(),
             nominal=self.key.nominal,
-            masters=[master],
-            grads=[update.grad],
-            exp_avgs=[update.exp_avg],
-            exp_avg_sqs=[update.exp_avg_sq],
+            masters=self.masters.tensors,
+            grads=grads,
+            exp_avgs=exp_avgs,
+            exp_avg_sqs=exp_avg_sqs,
             table=self.table,
             groups=self._group_rows,
-            scalars=update.scalars,
-            clip=update.clip,
+            scalars=scalars,
+            clip=clip,
             packed=packed,
             skip=skip,
         )
