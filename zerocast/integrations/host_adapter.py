@@ -125,19 +125,18 @@ class HostPlan:
             torch._foreach_copy_(self._rounded, self._plain_masters)
 
     def after_step(self) -> None:
-        """Cast and gather, for a host that does not gather by itself."""
+        """Cast and gather, for a host that does not gather by itself. Collective."""
         self._write(repeat=False)
 
     def refresh(self) -> None:
         """Cast and gather masters that were loaded or written by hand. Collective.
 
-        RuntimeError after a step that raised half-way: its masters are not worth a cast.
+        This completes what a cast or a gather left partial, and not what a step did: its masters are
+        not worth a cast, so a host checks for that first.
         """
         self._write(repeat=True)
 
     def _write(self, repeat: bool) -> None:
-        if self.host.guard.has_partial_masters:
-            self.host.guard.check_complete()
         with self.host.guard.transaction("a cast", masters=False):
             self.cast(repeat=repeat)
             self.host.gather(self.plan)
