@@ -1,6 +1,9 @@
-"""NVIDIA Apex: a DistributedFusedAdam whose quantized weights are cast by zerocast after its step, and gathered as bytes by Apex.
+"""NVIDIA Apex: a DistributedFusedAdam with quantized weights, which zerocast casts after its step.
 
-Importing this package imports Apex; ImportError says what was looked for where it is missing, or another project has its name.
+Apex gathers their bytes.
+
+Importing this package imports Apex; ImportError says what was looked for where it is missing, or
+another project has its name.
 """
 
 from .optimizer import DistributedFusedAdam

@@ -1,4 +1,4 @@
-"""Buckets: where the bytes of quantized weights lie in Apex's buckets, and what its all-gathers send."""
+"""Buckets: where quantized weights lie in Apex's buckets, and what its all-gathers send."""
 
 from collections.abc import Mapping
 
@@ -23,9 +23,9 @@ ADVICE = "masters that were written by hand are taken over by optimizer.refresh(
 class QuantizedBucket:
     """A bucket of quantized weights, which are views of its flat bytes.
 
-    A rank's slice of its one flat buffer holds the bytes of the elements that it owns, so the gather
-    runs in place. mxfp8 has a buffer a direction, and Apex gathers one tensor a bucket: its slices are
-    packed side by side, and unpacked after.
+    A rank's slice of its one flat buffer holds the bytes of the elements that it owns, so the
+    gather runs in place. mxfp8 has a buffer a direction, and Apex gathers one tensor a bucket: its
+    slices are packed side by side, and unpacked after.
     """
 
     def __init__(self, bucket: Bucket, group: Group, device: torch.device) -> None:
@@ -33,7 +33,10 @@ class QuantizedBucket:
         self._packed: Tensor | None = None
 
     def all_gather_tensors(self) -> tuple[Tensor, Tensor]:
-        """(part of this rank, all of it): what an all-gather takes. The part is a view of the whole."""
+        """(part of this rank, all of it): what an all-gather takes.
+
+        The part is a view of the whole.
+        """
         flats, ranks = self.bytes.flats, self._group.size
         if len(flats) == 1:
             return flats[0].view(ranks, -1)[self._group.rank], flats[0]
@@ -44,7 +47,10 @@ class QuantizedBucket:
         return part, whole
 
     def unpack(self) -> None:
-        """After a gather: put what was packed where the weights read it. A second call does nothing."""
+        """After a gather: put what was packed where the weights read it.
+
+        A second call does nothing.
+        """
         if self._packed is not None:
             flats, ranks = self.bytes.flats, self._group.size
             for flat, sent in zip(flats, self._packed.view(ranks, len(flats), -1).unbind(1), strict=True):
@@ -53,7 +59,10 @@ class QuantizedBucket:
 
 
 class QuantizedBuckets(dict[int, QuantizedBucket]):
-    """The buckets of quantized weights, by Apex's number. `group` are the ranks that share the masters."""
+    """The buckets of quantized weights, by Apex's number.
+
+    `group` are the ranks that share the masters.
+    """
 
     def __init__(self, buckets: Mapping[int, Bucket], group: Group, device: torch.device) -> None:
         super().__init__({index: QuantizedBucket(bucket, group, device) for index, bucket in buckets.items()})
@@ -62,7 +71,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
             into_flat_buffer([weight for weight in self._weights() if weight.state.buffers[name] is not None], name)
 
     def adapter(self, masters: Mapping[int, Tensor]) -> HostAdapter:
-        """What zerocast needs of Apex; `masters[i]` is this rank's f32 shard of bucket i."""
+        """The facts of Apex; `masters[i]` is this rank's f32 shard of bucket i."""
         names, owned, starts = [], [], []
         for index, quantized in self.items():
             bucket = quantized.bytes.bucket
@@ -98,7 +107,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
         plan.post_all_gather()
 
     def finish(self, plan: CastPlan) -> None:
-        """Apex has gathered the bytes of the last cast: make the columnwise copies, unless they are there."""
+        """Make the columnwise copies after Apex has gathered, unless they are there."""
         if plan.freshness.columnwise != plan.freshness.cast:
             for bucket in self.values():
                 bucket.unpack()

@@ -16,7 +16,10 @@ MASTER_AND_MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class PlainZeros(TorchFunctionMode):
-    """Within, `zeros_like` of a QuantizedWeight is a plain tensor: Apex makes room for a master by the shape of its parameter."""
+    """Within, `zeros_like` of a QuantizedWeight is a plain tensor.
+
+    Apex makes room for a master by the shape of its parameter.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Everything else is left alone."""
@@ -27,7 +30,10 @@ class PlainZeros(TorchFunctionMode):
 
 
 def check_format(state_dict_format: int | None) -> None:
-    """ValueError for the deprecated first format, which replaces the buckets that weights are cast from."""
+    """ValueError for the deprecated first format.
+
+    It replaces the buckets that weights are cast from.
+    """
     if state_dict_format not in (None, 2):
         raise ValueError(f"state dicts of format 2 hold quantized weights' masters, got format {state_dict_format}")
 
@@ -41,7 +47,10 @@ def _format_of(state_dict: Mapping[str, Any]) -> int | None:
 
 
 def problem_of(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Exception | None:
-    """Why this state does not fit these parameters; None if it does. Apex alone finds out when some have been overwritten."""
+    """Why this state does not fit these parameters; None if it does.
+
+    Apex alone finds out when some have been overwritten.
+    """
     try:
         check_format(_format_of(state_dict))
         _check_entries(state_dict, param_groups)
@@ -65,13 +74,19 @@ def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping
 
 
 def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
-    """Put copies on the CPU beside the master of each weight; `keys` are the entries of Apex's state by name."""
+    """Put copies of delayed scaling on the CPU beside the master of each weight.
+
+    `keys` are the entries of Apex's state by name.
+    """
     for name, tensors in delayed.state_dict().items():
         state[keys[name]].update({field: tensor.detach().cpu().clone() for field, tensor in tensors.items()})
 
 
 def load_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
-    """Take over what `add_delayed` put there; where it is missing or does not fit, it is seeded at the next cast."""
+    """Take over what `add_delayed` put there.
+
+    The next cast seeds what is missing or does not fit.
+    """
     for name in delayed.load_state_dict({name: state[key] for name, key in keys.items()}):
         if dist.get_rank() == 0:
             logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded master", name)

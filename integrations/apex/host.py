@@ -1,4 +1,4 @@
-"""The names of NVIDIA Apex that this integration overrides, calls or reads; nothing else here knows where they are.
+"""The names of NVIDIA Apex that this integration overrides, calls or reads, all of them.
 
 Detected by being there, never by version.
 """
@@ -50,8 +50,8 @@ _OF_AN_OPTIMIZER = (
 def optimizer_class() -> Any:
     """Apex's DistributedFusedAdam.
 
-    ImportError if there is no Apex, another project of that name, or one without its compiled extensions; RuntimeError that
-    names what is missing if the class has another shape.
+    ImportError if there is no Apex, another project of that name, or one without its compiled
+    extensions; RuntimeError that names what is missing if the class has another shape.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:

@@ -1,10 +1,11 @@
-"""DistributedFusedAdam over quantized weights: Apex's update, reductions and gathers, with zerocast's cast between them.
+"""DistributedFusedAdam over quantized weights: Apex's update and gathers, zerocast's cast between.
 
-Apex has two places for that: `_check_params_shard_dtypes`, between its update of the master shards and the all-gather, and
-`_param_copy_fragments`, after it. The first casts into this rank's slice of a bucket's bytes and gives Apex that buffer to gather;
-the second has nothing to copy, since weights are views of it. Apex makes the masters too, from the values before quantization.
-From the first write of a master to the last columnwise copy is one call, `_local_step`: what raises in it leaves an optimizer that
-says so.
+Apex has two places for that: `_check_params_shard_dtypes`, between its update of the master shards
+and the all-gather, and `_param_copy_fragments`, after it. The first casts into this rank's slice of
+a bucket's bytes and gives Apex that buffer to gather; the second has nothing to copy, since weights
+are views of it. Apex makes the masters too, from the values before quantization. From the first
+write of a master to the last columnwise copy is one call, `_local_step`: what raises in it leaves
+an optimizer that says so.
 """
 
 import contextlib
@@ -30,15 +31,18 @@ _Host: Any = host.optimizer_class()
 
 
 class DistributedFusedAdam(_Host):  # type: ignore[misc]
-    """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` replaced; takes what Apex's class takes.
+    """Apex's ZeRO-2 Adam for models with quantized weights; takes what Apex's class takes.
 
-    Give it `model.named_parameters()`, or parameters alone, all of them trainable. Rank 0's initial values, before
-    quantization, become everyone's masters. After a step all ranks hold the bytes of the unsharded cast. Plain parameters are
-    Apex's business as ever.
+    `zerocast.quantize_` replaced the weights.
 
-    Raises, on every rank if on any: ValueError for options that are not supported, with the reason, for a parameter that is listed
-    twice and for a quantized weight that is not trained; TypeError for a parameter of
-    a class that zerocast does not know; RuntimeError for a weight that has an owner, and for an Apex of another shape.
+    Give it `model.named_parameters()`, or parameters alone, all of them trainable. Rank 0's initial
+    values, before quantization, become everyone's masters. After a step all ranks hold the bytes of
+    the unsharded cast. Plain parameters are Apex's business as ever.
+
+    Raises, on every rank if on any: ValueError for options that are not supported, with the reason,
+    for a parameter that is listed twice and for a quantized weight that is not trained; TypeError
+    for a parameter of a class that zerocast does not know; RuntimeError for a weight that has an
+    owner, and for an Apex of another shape.
     """
 
     alignment: int  # of Apex, in elements
@@ -65,12 +69,15 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the quantized weights from the masters as they are: after those were written by hand. All ranks call it."""
+        """Cast, gather and transpose masters that were written by hand. All ranks call it."""
         self._plan.guard.check_complete()
         self._host_plan.refresh()
 
     def param_sync(self) -> None:
-        """Nothing is left to gather: a step ends with that. RuntimeError after a step that raised half-way."""
+        """Nothing is left to gather: a step ends with that.
+
+        RuntimeError after a step that raised half-way.
+        """
         if self._is_built:
             self._plan.guard.check_complete()
         self._params_buckets.clear()  # a step that raised before its update left some, of which nothing was written
@@ -82,7 +89,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         return norm
 
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
-        """Apex's state dict, the same on every rank: full FP32 masters and moments, and delayed scaling beside them."""
+        """Apex's state dict, the same on every rank.
+
+        It has full FP32 masters and moments, and delayed scaling beside them.
+        """
         checkpoint.check_format(state_dict_format)
         with checkpoint.PlainZeros():
             state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)
@@ -91,11 +101,14 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same parameters, from any number of ranks and any format, and cast its masters.
+        """Take over a state of the same parameters, and cast its masters.
 
-        Plain parameters are loaded with the model, as ever. After a step that raised half-way this makes the optimizer whole again,
-        and forgets the gradients of that step. ValueError, with nothing changed, for the deprecated first format, for another
-        number of parameters and for other shapes.
+        It may come from any number of ranks and any format.
+
+        Plain parameters are loaded with the model, as ever. After a step that raised half-way this
+        makes the optimizer whole again, and forgets the gradients of that step. ValueError, with
+        nothing changed, for the deprecated first format, for another number of parameters and for
+        other shapes.
         """
         problem = checkpoint.problem_of(state_dict, self.param_groups)
         validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
@@ -119,7 +132,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     def _broadcast_params(self) -> None:
-        """The host's first collective, and the first look at the parameters. Masters of quantized weights follow one by one."""
+        """The host's first collective, and the first look at the parameters.
+
+        Masters of quantized weights follow one by one.
+        """
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
         validate_across_ranks(
@@ -147,7 +163,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         param.high_precision_init_val = None
 
     def _local_step(self, bucket_ids: list[int]) -> None:
-        """The update, the cast, the gather and the columnwise copies. Apex asks for the gather after this, and finds it done."""
+        """The update, the cast, the gather and the columnwise copies.
+
+        Apex asks for the gather after this, and finds it done.
+        """
         with self._plan.transaction("an optimizer step"):
             super()._local_step(bucket_ids)
             super().param_sync()
@@ -183,7 +202,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _layout(self, shard_numel: int) -> Iterator[None]:
-        """Within, Apex's next bucket has shards of this size, and weights start at our alignment, a multiple of its own."""
+        """Within, Apex's next bucket has shards of this size.
+
+        Weights start at our alignment, a multiple of its own.
+        """
         kept = self.alignment, self.default_shard_size
         self.alignment, self.default_shard_size = ALIGNMENT, shard_numel
         try:
@@ -192,7 +214,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             self.alignment, self.default_shard_size = kept
 
     def _named(self) -> Iterator[tuple[int, str, Tensor]]:
-        """(group, name, parameter) in order; parameters that came without names are called by their places."""
+        """(group, name, parameter) in order; a parameter without a name is called by its place."""
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"{index}.{place}" for place in range(len(group["params"]))]
             yield from ((index, name, parameter) for name, parameter in zip(names, group["params"], strict=True))

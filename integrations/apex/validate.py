@@ -1,4 +1,4 @@
-"""What is not taken, and why: options of DistributedFusedAdam and parameters that zerocast would get wrong."""
+"""Options and parameters that are refused, since zerocast would get them wrong."""
 
 import gc
 from typing import Any

@@ -1,4 +1,4 @@
-"""Megatron-Core: QuantizedWeights in the byte buffers of its DistributedDataParallel, cast by zerocast after its optimizer's step.
+"""Megatron-Core: zerocast casts QuantizedWeights in its byte buffers after its optimizer's step.
 
 `quantized_params()`, or `building()`, is a context around the construction of model, DDP and
 optimizer; `attach(optimizer, ddp_chunks)` takes over the cast; `dequantize_` prepares a sharded

@@ -65,7 +65,7 @@ class OptimizerPlan(HostPlan):
             self.plan.delayed.unseeded = shards.detached.delayed.unseeded
 
     def patches(self) -> Iterator[Patch]:
-        """What casts and gathers, and delayed scaling in the optimizer's states."""
+        """The methods that cast and gather, and delayed scaling in the optimizer's states."""
         one, delayed, rank, guard = self.shards.optimizer, self.plan.delayed, self.plan.group.rank, self._guard
         copy_model = followed_by(masters_from_model(self.shards, self._te_tensors.locate), self.refresh)
         for name, method, what, masters in (
@@ -80,7 +80,7 @@ class OptimizerPlan(HostPlan):
 
 
 class Attachment:
-    """What `attach` returns.
+    """An attachment to Megatron-Core, as `attach` returns it.
 
     `plans` are the CastPlans, one an optimizer, also where all its parameters are plain.
     """
@@ -115,7 +115,8 @@ class Attachment:
         """Give the host its own methods back.
 
         Those that would write over quantized weights raise until `attach`. The model stays as it is
-        and can be read. Collective where gathers overlap: those of the last step are finished first.
+        and can be read. Collective where gathers overlap: those of the last step are finished
+        first.
         """
         for one in () if self._guard.writes.is_partial else self._optimizer_plans:
             one.gathers.start_due()
@@ -156,7 +157,7 @@ class Attachment:
         self._patches = patches.pop_all()
 
     def _after_step(self, verify_every: int | None) -> Callable[[], None]:
-        """What follows a step: VerificationError on every rank, every so many steps, if bytes differ."""
+        """Follow a step: verify every so many, with a VerificationError on every rank."""
         taken = 0
 
         def after_step() -> None:
@@ -172,10 +173,11 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     """Let zerocast cast the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
 
     `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the
-    DistributedDataParallel or the list of them. Both were made inside `quantized_params()`. Call it on
-    every rank, before the first step and before a checkpoint is loaded. `verify_every` compares all
-    live bytes with an unsharded cast of the masters after every so many steps, as `zerocast.verify`
-    does, and raises VerificationError on every rank of the data-parallel group if any differ.
+    DistributedDataParallel or the list of them. Both were made inside `quantized_params()`. Call it
+    on every rank, before the first step and before a checkpoint is loaded. `verify_every` compares
+    all live bytes with an unsharded cast of the masters after every so many steps, as
+    `zerocast.verify` does, and raises VerificationError on every rank of the data-parallel group if
+    any differ.
 
     Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not
     supported, for a byte that a rank casts and does not send, for elements that nobody owns;
@@ -208,7 +210,7 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
 
 
 def _check_together(shards: OptimizerShards) -> None:
-    """What may be wrong on one rank alone is exchanged: all ranks of the group raise, or none does."""
+    """Exchange what may be wrong on one rank alone: all ranks of the group raise, or none does."""
     problem: Exception | None = None
     if shards.detached is None and has_stepped(shards.optimizer):
         problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")

@@ -1,4 +1,4 @@
-"""quantized_params(): the context in which Megatron-Core lays QuantizedWeights out in its byte buffers and makes their masters.
+"""quantized_params(): in it Megatron-Core lays QuantizedWeights out and makes their masters.
 
 Megatron asks functions and globals of its modules which parameters live in byte buffers and how
 they move there. They answer for QuantizedWeights inside the context only; afterwards every one is
@@ -32,12 +32,14 @@ class _FourBitMeta(type):
 
 
 class FourBit(metaclass=_FourBitMeta):
-    """What `isinstance` takes a QuantizedWeight of 4 bits for."""
+    """The class that `isinstance` takes a QuantizedWeight of 4 bits for."""
 
 
 @contextmanager
 def quantized_params() -> Iterator[None]:
-    """Build DistributedDataParallel and the optimizer in here, over a model whose weights `zerocast.quantize_` replaced.
+    """Build DistributedDataParallel and the optimizer in here, over a model with quantized weights.
+
+    `zerocast.quantize_` replaced them.
 
     Or over one whose weights are tensors of TransformerEngine. Masters start from the values before
     quantization. An optimizer over QuantizedWeights refuses to step and to load until `attach`.
@@ -66,7 +68,7 @@ def building() -> AbstractContextManager[None]:
 
 
 def _layout_patches(moved: list[QuantizedWeight]) -> list[Patch]:
-    """What answers for QuantizedWeights; those that move into a byte buffer are added to `moved`."""
+    """The names that answer for QuantizedWeights; `moved` collects those in byte buffers."""
     fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
     host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS"), host.FP4)
@@ -118,7 +120,7 @@ def _also(theirs: Any, ours: type) -> tuple[type, ...]:
 
 
 def _move(weight: QuantizedWeight, storage: Tensor) -> None:
-    """Move the weight's bytes to `storage`, a view of the buffer, and let the optimizer read its initial value."""
+    """Move a weight's bytes to a view of the buffer, and show the optimizer its initial value."""
     fmt = weight.format
     if fmt.columnwise is Columnwise.OWN_GRID:
         raise two_directions(f"{weight!r}: {fmt}")
@@ -138,14 +140,17 @@ def _initial(weight: QuantizedWeight) -> Tensor:
 
 
 class ConstructionChecks:
-    """The QuantizedWeights that `moved` into byte buffers, and the optimizers that were made over them."""
+    """The checks of one `quantized_params()`.
+
+    It knows the QuantizedWeights that `moved` into byte buffers, and the optimizers over them.
+    """
 
     def __init__(self) -> None:
         self.moved: list[QuantizedWeight] = []
         self._optimizers: list[Any] = []
 
     def patches(self) -> Iterator[Patch]:
-        """What builds wrappers and optimizers, after its check."""
+        """The functions that build wrappers and optimizers, each after its check."""
         for kind, others in host.wrappers():
             wraps = _check_other_wrapper if others else _check_wrapper
             yield Patch(kind, "__init__", _before(vars(kind)["__init__"], wraps))

@@ -1,7 +1,7 @@
 """Checkpoints: what a model and its optimizer save of quantized weights, and load again.
 
-A model's entries are values of the nominal dtype. What is exact are the masters among the optimizer's
-entries, and delayed scaling beside them.
+A model's entries are values of the nominal dtype. What is exact are the masters among the
+optimizer's entries, and delayed scaling beside them.
 """
 
 import functools
@@ -27,7 +27,9 @@ _ASKED_FIRST = "without_data"  # what every rank asks of every entry before anyt
 
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
-    """Replace quantized weights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
+    """Replace quantized weights in a sharded state dict by their values; returns the state dict.
+
+    The values have the nominal dtype.
 
     For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make
     the optimizer's part first: it finds parameters by identity. `is_loading` for what a load fills:
@@ -56,7 +58,7 @@ define(torch.ops.aten.is_pinned.default, _not_written)
 
 
 def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's method, whose entries raise on every rank when they are saved or loaded before `dequantize_`."""
+    """A model's method; its entries raise on every rank if nobody gave them to `dequantize_`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         entries = sharded_state_dict(*args, **kwargs)
@@ -93,7 +95,7 @@ def load_plain_values(chunk: nn.Module) -> list[Callable[[], None]]:
 
 
 def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before a module takes its entries: cast the plain ones, and leave the weight itself in their place."""
+    """Before a module takes its entries: cast plain ones, and leave the weight in their place."""
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         if is_primary(param) and isinstance(value, Tensor) and not is_primary(value):
@@ -106,7 +108,10 @@ def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
 
 
 def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
-    """An optimizer's `sharded_state_dict` with an entry for delayed scaling: one object of the ranks that share the masters."""
+    """An optimizer's `sharded_state_dict` with an entry for delayed scaling.
+
+    It is one object of the ranks that share the masters.
+    """
     method = one.sharded_state_dict
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +131,9 @@ def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[...
 def loading_scaling(
     one: Any, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """An optimizer's `load_state_dict`, then delayed scaling; what is not in the state is seeded by the next cast.
+    """An optimizer's `load_state_dict`, then delayed scaling from the same state.
+
+    The next cast seeds what the state lacks.
 
     Nothing of it is taken while a load `is_preparing`, when the host loads a state of its own.
     """
@@ -143,7 +150,7 @@ def loading_scaling(
 
 
 def saving_unpadded(one: Any) -> Callable[..., Any]:
-    """An optimizer's `sharded_state_dict`, in which parameters have the places that they have in a `fully_reshardable` state.
+    """An optimizer's `sharded_state_dict` that is right for `fully_reshardable` too.
 
     Megatron gathers buffers without the padding between their buckets, and takes parameters out by
     offsets that count the padding.

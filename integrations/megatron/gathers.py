@@ -1,4 +1,4 @@
-"""Gathers: the all-gathers of one optimizer's byte buffers, and the columnwise copies that follow each of them.
+"""Gathers: the all-gathers of one optimizer's byte buffers, and the columnwise copies after them.
 
 The host forgets a gather as soon as its bytes have come, before their copies are made. So one
 thread at a time starts or finishes gathers, and whoever reads meanwhile waits for it
@@ -27,7 +27,7 @@ class GatherLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether any thread starts or finishes a gather now."""
+        """True if any thread starts or finishes a gather now."""
         return self._calls > 0
 
     @contextlib.contextmanager
@@ -71,18 +71,24 @@ class Gathers:
             group.start_param_sync(force_sync=True)
 
     def start_due(self) -> None:
-        """Gather the bytes of the last cast that no gather has brought, as the next forward pass would. Collective."""
+        """Gather the bytes of the last cast that no gather has brought. Collective.
+
+        The next forward pass would do the same.
+        """
         for group in self._bucket_groups:
             self._finish(group)
             if id(group) in self._due:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Any) -> None:
-        """Wait for the gather of a weight's bytes, if it is in flight, and for its columnwise copies."""
+        """Wait for a gather of a weight that is in flight, and for its columnwise copies."""
         self._finish(self._group_of[id(weight.state)])
 
     def patches(self, backend: str) -> Iterator[Patch]:
-        """What starts and finishes a gather: columnwise copies follow, and an exception leaves weights partial."""
+        """The methods that start or finish a gather.
+
+        Columnwise copies follow; an exception leaves weights partial.
+        """
         for group in self._bucket_groups:
             params = primary_of(group)
             after_gather = self._after_gather(group, params, backend)
@@ -93,7 +99,10 @@ class Gathers:
                 yield Patch(group, "_post_param_sync", lambda: None)
 
     def _finish(self, group: Any) -> None:
-        """Wait for a gather in flight and process what it brought; also for one that another thread is about to finish."""
+        """Wait for a gather in flight and process what it brought.
+
+        Wait, too, for one that another thread is about to finish.
+        """
         if group.param_gather_handle is None and not self._lock.is_held:
             return
         with self._lock.hold():
@@ -117,7 +126,7 @@ class Gathers:
 
 
 def _followed(group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
-    """The host's method that starts or finishes a gather, then `after_gather` if the bytes are here now and were not before."""
+    """A host's method that gathers, then `after_gather` if it brought the bytes."""
     method = getattr(group, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""MethodGuard: what a step, a cast, a gather or a load leaves when it raises half-way is neither used nor saved.
+"""MethodGuard: nothing uses or saves what a step, a cast, a gather or a load left partial.
 
 All weights of an attachment are partial together, since one step of the host writes them all. A
 write of masters or moments that broke off needs a load; a cast or a gather can be repeated.
@@ -13,7 +13,7 @@ from zerocast.weight.write_guard import WriteGuard
 
 from . import host
 from .checkpoint import saving_unpadded
-from .inner_state import keeping_step, make_ready, take_steps
+from .inner_state import copy_group_steps, keeping_step, prepare_states
 from .validate import check_checkpoint
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
@@ -34,7 +34,10 @@ class MethodGuard:
         self.is_preparing = False  # a load: the host loads of itself what it will overwrite
 
     def check_complete(self) -> None:
-        """RuntimeError while masters or weights are partial; not while a load is prepared, which reads what it will overwrite."""
+        """RuntimeError while masters or weights are partial.
+
+        Not while a load is prepared, which reads what it will overwrite.
+        """
         if not self.is_preparing:
             self.writes.check_complete()
 
@@ -45,7 +48,9 @@ class MethodGuard:
         refreshes: Mapping[int, Callable[[], None]],
         after_step: Callable[[], None],
     ) -> Iterator[Patch]:
-        """Around whatever steps, saves and loads: of `optimizer`, which was given, and of the `distributed` ones inside it.
+        """Guard whatever steps, saves and loads.
+
+        `optimizer` is the one that was given to `attach`, `distributed` are those inside it.
 
         `refreshes` cast and gather the weights of one optimizer, by its id.
         """
@@ -65,7 +70,10 @@ class MethodGuard:
             )
 
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
-        """Cast and gather, also what a cast or a gather has left partial; RuntimeError where masters are partial."""
+        """Cast and gather, also what a cast or a gather left partial.
+
+        RuntimeError where masters are partial.
+        """
         if self.writes.has_partial_masters:
             self.check_complete()
         with self.writes.transaction("a cast", masters=False):
@@ -82,7 +90,7 @@ class MethodGuard:
         return call
 
     def writing(self, method: Method, what: str, *, masters: bool) -> Method:
-        """`method`, refused while anything is partial; an exception in it leaves everything partial."""
+        """`method`, refused while anything is partial; an exception leaves everything partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.check_complete()
@@ -101,13 +109,13 @@ class MethodGuard:
                 self.check_complete()
                 return sharded_state_dict(*args, **kwargs)
             with contextlib.nullcontext() if self.writes.is_partial else self.writes.transaction("preparing a load"):
-                make_ready(optimizers)
+                prepare_states(optimizers)
                 before, self.is_preparing = self.is_preparing, True
                 try:
                     template = sharded_state_dict(*args, **kwargs)  # rewrites states, some of them to one tensor
                 finally:
                     self.is_preparing = before
-                take_steps(optimizers)
+                copy_group_steps(optimizers)
                 return template
 
         return call
@@ -115,7 +123,10 @@ class MethodGuard:
     def loading(
         self, method: Method, refreshes: Sequence[Callable[[], None]], optimizers: Sequence[Any], loads_all: bool
     ) -> Method:
-        """A method of the host that loads `optimizers`, then `refreshes`; to load all optimizers completes what is partial."""
+        """A method of the host that loads `optimizers`, then `refreshes`.
+
+        A load of all optimizers completes what is partial.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.is_preparing or self.writes.is_open or (self.writes.is_partial and not _holds_masters(args[0])):
@@ -124,7 +135,7 @@ class MethodGuard:
                 self.check_complete()
             with self.writes.transaction("loading a checkpoint"):
                 result = method(*args, **kwargs)
-                take_steps(optimizers)
+                copy_group_steps(optimizers)
                 for refresh in refreshes:
                     refresh()
                 return result
@@ -133,7 +144,10 @@ class MethodGuard:
 
 
 def _holds_masters(loaded: Any) -> bool:
-    """Whether what is loaded has the parameters' state in it: a file of it, or a state dict of one or of several optimizers."""
+    """True if what is loaded holds the state of the parameters.
+
+    It is a file of it, or a state dict of one or of several optimizers.
+    """
     if isinstance(loaded, dict) and "optimizer" not in loaded:
         loaded = list(loaded.values())
     if isinstance(loaded, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The names of megatron-core that this integration replaces or reads; nothing else here knows where they are.
+"""The names of megatron-core that this integration replaces or reads, and no other file knows.
 
 Detected by being there, never by version.
 """
@@ -59,7 +59,10 @@ _OF_A_BUCKET_GROUP = (
 
 
 def module(path: str) -> Any:
-    """A module of megatron-core. RuntimeError where there is none: too old a version, or megatron-core is not installed."""
+    """A module of megatron-core.
+
+    RuntimeError where there is none: too old a version, or megatron-core is not installed.
+    """
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -67,7 +70,7 @@ def module(path: str) -> Any:
 
 
 def has_four_bit_buffers() -> bool:
-    """Whether this megatron-core knows byte buffers of two elements a byte.
+    """True if this megatron-core knows byte buffers of two elements a byte.
 
     RuntimeError if it has a part of the names only.
     """
@@ -98,7 +101,7 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
 
 
 def wrappers() -> list[tuple[type, bool]]:
-    """The classes that a model is wrapped in, and whether each is another one than the DistributedDataParallel that is taken."""
+    """The classes that wrap a model; True for those other than DistributedDataParallel."""
     found = module(WRAPPERS)
     require(found, ("DistributedDataParallel",), WRAPPERS)
     others = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
@@ -109,7 +112,7 @@ def wrappers() -> list[tuple[type, bool]]:
 
 
 def factories() -> list[tuple[Any, str, bool]]:
-    """(owner, name) of the functions that build optimizers, and whether each builds others than Adam and SGD."""
+    """(owner, name) of functions that build optimizers; True for others than Adam and SGD."""
     found, name, emerging = (
         module(FACTORIES),
         "_get_megatron_optimizer_based_on_param_groups",
@@ -135,7 +138,7 @@ def optimizer_bases() -> list[type]:
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers inside a chain that own shards, in order; stubs, which own nothing, are left out."""
+    """The optimizers inside a chain that own shards, in order; stubs own nothing."""
     found = []
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(one, "chained_optimizers"):
@@ -157,14 +160,20 @@ def masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
-    """RuntimeError unless the distributed ones have shards that zerocast can read, and `optimizer` steps, saves and loads."""
+    """RuntimeError unless the optimizers have the names that are read or replaced.
+
+    `optimizer` steps, saves and loads; the distributed ones have shards.
+    """
     require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
     for one in distributed:
         require(one, (*_OF_A_DISTRIBUTED_OPTIMIZER, *_OF_ANY_OPTIMIZER), f"the optimizer, a {type(one).__name__},")
 
 
 def check_groups(groups: Iterable[Any]) -> None:
-    """RuntimeError unless what these bucket groups do after a gather can be replaced: tensors of TransformerEngine need that."""
+    """RuntimeError unless what these bucket groups do after a gather can be replaced.
+
+    Tensors of TransformerEngine need that.
+    """
     for group in groups:
         require(
             group, ("_post_param_sync",), f"a bucket group, a {type(group).__name__}, with TransformerEngine's tensors,"
@@ -184,5 +193,5 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `sharded_state_dict` is called for what a load fills."""
+    """True if `sharded_state_dict` is called for what a load fills."""
     return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))

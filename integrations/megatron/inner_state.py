@@ -1,4 +1,6 @@
-"""The state of the inner optimizers around a load, where Megatron expects that of fused ones and torch's own Adam has another.
+"""The state of the inner optimizers around a load.
+
+Megatron expects the state of fused optimizers, and torch's own Adam has another.
 
 torch's Adam has no state before its first step, and a step a parameter, which Megatron neither
 saves apart nor loads; it keeps the one of the parameter groups, so that is what counts.
@@ -10,8 +12,10 @@ from typing import Any
 from torch import Tensor
 
 
-def make_ready(optimizers: Sequence[Any]) -> None:
-    """States that the host can make a template of a load from: there, complete, and of one step, as it asserts.
+def prepare_states(optimizers: Sequence[Any]) -> None:
+    """Make states that the host can build a template of a load from.
+
+    They are there, complete, and of one step, as the host asserts.
 
     RuntimeError where an inner optimizer died in its first step, with states for some parameters
     only.
@@ -33,7 +37,7 @@ def make_ready(optimizers: Sequence[Any]) -> None:
         held["step"] = held["step"] * 0 + last
 
 
-def take_steps(optimizers: Sequence[Any]) -> None:
+def copy_group_steps(optimizers: Sequence[Any]) -> None:
     """Give every parameter a step of its own, that of its group, as it was loaded."""
     for one in optimizers:
         for group in one.optimizer.param_groups:
@@ -44,7 +48,10 @@ def take_steps(optimizers: Sequence[Any]) -> None:
 
 
 def keeping_step(one: Any) -> Callable[[Any, dict[str, Any]], None]:
-    """The host's method that fills the state of a parameter, with the step left as it is: a checkpoint has none a parameter."""
+    """The host's method that fills the state of a parameter, without its step.
+
+    A checkpoint has no step for each parameter.
+    """
     fill = one._set_main_param_and_optimizer_states
 
     def call(model_param: Any, tensors: dict[str, Any]) -> None:

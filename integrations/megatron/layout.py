@@ -1,4 +1,4 @@
-"""Layouts of byte buffers in which a rank's elements and the bytes that it sends are the same part of every bucket.
+"""Layouts of byte buffers in which a rank's elements are the bytes that it sends.
 
 Megatron cuts each bucket twice into equal slices: its gradients, one element apiece, to say who
 owns what, and its bytes, to say who sends what. The two agree if every byte of a bucket holds the
@@ -28,7 +28,7 @@ def elements_per_byte(param: Any) -> int:
 
 
 def by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[list[Any], list[int]]]:
-    """The parameters of each buffer with their indices, reordered so that those of one width stand together."""
+    """The parameters of each buffer and their indices, with equal widths together."""
     sorted_groups = {}
     for key, (params, indices) in groups.items():
         order = sorted(range(len(params)), key=lambda i: elements_per_byte(params[i]))
@@ -44,7 +44,9 @@ def of_one_width(
     ddp_config: Any,
     param_indices: Sequence[int] | None = None,
 ) -> Any:
-    """The layout of a buffer (a PerBufferParamLayout) whose buckets have one width each, by `lay_out`, the host's own.
+    """The layout of a buffer, a PerBufferParamLayout, whose buckets have one width each.
+
+    The host's own `lay_out` makes it, run by run.
 
     Without 4-bit parameters it is the host's, unchanged. Buckets of 4-bit parameters end at
     multiples of 32 elements a rank.
@@ -76,7 +78,9 @@ def of_one_width(
 
 
 def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
-    """Set the byte offsets of a buffer with 4-bit parameters, bucket by bucket a whole fraction of the element offsets.
+    """Set the byte offsets of a buffer with 4-bit parameters.
+
+    Bucket by bucket they are a whole fraction of the element offsets.
 
     ValueError for a bucket of two widths: its layout was not made inside `quantized_params()`.
     """

@@ -1,4 +1,4 @@
-"""Primary weights: the parameters in Megatron's byte buffers, QuantizedWeights or tensors of TransformerEngine, seen alike.
+"""Primary weights: the parameters in Megatron's byte buffers, of zerocast or TransformerEngine.
 
 A tensor of TransformerEngine is cast through a view, a QuantizedWeight over the tensor's own
 buffers. Only this file knows of them. zerocast's integration of TransformerEngine, and so
@@ -18,12 +18,12 @@ _INTEGRATION = "zerocast.integrations.transformer_engine"
 
 
 def is_primary(param: Any) -> bool:
-    """Whether the bytes of a parameter are what Megatron gathers."""
+    """True if the bytes of a parameter are what Megatron gathers."""
     return isinstance(param, QuantizedWeight) or is_te_tensor(param)
 
 
 def is_te_tensor(param: Any) -> bool:
-    """Whether a parameter is a quantized tensor of TransformerEngine, of a kind that is cast or not. Imports nothing."""
+    """True if a parameter is a quantized tensor of TransformerEngine. Imports nothing."""
     of_te = any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__)
     return of_te and hasattr(param, "_get_quantizer")
 
@@ -34,7 +34,7 @@ def primary_of(bucket_group: Any) -> list[Any]:
 
 
 def weight_of(param: Any) -> QuantizedWeight:
-    """The weight over the bytes of a primary weight as they lie now: the parameter itself, or a view.
+    """The weight over a primary weight's bytes as they lie now: the parameter, or a view.
 
     TypeError or ValueError for a tensor of TransformerEngine that cannot be cast in a byte buffer.
     """
@@ -91,7 +91,7 @@ class TETensors:
                 view.locate_columnwise(param)
 
     def release(self) -> None:
-        """Forget the views."""
+        """Forget the views of the tensors."""
         if self._tensors:
             _module("").release([param for _, param, _ in self._tensors])
 
@@ -103,7 +103,10 @@ def make_te_copies(params: Sequence[Any]) -> None:
 
 
 def loaded(param: Any) -> Any:
-    """What a module may copy into a primary weight that was cast whole: the weight, or a TE tensor over the same buffers."""
+    """The tensor that a module may copy into a primary weight that was cast whole.
+
+    It is the weight, or another tensor of TransformerEngine over the same buffers.
+    """
     if isinstance(param, QuantizedWeight):
         return param
     make_te_copies([param])

@@ -1,4 +1,4 @@
-"""The facts of a model in Megatron: what each DistributedOptimizer owns on this rank, and which gathers bring its bytes."""
+"""The facts of a model in Megatron: what each optimizer owns here, and what gathers it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,9 @@ _UNKNOWN = "a parameter of another model"
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """What one DistributedOptimizer owns on this rank, quantized weights in the order of its buffers, the same on every rank.
+    """The part of one DistributedOptimizer that this rank owns.
+
+    Quantized weights stand in the order of its buffers, the same on every rank.
 
     `params` are the parameters that `weights` stand for, `masters` and `starts` hold None where
     this rank owns nothing, `bucket_groups` gather the bytes of its buffers, and `detached` is what
@@ -50,7 +52,7 @@ class OptimizerShards:
 
 
 def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
-    """The shards of every DistributedOptimizer inside `optimizer`, whose parameters are those of `chunks`.
+    """The shards of every DistributedOptimizer inside `optimizer`, over the parameters of `chunks`.
 
     TypeError or ValueError for a byte buffer with something in it that is not cast, for a quantized
     weight that no gather brings and for one that no optimizer owns; RuntimeError for a host without
@@ -66,7 +68,10 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
 
 
 def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
-    """By id of the parameter. Chunks of one pipeline stage count their layers alike: a later one is named too."""
+    """Names by id of the parameter.
+
+    Chunks of one pipeline stage count their layers alike: a later one is named too.
+    """
     names: dict[str, int] = {}
     for number, chunk in enumerate(chunks):
         for name, param in chunk.named_parameters():
@@ -124,7 +129,10 @@ def _owned_part(optimizer: Any, param: Any, place: Any) -> Tensor:
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
-    """ValueError for a quantized weight that is trained and that no gather brings: it was quantized after DDP was built."""
+    """ValueError for a trained quantized weight that no gather brings.
+
+    It was quantized after DistributedDataParallel was built.
+    """
     gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
     for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
         if is_primary(param) and param.requires_grad and id(param) not in gathered:
@@ -142,7 +150,7 @@ def _check_owned(found: Sequence[OptimizerShards], groups: Sequence[Any], names:
 
 
 def bytes_not_sent(shards: OptimizerShards) -> str | None:
-    """What is wrong if bytes of an owned span lie outside the slice of the bucket that this rank sends; None if all is well."""
+    """The error if this rank casts bytes that it does not send, or None."""
     places = {
         param: (group, bucket)
         for group in shards.bucket_groups
@@ -172,7 +180,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
 
 
 def elements_without_owner(shards: OptimizerShards, by_rank: Sequence[Sequence[tuple[int, int]]]) -> str | None:
-    """What is wrong if a part of a weight has no owner; None if all is well.
+    """The error if a part of a weight has no owner, or None.
 
     `by_rank` holds the spans of every rank.
     """

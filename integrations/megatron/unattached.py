@@ -1,8 +1,11 @@
-"""What an optimizer over quantized weights refuses while nothing of zerocast's casts its masters: before `attach`, after `detach`.
+"""The methods that an optimizer refuses before `attach` and after `detach`.
 
-Once `quantized_params()` is over Megatron takes a QuantizedWeight for a plain parameter, and its own copy
-of masters to parameters would write their values over the codes. So every method that writes, loads
-or prepares to raises, on the optimizer's instance, and the host's classes stay as they are.
+Nothing of zerocast casts the masters of its quantized weights then.
+
+Once `quantized_params()` is over Megatron takes a QuantizedWeight for a plain parameter, and its
+own copy of masters to parameters would write their values over the codes. So every method that
+writes, loads or prepares to raises, on the optimizer's instance, and the host's classes stay as
+they are.
 """
 
 from collections.abc import Sequence
@@ -32,7 +35,7 @@ _SAVES = ("save_parameter_state", "state_dict")
 
 @dataclass(frozen=True)
 class DetachedState:
-    """What an attachment that was detached leaves to the next one: delayed scaling, and what it left partial."""
+    """The state that a detached attachment leaves to the next one."""
 
     delayed: DelayedScaling | None
     writes: WriteGuard
@@ -48,7 +51,7 @@ class RefusedMethod:
         self._optimizer, self._name, self.detached = optimizer, name, detached
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """RuntimeError, or what the host's method gives where all quantized weights of a chain have been attached."""
+        """RuntimeError, or the host's method if all quantized weights are attached."""
         one = self._optimizer
         if not self._saves_complete_weights(args, kwargs) and any(
             is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(one)
@@ -76,7 +79,7 @@ class RefusedMethod:
 
 
 def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
-    """From now on what would write raises; after an attachment that left weights partial what would save too."""
+    """Let what writes raise; after an attachment that left weights partial, what saves too."""
     accept(optimizer)
     names = [name for name in dir(type(optimizer)) if name.startswith(_BEGIN)]
     saves = _SAVES if detached is not None and detached.writes.is_partial else ()
@@ -102,13 +105,13 @@ def _refused_names(optimizer: Any) -> list[str]:
 
 
 def state_left_in(optimizer: Any) -> DetachedState | None:
-    """What the last attachment of this optimizer has left; None where there was none, or where it is attached."""
+    """The state that this optimizer's last attachment left; None without one, or while attached."""
     method = vars(optimizer).get("step")
     return method.detached if isinstance(method, RefusedMethod) else None
 
 
 def owns_quantized_weights(optimizer: Any) -> bool:
-    """Whether QuantizedWeights are in the buffers of an optimizer, or of one in its chain.
+    """True if QuantizedWeights are in the buffers of an optimizer, or of one in its chain.
 
     The same on every rank.
     """
@@ -117,5 +120,5 @@ def owns_quantized_weights(optimizer: Any) -> bool:
 
 
 def is_refused(optimizer: Any) -> bool:
-    """Whether it refuses at present."""
+    """True if it refuses at present."""
     return isinstance(vars(optimizer).get("step"), RefusedMethod)

@@ -1,4 +1,7 @@
-"""What `attach` and the construction of a model refuse, and why: settings under which Megatron casts or gathers in its own way."""
+"""The settings that `attach` and the construction of a model refuse, and why.
+
+Under them Megatron casts or gathers in its own way.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -27,7 +30,11 @@ SETTINGS = (
 
 
 def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> None:
-    """ValueError for settings that are not supported, RuntimeError for a host of another shape and for a second attachment."""
+    """Check what can be checked before anything is read or changed.
+
+    ValueError for settings that are not supported, RuntimeError for a host of another shape and for
+    a second attachment.
+    """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     check_owns_slices(optimizer)
@@ -49,7 +56,7 @@ def check_owns_slices(optimizer: Any) -> None:
 
 
 def check_settings(settings: Sequence[Any]) -> None:
-    """ValueError with the reason where a configuration of the host has a setting that is not supported."""
+    """ValueError with the reason where a configuration of the host has an unsupported setting."""
     for name, reason in SETTINGS:
         if any(getattr(config, name, False) for config in settings):
             raise ValueError(f"{name} is not supported: {reason}")
@@ -80,13 +87,16 @@ def refuse_whole_layers(what: str) -> NoReturn:
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Whether the inner optimizer holds any state yet."""
+    """True if the inner optimizer holds any state yet."""
     inner = optimizer.optimizer
     return any(inner.state.values()) or any(group.get("step", 0) for group in inner.param_groups)
 
 
 def check_checkpoint(optimizer: Any, metadata: Any) -> None:
-    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint that Megatron would assert on with some ranks alone."""
+    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint of too few parameters.
+
+    Megatron would fail an assertion on some ranks alone.
+    """
     if (metadata or {}).get("distrib_optim_sharding_type") != "dp_reshardable":
         return
     ranks = optimizer.data_parallel_group.size()
@@ -112,7 +122,10 @@ def _owners(start: int, stop: int, slice_numel: int) -> range:
 
 
 def _check_experts(chunk: Any) -> None:
-    """ValueError for a module that keeps all of its experts in one quantized weight, as GroupedMLP of older releases does."""
+    """ValueError for a module that keeps all of its experts in one quantized weight.
+
+    GroupedMLP of older releases does.
+    """
     for name, module in chunk.named_modules():
         own = module.named_parameters(recurse=False) if hasattr(module, "num_local_experts") else ()
         for weight, param in own:

@@ -1,7 +1,8 @@
-"""TransformerEngine: its tensors cast by zerocast, through calls with TransformerEngine's names, arguments and defaults.
+"""TransformerEngine: zerocast casts its tensors, through calls with its names and arguments.
 
-`redirect()` is a context in which TransformerEngine's own names lead here; `release(model_weights)` lets go of what is kept between
-calls; `zerocast.verify(masters_of(model_weights))` compares what the tensors hold with what their masters cast to.
+`redirect()` is a context in which TransformerEngine's own names lead here; `release(model_weights)`
+lets go of what is kept between calls; `zerocast.verify(masters_of(model_weights))` compares what
+the tensors hold with what their masters cast to.
 """
 
 from . import host

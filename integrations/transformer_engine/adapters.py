@@ -1,6 +1,7 @@
-"""The table of adapters: what zerocast must know of the tensors of each of TransformerEngine's quantizers, as data.
+"""The table of adapters: what zerocast must know of the tensors of each quantizer, as data.
 
-No other file here names a class of TransformerEngine. Classes that this TransformerEngine has not are left out.
+No other file here names a class of TransformerEngine. Classes that this TransformerEngine has not
+are left out.
 """
 
 import functools
@@ -32,7 +33,10 @@ def never(tensor: Any) -> bool:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a quantizer or, with an underscore, of a tensor that must have one value where it exists."""
+    """An option of a quantizer that must have one value where it exists.
+
+    A tensor has the same option with an underscore.
+    """
 
     name: str
     needed: Any
@@ -50,11 +54,12 @@ class Option:
 class Adapter:
     """One format in TransformerEngine's terms.
 
-    `format` makes a FormatSpec of a quantizer. `of_tensor` and `of_quantizer` say which attribute holds which buffer, by the
-    names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as automatic post-processing asks for, or marks it so that
-    `outdated` is true; `copies` says whether this GPU needs one, `copied` is called with the tensors whose copies were made.
-    `alone` is the reason for which a Hybrid tensor cannot hold one direction of the format; with `two_payloads` codes by columns
-    are cast and gathered by themselves.
+    `format` makes a FormatSpec of a quantizer. `of_tensor` and `of_quantizer` say which attribute
+    holds which buffer, by the names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as
+    automatic post-processing asks for, or marks it so that `outdated` is true; `copies` says
+    whether this GPU needs one, `copied` is called with the tensors whose copies were made. `alone`
+    is the reason for which a Hybrid tensor cannot hold one direction of the format; with
+    `two_payloads` codes by columns are cast and gathered by themselves.
     """
 
     format: Callable[[Any], FormatSpec]
@@ -69,14 +74,20 @@ class Adapter:
     two_payloads: bool = False
 
     def format_of(self, tensor: Any, quantizer: Any) -> FormatSpec:
-        """The format of a tensor. ValueError with the reason where it is not cast, RuntimeError for another shape of the host."""
+        """The format of a tensor.
+
+        ValueError with the reason where it is not cast, RuntimeError for another shape of the host.
+        """
         host.require(tensor, self.of_tensor.values())
         host.require(quantizer, self.of_quantizer.values())
         self.check(tensor, quantizer)
         return self.format(quantizer)
 
     def check(self, tensor: Any, quantizer: Any) -> None:
-        """ValueError with the reason for options that are not cast: at every call, since they may be set at any time."""
+        """ValueError with the reason for options that are not cast.
+
+        Called for every cast, since options may be set at any time.
+        """
         for option in self.options:
             option.check(quantizer, tensor)
         stored, made = getattr(tensor, "_fp8_dtype", None), getattr(quantizer, "dtype", None)
@@ -85,7 +96,7 @@ class Adapter:
             raise ValueError("its codes are {} and its quantizer makes {}".format(*names))
 
     def attribute(self, name: str) -> str:
-        """What the host calls a buffer."""
+        """The host's name of a buffer."""
         return self.of_tensor.get(name) or f"quantizer's {self.of_quantizer[name]}"
 
     def places(self, names: Iterable[str]) -> list[str]:
@@ -93,7 +104,7 @@ class Adapter:
         return [self.of_tensor.get(name) or f"_quantizer.{self.of_quantizer[name]}" for name in names]
 
     def checked(self, tensor: Any, quantizer: Any) -> list[str]:
-        """What `check` looks at, as attributes of a tensor, those of its quantizer dotted."""
+        """The attributes of a tensor that `check` reads; those of its quantizer are dotted."""
         options = [option.name for option in self.options]
         of_tensor = [name for name in ("_fp8_dtype", *(f"_{name}" for name in options)) if hasattr(tensor, name)]
         return of_tensor + [f"_quantizer.{name}" for name in ("dtype", *options) if hasattr(quantizer, name)]
@@ -244,7 +255,10 @@ def hybrid() -> type | None:
 
 
 def quantizer_of(tensor: Any) -> Any:
-    """The quantizer of a tensor of TransformerEngine, or of a part of one. TypeError for anything else."""
+    """The quantizer of a tensor of TransformerEngine, or of a part of one.
+
+    TypeError for anything else.
+    """
     kept = getattr(tensor, "_quantizer", None)
     if kept is not None:
         return kept
@@ -254,12 +268,15 @@ def quantizer_of(tensor: Any) -> Any:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether this is a tensor of TransformerEngine, or a part of one, of a kind that is known here or not."""
+    """True if this is a tensor of TransformerEngine or a part of one, of a known kind or not."""
     return hasattr(tensor, "_get_quantizer")
 
 
 def adapter_of(quantizer: Any) -> Adapter:
-    """The adapter of a quantizer; TypeError for a class that is not in the table. Subclasses may cast differently."""
+    """The adapter of a quantizer; TypeError for a class that is not in the table.
+
+    Subclasses may cast differently.
+    """
     found = table().get(type(quantizer))
     if found is None:
         known = ", ".join(sorted(kind.__name__ for kind in table()))

@@ -1,6 +1,9 @@
-"""Entry: one set of codes that a call casts, a tensor of TransformerEngine or one direction of a Hybrid one.
+"""Entry: one set of codes that a call casts.
 
-A Hybrid tensor holds two directions, each a tensor with a quantizer of its own. Both are cast from one master.
+It is a tensor of TransformerEngine, or one direction of a Hybrid one.
+
+A Hybrid tensor holds two directions, each a tensor with a quantizer of its own. Both are cast from
+one master.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +23,10 @@ from .weight_view import WeightView, view_of
 
 @dataclass(frozen=True)
 class Entry:
-    """`tensor` with its view, the master of `span` that is owned here, and storage for the codes of that span alone, if given."""
+    """A tensor with its view and the master of the `span` that this rank owns.
+
+    `shard` is storage for the codes of that span alone, if it was given.
+    """
 
     tensor: Any
     view: WeightView
@@ -29,7 +35,7 @@ class Entry:
     shard: ShardData | None
 
     def scatter(self) -> None:
-        """Put codes that were cast beside the tensor where they belong: into its transpose, in at most three pieces."""
+        """Copy codes that were cast beside the tensor into its transpose, in up to three pieces."""
         if not self.view.codes_in_transpose or self.master is None or self.start is None or not self.master.numel():
             return
         assert isinstance(self.shard, Tensor)
@@ -46,7 +52,10 @@ def entries_of(
     start_offsets: Sequence[int | None],
     shards: Sequence[Any] | None,
 ) -> list[Entry]:
-    """What a call casts. TypeError, ValueError or RuntimeError, with the weight in the message, for what it cannot."""
+    """The entries that a call casts.
+
+    TypeError, ValueError or RuntimeError, with the weight in the message, for what it cannot.
+    """
     given = [None] * len(model_weights) if shards is None else shards
     lengths = [len(model_weights), len(master_weights), len(start_offsets), len(given)]
     if len(set(lengths)) > 1:
@@ -63,12 +72,12 @@ def entries_of(
 
 
 def parts_of(weight: Any) -> list[Any]:
-    """The tensors that hold the codes of a weight: itself, or the directions of a Hybrid one that are there."""
+    """The tensors that hold the codes of a weight: itself, or the directions of a Hybrid one."""
     return [part for _, part in directions(weight)] if is_hybrid(weight) else [weight]
 
 
 def is_hybrid(tensor: Any) -> bool:
-    """Whether a tensor holds its two directions as two tensors."""
+    """True if a tensor holds its two directions as two tensors."""
     return type(quantizer_of(tensor)) is hybrid()
 
 
@@ -133,7 +142,7 @@ def _entry(tensor: Any, nominal: torch.dtype, master: Tensor | None, start: int 
 
 
 def _storage(shard: Any, two_payloads: bool) -> ShardData | None:
-    """Flat storage of the owned codes, of a tensor, a pair of them, or a tensor of TransformerEngine."""
+    """Flat storage of the owned codes: of a tensor, a pair, or a tensor of TransformerEngine."""
     if shard is None:
         return None
     if is_quantized(shard):

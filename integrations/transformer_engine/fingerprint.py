@@ -1,4 +1,4 @@
-"""Fingerprint: which objects and addresses a call found at its tensors, so that the next call can tell that nothing moved."""
+"""Fingerprint: the objects and addresses that a call found, so that the next one can compare."""
 
 import functools
 import operator
@@ -17,9 +17,12 @@ def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class Fingerprint:
-    """The tensors of a list and, for each, the objects that `watched` attributes held; dotted names are attributes of those.
+    """The tensors of a list and, for each, the objects that `watched` attributes held.
 
-    Keeps what the attributes held, and no tensor of the list, alive. A tensor with nothing watched need only be the same one.
+    Dotted names are attributes of those objects.
+
+    Keeps what the attributes held, and no tensor of the list, alive. A tensor with nothing watched
+    need only be the same one.
     """
 
     def __init__(self, tensors: Sequence[Any], watched: Sequence[tuple[str, ...]]) -> None:
@@ -30,7 +33,7 @@ class Fingerprint:
         self._addresses = self._current_addresses()
 
     def matches(self, tensors: Sequence[Any]) -> bool:
-        """Whether these are the same tensors with the same objects, every buffer where it was: a look at each, and no more."""
+        """True if these are the same tensors and objects, and every buffer is where it was."""
         if len(tensors) != len(self._tensors):
             return False
         if not all(map(operator.is_, tensors, [reference() for reference in self._tensors])):

@@ -27,7 +27,7 @@ def require(owner: Any, names: Iterable[str]) -> None:
 
 
 def reads_transposes() -> bool:
-    """Whether FP8 products on this GPU read a transposed copy, as TransformerEngine decides it."""
+    """True if FP8 products on this GPU read a transposed copy, as TransformerEngine decides it."""
     utils = module(UTILS)
     if not hasattr(utils, "is_non_tn_fp8_gemm_supported"):
         raise RuntimeError(f"{UTILS} has no is_non_tn_fp8_gemm_supported: this TransformerEngine has another shape")

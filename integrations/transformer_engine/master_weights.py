@@ -1,4 +1,4 @@
-"""quantize_master_weights with TransformerEngine's arguments and defaults, through one CastPlan a list of weights."""
+"""quantize_master_weights, with TransformerEngine's arguments and defaults."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,21 +26,27 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Cast master shards into TransformerEngine's tensors, in place, with one all-reduce for all formats.
+    """Cast master shards into TransformerEngine's tensors, in place.
+
+    One all-reduce serves all formats.
 
     Args:
-        model_weights: tensors of TransformerEngine, the same list on every rank; formats and FP8 dtypes may differ.
-        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the nominal dtype; None or an
-            empty tensor where this rank owns nothing.
-        start_offsets: for each, the row-major position of the master's first element; any, odd ones for NVFP4 included.
+        model_weights: tensors of TransformerEngine, the same list on every rank; formats and FP8
+            dtypes may differ.
+        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
+            nominal dtype; None or an empty tensor where this rank owns nothing.
+        start_offsets: for each, the row-major position of the master's first element; any, odd ones
+            for NVFP4 included.
         group: the ranks that share the masters; None for the default group, or one process.
-        fsdp_shard_model_weights: for each, storage for the owned codes alone; a (rowwise, columnwise) pair for MXFP8.
-        manual_post_all_gather_processing: False drops columnwise copies, and the next forward pass makes them; True leaves that to
-            `post_all_gather_processing`.
+        fsdp_shard_model_weights: for each, storage for the owned codes alone; a (rowwise,
+            columnwise) pair for MXFP8.
+        manual_post_all_gather_processing: False drops columnwise copies, and the next forward pass
+            makes them; True leaves that to `post_all_gather_processing`.
 
-    The first call of a list is collective beyond the all-reduce: TypeError, ValueError or RuntimeError on every rank for what is
-    wrong on any, with nothing written. A later one raises on its rank alone, also when it owns other elements than before:
-    `release` the weights on all ranks first. The amax of delayed scaling grows by what was cast; its history is left alone.
+    The first call of a list is collective beyond the all-reduce: TypeError, ValueError or
+    RuntimeError on every rank for what is wrong on any, with nothing written. A later one raises on
+    its rank alone, also when it owns other elements than before: `release` the weights on all ranks
+    first. The amax of delayed scaling grows by what was cast; its history is left alone.
     """
     if not model_weights and not master_weights:
         return
@@ -85,7 +91,9 @@ def cast_master_weights_to_fp8(
 
 
 def release(model_weights: Sequence[Any]) -> None:
-    """Let go of what is kept between calls, masters included; the next call of these weights builds it anew, on all ranks together.
+    """Let go of what is kept between calls, masters included.
+
+    All ranks build it anew together, at the next call of these weights.
 
     For masters that are cut anew, and for an optimizer that goes before its model.
     """
@@ -97,7 +105,7 @@ def release(model_weights: Sequence[Any]) -> None:
 
 
 def _drop_copies(parts: Sequence[tuple[Any, WeightView]]) -> None:
-    """Columnwise copies are of the last cast: let the host drop them before this one, and hold on to none."""
+    """Let the host drop the columnwise copies of the last cast, and hold on to none."""
     for tensor, view in parts:
         view.adapter.outdate(tensor)
     held = [view.forget_columnwise() for _, view in parts]
@@ -106,7 +114,10 @@ def _drop_copies(parts: Sequence[tuple[Any, WeightView]]) -> None:
 
 
 def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[CachedPlan, list[Entry]]:
-    """The plan of these weights, and what it casts. Ranks agree only where a list is new, which it is on all of them."""
+    """The plan of these weights, and what it casts.
+
+    Ranks agree only where a list is new, which it is on all of them.
+    """
     entries, problem = [], None
     try:
         entries = entries_of(model_weights, *lists)

@@ -19,9 +19,12 @@ from .weight_view import WeightView
 
 
 class CachedPlan:
-    """A CastPlan over the views of some weights. Building it is collective; every later cast is one all-reduce.
+    """A CastPlan over the views of some weights.
 
-    A call that finds what the one before it found casts at once: `remember` notes what that was, `matches` compares.
+    Building it is collective; every later cast is one all-reduce.
+
+    A call that finds what the one before it found casts at once: `remember` notes what that was,
+    `matches` compares.
     """
 
     def __init__(self, entries: Sequence[Entry], group: Group) -> None:
@@ -36,7 +39,7 @@ class CachedPlan:
         self._places = _places(entries)
 
     def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
-        """Whether this was built for these weights and this group."""
+        """True if this was built for these weights and this group."""
         same = len(views) == len(self._views) and group.handle is self._group.handle
         return same and all(one is other for one, other in zip(views, self._views, strict=True))
 
@@ -46,14 +49,17 @@ class CachedPlan:
         return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:
-        """The first entry of which this rank owns other elements than when this was built; None if there is none."""
+        """The first entry of which this rank owns other elements than at first, or None."""
         pairs = enumerate(zip(self._owned, _owned(entries), strict=True))
         return next((index for index, (before, now) in pairs if before != now), None)
 
     def remember(
         self, entries: Sequence[Entry], model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any]
     ) -> None:
-        """What a call without shards has found; nothing where codes are cast beside their tensors, or in directions of them."""
+        """Remember what a call without shards has found.
+
+        Nothing is remembered where codes are cast beside their tensors, or in directions of them.
+        """
         whole = len(entries) == len(model_weights) and all(
             entry.tensor is weight and not entry.view.codes_in_transpose
             for entry, weight in zip(entries, model_weights, strict=True)
@@ -71,7 +77,7 @@ class CachedPlan:
     def matches(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> bool:
-        """Whether these are the weights, the masters and the group of the call before, all where they were."""
+        """True if weights, masters and group are those of the call before, all where they were."""
         if (
             self._fingerprint is None
             or group.handle is not self._group.handle
@@ -126,7 +132,7 @@ class PlanCache:
         self._by_first.pop(weight, None)
 
     def __contains__(self, weight: Any) -> bool:
-        """Whether a list that begins with this weight was cast before."""
+        """True if a list that begins with this weight was cast before."""
         return weight in self._by_first
 
 
@@ -157,7 +163,7 @@ def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
 
 
 def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """Where masters and shards lie; whether they are what they should be is looked at when they moved."""
+    """The addresses of masters and shards; the plan checks what they are when they moved."""
     return [tuple((t.data_ptr(), t.dtype) for t in _tensors(entry.shard, entry.master)) for entry in entries]
 
 

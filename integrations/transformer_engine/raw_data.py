@@ -11,10 +11,13 @@ from .entry import directions, is_hybrid
 
 @torch.no_grad()
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
-    """Copy a tensor's rowwise codes into `new_raw_data`, such as a slice of a flat buffer, and let the tensor hold that.
+    """Copy a tensor's rowwise codes into `new_raw_data`, and let the tensor hold that.
 
-    Of a Hybrid tensor the rowwise direction is moved. Raises TypeError for what is no tensor of TransformerEngine, ValueError
-    for storage of another dtype, shape or device, NotImplementedError for MXFP8, whose codes by columns would stay behind.
+    It may be a slice of a flat buffer.
+
+    Of a Hybrid tensor the rowwise direction is moved. Raises TypeError for what is no tensor of
+    TransformerEngine, ValueError for storage of another dtype, shape or device, NotImplementedError
+    for MXFP8, whose codes by columns would stay behind.
     """
     if is_hybrid(tensor):
         rowwise = dict(directions(tensor)).get("rowwise")

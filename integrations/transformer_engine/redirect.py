@@ -1,4 +1,7 @@
-"""redirect: TransformerEngine's own names lead to zerocast's calls, for callers whose import lines are not ours to change."""
+"""redirect: TransformerEngine's own names lead to zerocast's calls.
+
+It serves callers whose import lines are not ours to change.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,10 +22,10 @@ _MODULES = (f"{host.TENSORS}.utils", host.TENSORS)
 
 @contextlib.contextmanager
 def redirect() -> Iterator[None]:
-    """Within, who imports or looks up the four names in TransformerEngine's modules gets zerocast's; afterwards all is as it was.
+    """Within, the four names in TransformerEngine's modules are zerocast's; afterwards as before.
 
-    A caller that imported a name before keeps what it has: enter this first. RuntimeError where TransformerEngine has no cast to
-    redirect.
+    A caller that imported a name before keeps what it has: enter this first. RuntimeError where
+    TransformerEngine has no cast to redirect.
     """
     modules = [host.module(path) for path in _MODULES]
     found = [(module, name) for module in modules for name in _CALLS if hasattr(module, name)]

@@ -1,4 +1,4 @@
-"""masters_of: the masters behind TransformerEngine's tensors, as `zerocast.verify` and `zerocast.metrics` see them."""
+"""masters_of: the masters behind TransformerEngine's tensors, for `zerocast.verify` and metrics."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,21 @@ from .weight_view import WeightView, view_of
 
 
 class MastersOf:
-    """What `masters_of` returns. The tensors are looked at anew for every look, wherever their buffers lie by then."""
+    """The result of `masters_of`.
+
+    The tensors are looked at anew for every look, wherever their buffers lie by then.
+    """
 
     def __init__(self, model_weights: Sequence[Any], group: Group) -> None:
         self._model_weights, self._group = list(model_weights), group
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of the last call of these weights, the codes that lie in transposes alone in a source of their own.
+        """The masters of the last call of these weights.
 
-        Raises on every rank what is wrong on any: ValueError for weights that were not cast as this list, TypeError, ValueError or
-        RuntimeError for tensors that a cast would refuse.
+        Codes that lie in transposes alone are views of their own.
+
+        Raises on every rank what is wrong on any: ValueError for weights that were not cast as this
+        list, TypeError, ValueError or RuntimeError for tensors that a cast would refuse.
         """
         found: list[MasterViews] = []
         problem = None
@@ -64,13 +69,16 @@ class MastersOf:
 
 
 def masters_of(model_weights: Sequence[Any], group: GroupLike = None) -> MastersOf:
-    """What `zerocast.verify` and `zerocast.metrics.Meter` take, for a list that `quantize_master_weights` was called with.
+    """Show the masters of a list of weights to `zerocast.verify` and `zerocast.metrics.Meter`.
+
+    `quantize_master_weights` was called with the same list.
 
         zerocast.verify(masters_of(model_weights, group)).raise_for_differences()
 
-    All ranks of the group call `verify` together, when the codes have been gathered: every byte that TransformerEngine's products
-    read is compared with an unsharded cast of the masters of the last call, wherever they and the buffers lie by then. A columnwise
-    copy that is there and was made before the last cast is reported, for TransformerEngine would read it.
+    All ranks of the group call `verify` together, when the codes have been gathered: every byte
+    that TransformerEngine's products read is compared with an unsharded cast of the masters of the
+    last call, wherever they and the buffers lie by then. A columnwise copy that is there and was
+    made before the last cast is reported, for TransformerEngine would read it.
     """
     return MastersOf(model_weights, Group.of(group))
 

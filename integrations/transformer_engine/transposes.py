@@ -1,6 +1,7 @@
-"""post_all_gather_processing: columnwise copies of TransformerEngine's tensors from their gathered rowwise codes.
+"""post_all_gather_processing: columnwise copies of tensors from their gathered rowwise codes.
 
-A call that finds every buffer where the call before it left them makes the copies at once, by tables that are kept.
+A call that finds every buffer where the call before it left them makes the copies at once, by
+tables that are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ _Found = tuple[int, Any, WeightView]  # the place in the list of a tensor that n
 class _Copies:
     """The copies of some tensors of a list, with tables of where everything lies.
 
-    `fingerprint` is what the last call left behind, None where the next one has to look at every tensor.
+    `fingerprint` is what the last call left behind, None where the next one has to look at every
+    tensor.
     """
 
     def __init__(self, found: list[_Found], device: torch.device | None) -> None:
@@ -38,7 +40,7 @@ class _Copies:
             self._made = ColumnwiseCopies([view.weight for view in self._views], backends.choose(device))
 
     def are_of(self, found: list[_Found]) -> bool:
-        """Whether these were the tensors, at these places of the list."""
+        """True if these were the tensors, at these places of the list."""
         before = zip(self._places, map(id, self._views), strict=True)
         return list(before) == [(place, id(view)) for place, _, view in found]
 
@@ -66,10 +68,11 @@ _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the first tensor of a l
 
 @torch.no_grad()
 def post_all_gather_processing(model_weights: Any) -> None:
-    """Make the columnwise copies of one tensor or a list of them, where this GPU's products read any.
+    """Make the columnwise copies of one tensor or of a list, where this GPU reads any.
 
-    A copy that is there is written again, where it lies. Plain tensors are passed over. TypeError or ValueError for tensors that
-    are not cast, and for tensors on several devices; nothing is written then.
+    A copy that is there is written again, where it lies. Plain tensors are passed over. TypeError
+    or ValueError for tensors that are not cast, and for tensors on several devices; nothing is
+    written then.
     """
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
     before: _Copies | None = _kept.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
@@ -103,7 +106,10 @@ def _copies_of(
 
 
 def _fingerprint(weights: Sequence[Any], found: list[_Found]) -> Fingerprint | None:
-    """What another call of these weights can recognise; None where one has directions, which come and go."""
+    """A fingerprint by which another call recognises these weights.
+
+    None where one has directions, which come and go.
+    """
     if not all(isinstance(weight, Tensor) for weight in weights) or any(map(_has_directions, weights)):
         return None
     watched: list[tuple[str, ...]] = [()] * len(weights)
@@ -117,7 +123,7 @@ def _has_directions(weight: Any) -> bool:
 
 
 def _copied(weights: Any) -> Iterator[_Found]:
-    """What needs a copy."""
+    """Find the tensors that need a columnwise copy."""
     needed: dict[int, bool] = {}  # by adapter
     for index, weight in enumerate(weights):
         if isinstance(weight, Tensor) and not is_quantized(weight):

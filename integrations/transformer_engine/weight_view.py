@@ -18,10 +18,13 @@ _DATA = "rowwise_data"
 
 
 class WeightView:
-    """Reads and writes a tensor's own buffers, wherever they lie at a call. Does not keep the tensor alive.
+    """Reads and writes a tensor's own buffers, wherever they lie at a call.
 
-    `nominal` is the dtype that masters are rounded to first. An FP8 tensor may hold its codes in the transpose alone (a direction
-    of a Hybrid tensor, where products read transposes): `codes_in_transpose`; its `weight` has no codes then.
+    Does not keep the tensor alive.
+
+    `nominal` is the dtype that masters are rounded to first. An FP8 tensor may hold its codes in
+    the transpose alone (a direction of a Hybrid tensor, where products read transposes):
+    `codes_in_transpose`; its `weight` has no codes then.
     """
 
     def __init__(self, tensor: Any, nominal: torch.dtype) -> None:
@@ -49,7 +52,7 @@ class WeightView:
         self.weight = QuantizedWeight.of_buffers(self._shape, fmt, nominal, buffers)
 
     def is_of(self, tensor: Any, nominal: torch.dtype) -> bool:
-        """Whether the tensor still has the format, shape and dtype that this was made for, be it by another quantizer."""
+        """True if the tensor still has the format, shape and dtype that this was made for."""
         if self._nominal is not nominal or tuple(tensor.shape) != self._shape:
             return False
         if self.codes_in_transpose and getattr(tensor, self.adapter.of_tensor[_DATA]) is not None:
@@ -58,7 +61,7 @@ class WeightView:
         return quantizer in (None, self._quantizer) or self._takes(tensor, quantizer)
 
     def _takes(self, tensor: Any, quantizer: Any) -> bool:
-        """Go over to another quantizer if its format is the same; `locate` finds the buffers that it holds."""
+        """Take another quantizer of the same format; `locate` finds the buffers that it holds."""
         same = adapter_of(quantizer) is self.adapter
         same = same and self.adapter.format_of(tensor, quantizer) == self.weight.format
         if same:
@@ -81,7 +84,10 @@ class WeightView:
         return ("_quantizer", *(name for name in names if not name.startswith("_quantizer.")))
 
     def locate(self, tensor: Any) -> None:
-        """Look where the buffers that a cast writes are now. ValueError for one that is gone, and for options that are not cast."""
+        """Look where the buffers that a cast writes are now.
+
+        ValueError for one that is gone, and for options that are not cast.
+        """
         self.adapter.check(tensor, self._quantizer)
         self._locate(self.adapter.buffers(tensor, self._quantizer), self._written)
 
@@ -96,9 +102,10 @@ class WeightView:
             self._locate(held, copy)
 
     def live(self, tensor: Any) -> QuantizedWeight:
-        """The tensor's bytes as its products read them now, without a columnwise copy that it takes for outdated.
+        """The tensor's bytes as its products read them now, without an outdated columnwise copy.
 
-        A weight of its own over the same buffers. Codes that are in a transpose alone are copied, to be read by rows.
+        A weight of its own over the same buffers. Codes that are in a transpose alone are copied,
+        to be read by rows.
         """
         held = self.adapter.buffers(tensor, self._quantizer)
         if self.adapter.outdated(tensor) or self.codes_in_transpose or held.get(_COLUMNWISE[0]) is None:
@@ -114,7 +121,7 @@ class WeightView:
         return QuantizedWeight.of_buffers(self._shape, self.weight.format, self._nominal, buffers)
 
     def _padded(self, scale_inv: Tensor) -> Tensor:
-        """The scales of a columnwise copy, padded as ours are: nothing reads the padding of those that the host made."""
+        """The scales of a columnwise copy with our padding; nothing reads the host's."""
         fmt, (rows, columns) = self.weight.format, self.weight.matrix_shape
         buffer, (down, across) = (
             layout.columnwise_scale_inv(fmt, rows, columns),
@@ -196,7 +203,10 @@ _views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def view_of(tensor: Any, nominal: torch.dtype) -> WeightView:
-    """The view of a tensor, the same at every call. TypeError or ValueError for a tensor that is not cast."""
+    """The view of a tensor, the same at every call.
+
+    TypeError or ValueError for a tensor that is not cast.
+    """
     view: WeightView | None = _views.get(tensor)
     if view is None or not view.is_of(tensor, nominal):
         view = _views[tensor] = WeightView(tensor, nominal)

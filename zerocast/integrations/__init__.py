@@ -1,7 +1,9 @@
-"""Adapters for training hosts, one package a host; a host is imported only when its package here is.
+"""Adapters for training hosts, one package a host, and what all of them share (`host_adapter.py`).
 
-Their sources are the folders of `integrations/` at the top of the repository, installed as packages of this one. In a source
-tree they are found there.
+A host is imported only when its package here is.
+
+Their sources are the folders of `integrations/` at the top of the repository, installed as packages
+of this one. In a source tree they are found there.
 """
 
 from pathlib import Path

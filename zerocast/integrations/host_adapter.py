@@ -1,4 +1,4 @@
-"""HostAdapter: a training host as a table of facts, and what zerocast does with every host that states them.
+"""HostAdapter: a training host as a table of facts, and what follows from them for every host.
 
 A host owns the optimizer and the gathers. It says where its masters and weights lie, what gathers
 their bytes, and which of its methods are replaced. The rest follows from that, here once for all
@@ -33,7 +33,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class PlainShard:
-    """What this rank owns of a parameter that is not quantized.
+    """The part of an unquantized parameter that this rank owns.
 
     Attributes:
         name, parameter: the whole parameter.
@@ -59,7 +59,7 @@ class PlainShard:
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """What one group of ranks that share masters keeps in a host.
+    """The masters and weights of one group of ranks in a host, and how the host moves them.
 
     Attributes:
         owner: who casts the weights, for errors: "an attachment to Megatron-Core".
@@ -96,7 +96,10 @@ class HostAdapter:
 
 
 class HostPlan:
-    """The casts of one HostAdapter. Building it is collective: what is wrong on any rank raises on all of them."""
+    """The casts of one HostAdapter.
+
+    Building it is collective: what is wrong on any rank raises on all of them.
+    """
 
     def __init__(self, host: HostAdapter) -> None:
         self.host = host
@@ -122,19 +125,18 @@ class HostPlan:
             torch._foreach_copy_(self._rounded, self._plain_masters)
 
     def after_step(self) -> None:
-        """Cast and gather, for a host that does not gather by itself."""
+        """Cast and gather, for a host that does not gather by itself. Collective."""
         self._write(repeat=False)
 
     def refresh(self) -> None:
-        """Cast and gather the masters as they are: after a load, or after they were written by hand. Collective.
+        """Cast and gather masters that were loaded or written by hand. Collective.
 
-        RuntimeError after a step that raised half-way: its masters are not worth a cast.
+        This completes what a cast or a gather left partial, and not what a step did: its masters are
+        not worth a cast, so a host checks for that first.
         """
         self._write(repeat=True)
 
     def _write(self, repeat: bool) -> None:
-        if self.host.guard.has_partial_masters:
-            self.host.guard.check_complete()
         with self.host.guard.transaction("a cast", masters=False):
             self.cast(repeat=repeat)
             self.host.gather(self.plan)
@@ -150,7 +152,7 @@ class HostPlan:
 
 
 class Patch(NamedTuple):
-    """What an attribute of a module, a class or an instance is replaced by."""
+    """A new value of an attribute of a module, a class or an instance."""
 
     owner: Any
     name: str
@@ -158,13 +160,13 @@ class Patch(NamedTuple):
 
 
 class Patches(contextlib.ExitStack):
-    """What is replaced in a host.
+    """The attributes that are replaced in a host.
 
     Leaving the context gives everything back as it was, in reverse order.
     """
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Replace one attribute after the other; a later one may have been made from an earlier one."""
+        """Replace one attribute after the other; a later patch may wrap an earlier one."""
         for owner, name, value in patches:
             if name in vars(owner):
                 self.callback(setattr, owner, name, vars(owner)[name])

@@ -1,0 +1,127 @@
+"""HostAdapter, HostPlan and Patches without a host: what every host relies on."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zerocast
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches, PlainShard
+
+
+class Host:
+    """Masters of two weights and a bias, on one process; a gather that can be told to fail."""
+
+    def __init__(self) -> None:
+        self.weights = [QuantizedWeight.empty((32, 64), fmt) for fmt in ("fp8_delayed", "fp8_block")]
+        self.masters = [torch.randn(32 * 64) for _ in self.weights]
+        self.bias, self.bias_master = torch.zeros(32, dtype=torch.bfloat16), torch.randn(32)
+        self.calls: list[str] = []
+        self.fails = False
+
+    def gather(self, plan: CastPlan) -> None:
+        self.calls.append("gather")
+        if self.fails:
+            raise torch.OutOfMemoryError("injected")
+        plan.post_all_gather()
+
+    def attach(self) -> HostPlan:
+        return HostPlan(
+            HostAdapter(
+                owner="a host",
+                group=ONE_PROCESS,
+                names=["first", "second"],
+                weights=self.weights,
+                masters=self.masters,
+                starts=[0, 0],
+                plain=[PlainShard("bias", self.bias, self.bias_master, 0, self.bias)],
+                gather=self.gather,
+                before_cast=lambda: self.calls.append("before_cast"),
+                before_reading=lambda: self.calls.append("before_reading"),
+            )
+        )
+
+
+def test_a_step_casts_and_rounds_and_is_verified_by_name() -> None:
+    host = Host()
+    attached = host.attach()
+    attached.refresh()
+    for master in (*host.masters, host.bias_master):
+        master.mul_(2)
+    assert [difference.name for difference in zerocast.verify(attached).differences]
+    attached.after_step()
+    assert torch.equal(host.bias, host.bias_master.bfloat16())
+    (views,) = attached.master_views()
+    assert [view.name for view in views.masters] == ["first", "second", "bias"]
+    assert zerocast.verify(attached).ok
+    steps = ["before_cast", "gather"]
+    assert host.calls == [*steps, "before_reading", *steps, "before_reading", "before_reading"]
+
+
+def test_a_refresh_repeats_and_a_step_moves_delayed_scaling_on() -> None:
+    host = Host()
+    attached = host.attach()
+    attached.refresh()
+    history = host.weights[0].amax_history
+    assert history is not None
+    before = history.clone()
+    attached.refresh()
+    assert torch.equal(history, before)
+    attached.after_step()
+    assert not torch.equal(history, before)
+
+
+def test_a_gather_that_fails_leaves_weights_partial_until_the_next_refresh() -> None:
+    host = Host()
+    attached = host.attach()
+    attached.refresh()
+    host.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        attached.refresh()
+    assert attached.plan.guard.is_partial
+    with pytest.raises(RuntimeError, match="a cast raised half-way"):
+        host.weights[1].dequantize()
+    host.fails = False
+    attached.refresh()
+    assert not attached.plan.guard.is_partial and zerocast.verify(attached).ok
+
+
+def test_weights_of_a_host_have_one_owner() -> None:
+    host = Host()
+    attached = host.attach()
+    with pytest.raises(ValueError, match="a host writes weights of this CastPlan"):
+        host.attach()
+    del attached
+    host.attach()
+
+
+def test_patches_give_back_what_was_there() -> None:
+    class Kind:
+        def method(self) -> str:
+            return "theirs"
+
+    one = Kind()
+    vars(one)["held"] = "before"
+    state = dict(vars(one))
+    with contextlib.suppress(ZeroDivisionError), Patches() as patches:
+        patches.remove(one, "held")
+        patches.apply(
+            Patch(one, "method", lambda inner=one.method, number=number: f"{number} {inner()}") for number in (1, 2)
+        )
+        patches.apply([Patch(Kind, "method", lambda self: "patched")])
+        assert (one.method(), Kind().method()) == ("2 1 theirs", "patched") and not hasattr(one, "held")
+        raise ZeroDivisionError
+    assert vars(one) == state and Kind().method() == "theirs"
+
+
+def test_patches_that_are_kept_are_given_back_later() -> None:
+    module = SimpleNamespace(name="before")
+    with Patches() as patches:
+        patches.apply([Patch(module, "name", "after"), Patch(module, "more", 1)])
+        kept = patches.pop_all()
+    assert vars(module) == {"name": "after", "more": 1}
+    kept.close()
+    assert vars(module) == {"name": "before"}
