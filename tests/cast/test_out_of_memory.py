@@ -23,8 +23,8 @@ def test_a_cast_is_cast_again() -> None:
             with memory:
                 plan.cast()
         except torch.OutOfMemoryError:
-            torn += plan.freshness.is_torn
-            if plan.freshness.is_torn:
+            torn += plan.guard.is_partial
+            if plan.guard.is_partial:
                 with pytest.raises(RuntimeError, match=r"a cast raised half-way: .* cast again"):
                     weights[0].dequantize()
             plan.cast()

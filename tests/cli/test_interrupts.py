@@ -162,7 +162,7 @@ def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: 
         press()
         path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(plan_module, "_plot", plot)
     (tmp_path / "plan.png").write_bytes(b"an older one")
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
@@ -177,7 +177,7 @@ def test_nothing_half_written_is_left_of_a_conversion(tmp_path: Path, monkeypatc
         monkeypatch.setattr(export, "_parts", press)
     else:
         monkeypatch.setattr(
-            "zerocast.inspection.converted._master", press
+            "zerocast.inspection.convert._master", press
         )  # within a save of torch, which takes it for a failure
     assert main(["convert", str(tmp_path / "masters.pt"), str(tmp_path / "out"), "--to", to]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
@@ -229,7 +229,7 @@ def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypat
         path.write_bytes(b"half")
         press()
 
-    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(plan_module, "_plot", plot)
     monkeypatch.setattr(Path, "unlink", slow_unlink)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert list(tmp_path.iterdir()) == []
@@ -245,7 +245,7 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
         except KeyboardInterrupt:
             path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(plan_module, "_plot", plot)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 

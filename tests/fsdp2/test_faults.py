@@ -21,7 +21,7 @@ from tests.hosts.under_test import different
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks
 from zerocast import fsdp2, verify
-from zerocast.fsdp2.amax_group import AmaxGroup
+from zerocast.fsdp2.amax_reduction import CastGroup
 
 
 def trained(formats: tuple[str, ...] = FORMATS) -> Any:
@@ -65,11 +65,11 @@ def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[in
             (model, optimizer), (other, twin) = trained(formats), trained(formats)
             for one in (model, other):
                 CHANGES[kind](one)
-            (casts_of,) = {master.casts for _, master in models.masters(model).values()}
+            manager = models.manager(model)
             memory = OutOfMemory(at, afterwards)
             try:
                 with memory:
-                    casts_of.refresh(repeat=kind != "step")
+                    manager.refresh(repeat=kind != "step")
             except torch.OutOfMemoryError:
                 died += 1
             for one, its in ((model, optimizer), (other, twin)):
@@ -107,15 +107,16 @@ def begun_halfway() -> list[str]:
     missing = next(iter(saved))
     with pytest.warns(UserWarning, match=missing):
         zerocast.fsdp2.load_state_dict(model, {name: state for name, state in saved.items() if name != missing})
-    cast = AmaxGroup.cast
+    cast = CastGroup.cast
 
-    def breaks_off(group: AmaxGroup, repeat: bool) -> None:
+    def breaks_off(group: CastGroup, repeat: bool) -> None:
         cast(group, repeat)
         raise MemoryError
 
-    with mock.patch.object(AmaxGroup, "cast", breaks_off), pytest.raises(MemoryError):
+    with mock.patch.object(CastGroup, "cast", breaks_off), pytest.raises(MemoryError):
         zerocast.fsdp2.refresh(model)
-    held = {owner.name: owner.delayed for _, owner in models.masters(model).values() if owner.name != missing}
+    states = [group.delayed.state_dict() for group in models.manager(model).cast_groups]
+    held = {name: state for found in states for name, state in found.items() if name != missing}
     return [
         f"{name} {key}"
         for name, state in held.items()

@@ -81,7 +81,7 @@ def sent() -> list[tuple[str, int, str, int, int]]:
         model(models.batch(0, 64))  # leaves weights gathered
     assert verify(model).ok
     if dist.get_rank() == 1:
-        models.masters(model)["blocks.0.1.weight"][1].shard.outputs(False)[0].view(-1)[3] ^= 1
+        models.masters(model)["blocks.0.1.weight"][1].outputs(False)[0].view(-1)[3] ^= 1
     assert verify(model).ok, "nobody has gathered it yet"
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -147,14 +147,14 @@ def every_other_step(every: int) -> list[bool]:
 
 
 def _break_the_cast(model: Any) -> None:
-    _, master = models.masters(model)["blocks.1.3.weight"]
-    casts, refresh = master.casts, master.casts.refresh
+    _, weight = models.masters(model)["blocks.1.3.weight"]
+    manager, refresh = models.manager(model), models.manager(model).refresh
 
     def broken(repeat: bool) -> None:
         refresh(repeat)
-        master.shard.outputs(False)[0].view(-1)[0] ^= 1
+        weight.outputs(False)[0].view(-1)[0] ^= 1
 
-    casts.refresh = broken
+    manager.refresh = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, [0, 0, 0, 1, 1, 1]), (2, [0, 0, 0, 1, 0, 1])])
@@ -174,9 +174,9 @@ def sliced() -> tuple[bool, list[Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     models.train(model, optimizer, range(1), 64, both["fsdp"].get_local_rank())
     before = verify(model, dist.group.WORLD)
-    shard = models.masters(model)["blocks.1.1.weight"][1].shard
+    weight = models.masters(model)["blocks.1.1.weight"][1]
     if dist.get_rank() == 3:
-        shard.outputs(False)[0].view(-1)[0] ^= 1
+        weight.outputs(False)[0].view(-1)[0] ^= 1
     return before.ok, said(verify(model, dist.group.WORLD))
 
 
@@ -198,9 +198,9 @@ def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
     models.sharded(model, prepare=False)
     models.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2), 64)
     quiet = verify(model)
-    shard = models.masters(model)["blocks.0.3.weight"][1].shard
+    weight = models.masters(model)["blocks.0.3.weight"][1]
     if dist.get_rank() == 0:
-        shard.outputs(False)[0].view(-1)[7] ^= 1
+        weight.outputs(False)[0].view(-1)[7] ^= 1
     return quiet.ok, said(verify(model))
 
 

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.fsdp2 import models, traffic
-from tests.fsdp2.models import DELAYED, FORMATS, Net
+from tests.fsdp2.models import DELAYED, FORMATS, SMALL, Net
 from tests.workers import Ranks
 
 PER_ELEMENT = {"nvfp4": 0.504, "fp8_current": 1.0, "fp8_block": 1.0003, "mxfp8": 2.0625, DELAYED: 1.0}
@@ -29,6 +29,31 @@ def test_bytes_an_element(ranks: Ranks, fmt: str) -> None:
     found = ranks(2)(gathered_bytes, fmt)
     print(f"{fmt}: {found[0]:.4f} bytes an element on the wire")
     assert found == pytest.approx([PER_ELEMENT[fmt]] * 2, abs=5e-4)
+
+
+def misaligned(one_direction: bool) -> list[str]:
+    """The buffers of gathered weights of every format that do not begin at a multiple of 16 bytes."""
+    found = []
+    for formats, width, hidden in ((FORMATS, 32, 96), (FORMATS, 96, 160), (SMALL, 33, 7), (SMALL, 50, 131)):
+        model = Net(formats, width, hidden)
+        zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), one_direction=one_direction)
+        fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16, reshard_after_forward=True)
+        for name, weight in models.unsharded(model):
+            for buffer, tensor in weight.state.buffers.items():
+                if tensor is not None and tensor.data_ptr() % 16:
+                    found.append(f"{weight.format} {name} {tuple(weight.shape)}: {buffer}")
+            with zerocast.gemm.use("scaled_mm"):
+                reason = weight.gemm_choice().reason
+            if "does not begin" in reason:
+                found.append(f"{weight.format} {name}: {reason}")
+    return found
+
+
+@pytest.mark.parametrize("one_direction", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gathered_operands_are_aligned(ranks: Ranks, world: int, one_direction: bool) -> None:
+    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores copies a scale."""
+    assert ranks(world)(misaligned, one_direction) == [[]] * world
 
 
 def reductions(formats: tuple[str, ...], hidden: int, optimizers: int) -> list[list[int]]:

@@ -121,6 +121,25 @@ def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) ->
         assert_same(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("content", FINITE)
+def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other operations, which fuse."""
+    x = drawn(content, (256, 384), torch.bfloat16, seed)
+
+    def found() -> list[Tensor]:
+        of_tensor = [t for element in FP8.values() for t in inputs.per_tensor(x, element)]
+        of_groups = [
+            t for p in (False, True) for f in (inputs.groups, inputs.groups_of_rows) for t in f(x, 128, E4M3, p)
+        ]
+        return [*of_tensor, *of_groups, inputs.turned(of_tensor[0])]
+
+    expected = found()
+    monkeypatch.setattr(inputs, "is_traced", lambda x: True)
+    for ours, theirs in zip(found(), expected, strict=True):
+        assert ours.stride() == theirs.stride()
+        assert_same(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
 COMPILE = """
 import re, sys, triton
 from triton.backends.compiler import GPUTarget

@@ -35,7 +35,7 @@ class Prepared(HostUnderTest):
             for when in ("before", "after")
         ),
         Place(TORCH, "foreach_all_gather_copy_out"),
-        Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
+        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
     )

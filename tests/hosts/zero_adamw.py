@@ -39,8 +39,8 @@ class Zero(HostUnderTest):
     VARIANTS = tuple(RUNS)
     PLACES = (
         *around(GROUP, "all_reduce_max", "all_gather_into", "reduce_scatter_mean"),
-        Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
-        Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data", "after"),
+        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
+        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data", "after"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data", "after"),

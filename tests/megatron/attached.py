@@ -24,7 +24,7 @@ class Attached:
     """A run with its attachment, and its optimizers' state in memory, which goes back by the host's own `load_state_dict`."""
 
     def __init__(self, case: Case) -> None:
-        with integration.building():
+        with integration.quantized_params():
             self.run = build(case)
         self.attachment = integration.attach(self.run.optimizer, self.run.ddp)
         self.own = self.run.optimizer.chained_optimizers

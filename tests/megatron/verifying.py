@@ -15,7 +15,7 @@ from zerocast.integrations import megatron as integration
 
 
 def _attached(case: Case, **options: Any) -> tuple[Run, Any]:
-    with integration.building():
+    with integration.quantized_params():
         run = build(case)
     return run, integration.attach(run.optimizer, run.ddp, **options)
 

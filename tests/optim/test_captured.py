@@ -15,7 +15,7 @@ from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
-from zerocast.optim import captured
+from zerocast.optim import device_step
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import state as weight_state
 
@@ -132,7 +132,7 @@ def test_only_on_a_cuda_device():
 def test_not_with_the_reference_backend():
     """Which looks at the device in every stage."""
     with pytest.raises(RuntimeError, match="reference backend"):
-        captured.check_capturable(torch.device("cuda"), "reference")
+        device_step.check_capturable(torch.device("cuda"), "reference")
 
 
 def test_moved_storage_is_refused_and_then_captured_anew(device):
@@ -140,7 +140,7 @@ def test_moved_storage_is_refused_and_then_captured_anew(device):
     step = trainee.capture()
     trainee.gradients(0)
     scale = trainee.probe.get_parameter("block").state.buffers["rowwise_scale_inv"]
-    trainee.probe.get_parameter("block").state.rehome({"rowwise_scale_inv": torch.empty_like(scale)})
+    trainee.probe.get_parameter("block").state.move_to({"rowwise_scale_inv": torch.empty_like(scale)})
     before = trainee.held()
     with pytest.raises(RuntimeError, match="moved since the step was captured"):
         step()
@@ -197,7 +197,7 @@ def test_what_is_recorded_was_run_before():
     assert all(id(table) in seen for table in recorded.found)
 
 
-def graph(work: captured.Work) -> captured.Work:
+def graph(work: device_step.Work) -> device_step.Work:
     """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
 
     def replay() -> None:

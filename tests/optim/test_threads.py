@@ -132,7 +132,7 @@ def test_a_second_stream_waits_too(monkeypatch):
     arrival = gathers.Arrival.now(torch.device("cuda", 0))
     assert arrival is not None
     trainer = Trainer(Run(SPECS, config=OVERLAP))
-    flight = trainer.optimizer._weights._gather
+    flight = trainer.optimizer._weights.gathers
     monkeypatch.setattr(gathers.Arrival, "now", staticmethod(lambda device: gathers.Arrival(device)))
     trainer.step(0)
     weight = trainer.probe.get_parameter("nv")

@@ -1,4 +1,4 @@
-"""`zerocast doctor`: what is installed and usable here, what is chosen and why, and whether it computes the right bytes."""
+"""`zerocast doctor`: shows what is usable here and why, and compares every backend's bytes."""
 
 import json
 import secrets
@@ -19,22 +19,26 @@ from zerocast.quantize import quantize_
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What `zerocast doctor` does."""
+    """The options of `zerocast doctor`."""
 
     json: bool = False
     """Print JSON."""
     seconds: float = 10.0
     """How long to compare backends with the reference; each makes at least one round."""
     seed: int | None = None
-    """Of the random inputs; a fresh one by default. A problem names the seed that shows it again."""
+    """Seed of the random inputs, by default a new one. A reported problem names the seed that
+    repeats it.
+    """
 
 
 def doctor(config: tyro.conf.OmitArgPrefixes[DoctorConfig]) -> int:
-    """Show versions, devices, the backends that are chosen and why, and compare every usable backend with the reference.
+    """Show versions, devices, the backends that are chosen and why, and compare every usable
+    backend with the reference.
 
     Example: zerocast doctor --seconds 30
 
-    Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2 for a wish that cannot be met.
+    Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2
+    for options that cannot be met.
     """
     try:
         report = _examine(config)
