@@ -33,21 +33,21 @@ def marked() -> dict[Row, list[str]]:
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                for row in map(_row, node.decorator_list):
-                    if row is not None:
-                        rows[row].append(f"{path.relative_to(TESTS.parent)}::{node.name}")
+                for row in (row for mark in node.decorator_list for row in _rows(mark)):
+                    rows[row].append(f"{path.relative_to(TESTS.parent)}::{node.name}")
     return rows
 
 
-def _row(decorator: ast.expr) -> Row | None:
-    """What a mark says; literals only."""
+def _rows(decorator: ast.expr) -> list[Row]:
+    """What a mark says, of one host or of several; literals only."""
     if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.notices"):
-        return None
+        return []
     (mistake,) = map(ast.literal_eval, decorator.args)
     says = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
-    if says["where"] not in WHERE:
+    places = says["where"] if isinstance(says["where"], tuple) else (says["where"],)
+    if not {*places} <= {*WHERE}:
         raise ValueError(f"where is one of {WHERE}, got {says['where']!r}")
-    return says["where"], mistake, says["answer"]
+    return [(where, mistake, says["answer"]) for where in places]
 
 
 def table() -> str:

@@ -14,8 +14,7 @@ from tests import casts
 from tests.checkpoint.sources.written import KINDS, values
 from tests.fuzz.bounded import LENGTHS, SAID, fuzz
 from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import snapshot
+from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import optim
 from zerocast.checkpoint.sources import manifest, open_source
 

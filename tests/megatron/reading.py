@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tests.megatron.faulty import Attached
+from tests.megatron.attached import Attached
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case
 from zerocast import QuantizedWeight

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import attaching, delaying, faulty, measuring, verifying
+from tests.megatron import attaching, delaying, measuring
 from tests.megatron.checkpoints import loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
@@ -90,25 +90,11 @@ def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
         assert samples[-1].nbytes["weight_gather"] and samples[-1].milliseconds["forward and backward/all_gather"]
 
 
-@pytest.mark.parametrize("world", [TWO])
-def test_every_byte_counts(gpu_ranks: Ranks, world: int) -> None:
-    for quiet, found, wanted, weights in gpu_ranks(world)(verifying.every_buffer, True, timeout=SECONDS):
-        assert quiet and found == wanted and weights == 8
-
-
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_a_forced_sync_and_masters_by_hand(gpu_ranks: Ranks, world: int) -> None:
     for found in gpu_ranks(world)(attaching.forced_sync, timeout=SECONDS):
         assert not found.first and not found.second and all(found.same.values())
     assert gpu_ranks(world)(attaching.masters_by_hand, timeout=SECONDS) == [{}] * world
-
-
-@pytest.mark.parametrize("world", [ONE])
-def test_some_operators_of_a_step(gpu_ranks: Ranks, tmp_path: Path, world: int) -> None:
-    arguments = Case("mixed", experts=True), "step", 23, str(tmp_path)
-    for outcomes, wrong in gpu_ranks(world)(faulty.at_operators, *arguments, timeout=SECONDS):
-        assert not wrong, wrong[:5]
-        assert set(outcomes) == {"nothing", "again", "load"}
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.megatron import faulty, measuring, te, te_attaching
+from tests.hosts.test_faults import at_operators
+from tests.megatron import measuring, te, te_attaching
 from tests.megatron.checkpoints import resume
 from tests.megatron.hole import train_in_the_hole
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
@@ -43,19 +44,20 @@ def test_resume_is_exact(ranks: Ranks, kind: str) -> None:
 
 
 def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
-    ((outcomes, wrong),) = ranks(1)(faulty.at_operators, Case("mixed", te="02"), "step", 97, str(tmp_path))
-    assert not wrong, wrong[:5]
+    found = ranks(1)(at_operators, "Megatron-Core", "TransformerEngine", "step", 3, str(tmp_path), timeout=250.0)
+    ((outcomes, wrong),) = found
+    assert wrong == []
     assert outcomes["again"] and outcomes["load"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("where", "overlap"), [("step", False), ("forward", True), ("sync", False), ("load", False)])
-def test_every_operator(ranks: Ranks, tmp_path: Path, where: str, overlap: bool) -> None:
-    arguments = Case("mixed", overlap, te="02"), where, 1, str(tmp_path)
-    ((outcomes, wrong),) = ranks(1)(faulty.at_operators, *arguments, timeout=900.0)
-    assert not wrong, wrong[:5]
-    assert outcomes["again"] + outcomes["refresh"] + outcomes["load"] > 10 and outcomes["nothing"] == 2, outcomes
+@pytest.mark.parametrize("where", ["step", "forward", "load"])
+def test_every_operator(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    arguments = "Megatron-Core", "TransformerEngine", where, None, str(tmp_path)
+    ((outcomes, wrong),) = ranks(1)(at_operators, *arguments, timeout=900.0)
+    assert wrong == []
+    assert outcomes["again"] + outcomes["refresh"] + outcomes["load"] > 10, outcomes
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])

@@ -11,15 +11,6 @@ from tests.workers import Ranks
 pytestmark = needs_megatron
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
-def test_every_byte_counts(ranks: Ranks, overlap: bool) -> None:
-    """All buffers of all weights and plain parameters, on rank 1 of 3; experts have an optimizer of their own."""
-    for quiet, found, wanted, weights in ranks(3)(verifying.every_buffer, overlap):
-        assert quiet
-        assert found == wanted
-        assert weights == 8
-
-
 def test_an_optimizer_of_plain_parameters_only(ranks: Ranks) -> None:
     assert ranks(2)(verifying.plain_experts) == [(True, 8, {}, {})] * 2
 

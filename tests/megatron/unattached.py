@@ -11,7 +11,7 @@ import torch
 import zerocast
 from tests import casts
 from tests.megatron import training
-from tests.megatron.faulty import METADATA, Attached
+from tests.megatron.attached import METADATA, Attached
 from tests.megatron.here import host
 from tests.megatron.training import FORMATS, MIXED, Case, Run, build, build_chunk, build_optimizer
 from zerocast import QuantizedWeight, verify

@@ -13,8 +13,6 @@ from tests.megatron.training import MIXED, NARROW, Case, Run, build
 from zerocast import QuantizedWeight, VerificationError, verify
 from zerocast.integrations import megatron as integration
 
-Found = tuple[str, int, str, int, int]
-
 
 def _attached(case: Case, **options: Any) -> tuple[Run, Any]:
     with integration.quantized_params():
@@ -25,28 +23,6 @@ def _attached(case: Case, **options: Any) -> tuple[Run, Any]:
 def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
     if dist.get_rank() == 1:
         tensor.view(-1).view(torch.uint8)[at] ^= 1
-
-
-def every_buffer(overlap: bool) -> tuple[bool, list[Found], list[Found], int]:
-    """Whether all is well after two steps; the one difference that each flipped byte makes, and should make; parameters."""
-    with host():
-        run, attached = _attached(Case(MIXED, overlap, experts=True))
-        for number in range(2):
-            run.step(number)
-        quiet = verify(attached)
-        found, wanted = [], []
-        for name, param in run.ddp.named_parameters():
-            held = param.state.buffers if isinstance(param, QuantizedWeight) else {"rowwise_data": param.data}
-            for buffer, tensor in held.items():
-                if tensor is None or (buffer == "columnwise_scale_inv" and tensor.shape == (1,)):
-                    continue  # one scale serves both directions
-                at = tensor.numel() * tensor.element_size() - 1
-                _flip_on_rank_1(tensor, at)
-                report = verify(run.ddp if len(wanted) % 2 else attached)
-                found += [(d.name, d.rank, d.buffer, d.wrong, d.offset) for d in report.differences[:1]]
-                wanted.append((name, 1, buffer, 1, at))
-                _flip_on_rank_1(tensor, at)
-        return quiet.ok and verify(attached).ok, found, wanted, quiet.weights
 
 
 def plain_experts() -> tuple[bool, int, dict[str, int], dict[str, int]]:

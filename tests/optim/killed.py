@@ -7,8 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import snapshot
+from tests.optim.runs import Run, Trainer, snapshot
 from tests.workers import join
 from zerocast.optim import Checkpoints
 

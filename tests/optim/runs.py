@@ -122,6 +122,19 @@ def weight_bytes(probe: torch.nn.Module) -> dict[str, casts.Bytes]:
     return found
 
 
+def snapshot(trainer: Trainer) -> dict[str, Any]:
+    """All that a rank holds."""
+    found: dict[str, Any] = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}
+    state = trainer.optimizer.state_dict()
+    leaves = {f"model {n}": v for n, v in state["model"].items()}
+    leaves |= {f"{k} {n}": v for n, held in state["optim"]["state"].items() for k, v in held.items()}
+    leaves |= {f"{k} {n}": v for n, held in state["optim"]["param_groups"].items() for k, v in held.items()}
+    leaves |= {f"{k} {n}": v for n, held in state["zerocast"].items() for k, v in held.items()}
+    for name, value in leaves.items():
+        found |= {f"{name} {where}": casts.raw(part).copy() for where, part in boxes(value)}
+    return found
+
+
 def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None:
     """Masters, moments, step and bytes are the reference's, to the bit."""
     state = trainer.optimizer.state_dict()

@@ -9,8 +9,7 @@ import pytest
 from tests import casts
 from tests.optim.folders import names, saved
 from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import snapshot
+from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import ZeroConfig
 from zerocast.checkpoint import checkpoint
 from zerocast.optim import Checkpoints

@@ -11,8 +11,7 @@ import pytest
 from tests import casts
 from tests.optim.folders import names, saved
 from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import snapshot
+from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import optim
 from zerocast.checkpoint.sources import manifest
 from zerocast.optim import Checkpoints

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
 from tests.optim.folders import names
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import snapshot, train
+from tests.optim.runs import Run, Trainer, snapshot
+from tests.optim.test_resume import train
 from zerocast import optim
 from zerocast.checkpoint.sources import manifest
 from zerocast.checkpoint.sources.manifest import Manifest

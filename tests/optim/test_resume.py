@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, Spec
-from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.runs import Run, Trainer, assert_equals, boxes, snapshot
 from tests.optim.undistributed import F32, Undistributed
 from tests.selection import some, worlds
 from zerocast import ZeroConfig, optim
@@ -43,19 +43,6 @@ def train(trainer: Trainer, steps: range) -> None:
     """Some steps."""
     for step in steps:
         trainer.step(step)
-
-
-def snapshot(trainer: Trainer) -> dict[str, Any]:
-    """All that a rank holds."""
-    found: dict[str, Any] = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}
-    state = trainer.optimizer.state_dict()
-    leaves = {f"model {n}": v for n, v in state["model"].items()}
-    leaves |= {f"{k} {n}": v for n, held in state["optim"]["state"].items() for k, v in held.items()}
-    leaves |= {f"{k} {n}": v for n, held in state["optim"]["param_groups"].items() for k, v in held.items()}
-    leaves |= {f"{k} {n}": v for n, held in state["zerocast"].items() for k, v in held.items()}
-    for name, value in leaves.items():
-        found |= {f"{name} {where}": casts.raw(part).copy() for where, part in boxes(value)}
-    return found
 
 
 def interrupted(run: Run, path: str, by_hand: bool) -> None:

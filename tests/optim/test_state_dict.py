@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, PLAIN, Spec
-from tests.optim.runs import ADAM, Run, Trainer, assert_equals, weight_bytes
-from tests.optim.test_resume import snapshot, train, with_dcp_load, with_dcp_save
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, snapshot, weight_bytes
+from tests.optim.test_resume import train, with_dcp_load, with_dcp_save
 from tests.optim.undistributed import Undistributed
 from tests.selection import worlds
 from zerocast import ZeroConfig, optim

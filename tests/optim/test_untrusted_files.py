@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests import casts
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import snapshot, train
+from tests.optim.runs import Run, Trainer, snapshot
+from tests.optim.test_resume import train
 from zerocast import optim
 from zerocast.checkpoint.sources import manifest
 

@@ -12,8 +12,8 @@ from tests import casts
 from tests.checkpoint.sources.written import KINDS, values
 from tests.optim.faults import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
-from tests.optim.runs import ADAM, Run, Trainer, boxes, weight_bytes
-from tests.optim.test_resume import snapshot, train
+from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot, weight_bytes
+from tests.optim.test_resume import train
 from zerocast import optim
 from zerocast.optim import ZeroAdamW
 

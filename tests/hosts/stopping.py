@@ -1,7 +1,7 @@
-"""Training in processes of its own, of which one is killed (SIGKILL) or stopped (SIGSTOP) at a chosen place: who raises, and when.
+"""Training in processes of its own, of which one fails alone at a chosen place: who raises, and when.
 
-A stopped rank is continued (SIGCONT) once the others have raised. All but the killed one leave an outcome: when and what they
-raised, and whether anything that they tried after that went through.
+It is killed (SIGKILL), or stopped (SIGSTOP) and continued (SIGCONT) once the others have raised, or runs out of memory there. All
+but the killed one leave an outcome: when and what they raised, and whether anything that they tried after that went through.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from tests.hosts.under_test import HostUnderTest, find
 from tests.workers import START_SECONDS, context, join
 
 TIMEOUT = 3.0  # of the process group
@@ -29,20 +31,7 @@ GOOD_STEPS = 2  # before anything happens
 LAST_STEP = 5
 
 
-class Loop(Protocol):
-    """A training run on one rank."""
-
-    def step(self, number: int) -> None:
-        """A whole step."""
-
-    def step_again(self) -> None:
-        """What somebody tries who caught the error: the optimizer alone."""
-
-    def save(self, number: int) -> None:
-        """A checkpoint."""
-
-    def load(self) -> None:
-        """The newest checkpoint."""
+FAULTS = ("SIGKILL", "SIGSTOP", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -82,6 +71,11 @@ class Place:
         setattr(owner, self.name, original)
 
 
+def around(owner: str, *names: str) -> tuple[Place, ...]:
+    """Before, during and after each of these collectives."""
+    return tuple(Place(owner, name, when) for name in names for when in ("before", "during", "after"))
+
+
 def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     """Strikes while the collective runs; a synchronous one is made asynchronous for that."""
     if original.__name__ == "all_reduce_max":
@@ -98,11 +92,16 @@ def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: 
     return None
 
 
-def _live(rank: int, world: int, folder: str, build: Callable[[str], Loop], place: Place, number: int) -> None:
+def _live(rank: int, world: int, folder: str, name: str, variant: str, place: Place, fault: str) -> None:
     """The life of one rank."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     join(rank, world, "gloo", Path(folder, "store").as_uri(), timedelta(seconds=START_SECONDS))
-    loop = build(str(Path(folder, "checkpoints")))
+    with find(name).inside(variant):
+        _train(rank, Path(folder), find(name)(str(Path(folder, "checkpoints")), variant), place, fault)
+    os._exit(0)
+
+
+def _train(rank: int, folder: Path, loop: HostUnderTest, place: Place, fault: str) -> None:
     for step in range(GOOD_STEPS):
         loop.step(step)
     loop.save(GOOD_STEPS)
@@ -111,8 +110,10 @@ def _live(rank: int, world: int, folder: str, build: Callable[[str], Loop], plac
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
 
     def strike() -> None:
-        _leave(Path(folder, "struck"), time.monotonic())
-        os.kill(os.getpid(), number)
+        _leave(folder / "struck", time.monotonic())
+        if fault == "out of memory":
+            raise torch.OutOfMemoryError("injected")
+        os.kill(os.getpid(), signal.Signals[fault])
 
     steps, error = GOOD_STEPS, None
     with place.armed(strike) if rank == VICTIM else contextlib.nullcontext():
@@ -127,12 +128,11 @@ def _live(rank: int, world: int, folder: str, build: Callable[[str], Loop], plac
     raised_at = time.monotonic()
     went_through = [what for what, attempt in _attempts(loop).items() if _goes_through(attempt)]
     outcome = {"error": error, "raised_at": raised_at, "steps": steps, "went_through": went_through}
-    _leave(Path(folder, f"outcome_{rank}"), outcome)
-    _wait_for([Path(folder, "end")], 600.0)
-    os._exit(0)
+    _leave(folder / f"outcome_{rank}", outcome)
+    _wait_for([folder / "end"], 600.0)
 
 
-def _attempts(loop: Loop) -> dict[str, Callable[[], None]]:
+def _attempts(loop: HostUnderTest) -> dict[str, Callable[[], None]]:
     return {
         "step": loop.step_again,
         "a whole step": lambda: loop.step(LAST_STEP),
@@ -177,22 +177,22 @@ def _processes(world: int, *arguments: Any) -> Iterator[list[BaseProcess]]:
             process.join()
 
 
-def check(folder: Path, build: Callable[[str], Loop], place: Place, number: signal.Signals, world: int) -> list[str]:
+def check(folder: Path, host: str, variant: str, place: Place, fault: str, world: int) -> list[str]:
     """Whoever is not stopped raises in time, and nobody goes on; returns what was raised, by rank, without the killed one."""
     outcomes = [folder / f"outcome_{rank}" for rank in range(world)]
-    survivors = [path for rank, path in enumerate(outcomes) if rank != VICTIM]
-    with _processes(world, str(folder), build, place, number) as processes:
+    survivors = [path for rank, path in enumerate(outcomes) if rank != VICTIM or fault == "out of memory"]
+    with _processes(world, str(folder), host, variant, place, fault) as processes:
         assert _wait_for([folder / "struck"], 2 * START_SECONDS, processes), "the place was not reached"
         struck = json.loads((folder / "struck").read_text())
         assert _wait_for(survivors, 4 * (TIMEOUT + MARGIN)), [path.exists() for path in survivors]
         found = [_check_outcome(path, struck) for path in survivors]
-        if number == signal.SIGSTOP:
+        if fault == "SIGSTOP":
             time.sleep(max(0.0, struck + TIMEOUT + 1.0 - time.monotonic()))
             continued = time.monotonic()
             os.kill(processes[VICTIM].pid or 0, signal.SIGCONT)
             assert _wait_for(outcomes, 4 * (TIMEOUT + MARGIN)), "the stopped rank goes on and on"
             found.append(_check_outcome(outcomes[VICTIM], continued))
-        else:
+        elif fault == "SIGKILL":
             processes[VICTIM].join(MARGIN)
             assert processes[VICTIM].exitcode == -signal.SIGKILL
         (folder / "end").touch()

@@ -1,0 +1,122 @@
+"""Apex under the shared tests: the probe of tests/optim under DistributedFusedAdam."""
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import casts
+from tests.apex import checkpoints
+from tests.apex.host_on_cpu import WHY_NOT, host_on_cpu
+from tests.apex.training import Case, Run
+from tests.hosts.stopping import Place, around
+from tests.hosts.under_test import Calls, HostUnderTest
+from tests.hosts.zero_adamw import SPECS
+
+# plain buckets have buffers to gather from
+CASE = Case(SPECS, max_norm=0.5, options={"param_sync_dtype": torch.bfloat16})
+APEX = "tests.apex.host_on_cpu:apex"
+
+
+class Fused(HostUnderTest):
+    """A DistributedFusedAdam, with its state dicts in files."""
+
+    VARIANTS = ("sync",)
+    PLACES = (
+        *around("zerocast.distributed.group:Group", "all_reduce_max"),
+        *(Place(APEX, name) for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
+        *(Place(APEX, name, "after") for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
+    )
+    why_not = WHY_NOT
+
+    def __init__(self, folder: str, variant: str) -> None:
+        self.folder, self._run = Path(folder), Run(CASE)
+        self._optimizer = self._run.optimizer
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def inside(cls, variant: str) -> AbstractContextManager[Any]:
+        """On the CPU, by stand-ins."""
+        return host_on_cpu()
+
+    @classmethod
+    def remedies(cls, variant: str) -> dict[str, set[str]]:
+        """A backward pass is Apex's."""
+        return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"again", "load"}}
+
+    def phases(self, number: int) -> Calls:
+        """The gather is a part of the step."""
+        return {"backward": lambda: self._backward(number), "step": self._step}
+
+    def _backward(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        self._run.probe.backward(number, self._run.rank)
+
+    def _step(self) -> None:
+        self._optimizer.clip_grad_norm(CASE.max_norm)
+        self._optimizer.step()
+
+    def save(self, number: int) -> None:
+        """With the plain parameters, which Apex leaves to the model."""
+        partial = self.folder / "partial"
+        checkpoints.save(self._run, str(partial))
+        if dist.get_rank() == 0:
+            os.replace(partial, self.folder / f"{number}.pt")
+        dist.barrier()
+
+    def load(self) -> int:
+        """The newest."""
+        number = max(int(path.stem) for path in self.folder.glob("*.pt"))
+        checkpoints.load(self._run, str(self.folder / f"{number}.pt"))
+        return number
+
+    def refreshes(self) -> Calls:
+        """By hand."""
+        return {"refresh": self._optimizer.refresh}
+
+    def everything(self) -> casts.Bytes:
+        """All that a step changes."""
+        return checkpoints.held(self._run)
+
+    def whole(self) -> dict[str, Tensor]:
+        """From the state, which is whole."""
+        return {f"{key}.{name}": t for name, state in self._run.state().items() for key, t in state.items()}
+
+    def guarded(self) -> Calls:
+        """The optimizer and the weights."""
+        optimizer, probe = self._optimizer, self._run.probe
+        return {
+            "state_dict": optimizer.state_dict,
+            "step": optimizer.step,
+            "clip_grad_norm": lambda: optimizer.clip_grad_norm(1.0),
+            "unscale_grads": optimizer.unscale_grads,
+            "refresh": optimizer.refresh,
+            "save": lambda: self.save(9),
+            "dequantize": lambda: probe.get_parameter("nv").dequantize(),
+            "a backward pass": lambda: probe.backward(0, 0),
+        }
+
+    def live(self) -> dict[str, dict[str, Tensor]]:
+        """Of quantized weights: others are Apex's."""
+        held = {name: weight.state.buffers for name, weight in self._run.weights.items()}
+        return {name: {key: t for key, t in buffers.items() if t is not None} for name, buffers in held.items()}
+
+    @property
+    def verified(self) -> Any:
+        """The optimizer."""
+        return self._optimizer
+
+    def states_that_do_not_fit(self) -> Calls:
+        """An entry that is missing, and another shape."""
+        state = self._optimizer.state_dict()
+        entries = [key for key in state["state"] if key != "step"]
+        fewer = {key: value for key, value in state["state"].items() if key != entries[-1]}
+        other = {**state["state"], entries[0]: dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), torch.zeros(3))}
+        return {
+            what: lambda held=held: self._optimizer.load_state_dict({**state, "state": held})  # type: ignore[misc]
+            for what, held in (("a missing name", fewer), ("another shape", other))
+        }

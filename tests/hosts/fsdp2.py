@@ -1,0 +1,155 @@
+"""FSDP2 under the shared tests: prepared models under FusedAdamW, and under torch's AdamW."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import Net
+from tests.hosts.stopping import Place, around
+from tests.hosts.under_test import Calls, HostUnderTest
+from zerocast.formats.spec import AmaxPolicy
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.optim import Checkpoints
+
+FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3", "mxfp8")
+OPTIMIZERS: dict[str, Any] = {"FusedAdamW": FusedAdamW, "AdamW": torch.optim.AdamW}
+TORCH = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+class Prepared(HostUnderTest):
+    """A prepared model, its optimizer, and checkpoints of both."""
+
+    VARIANTS = tuple(OPTIMIZERS)
+    PLACES = (
+        *around("zerocast.distributed.group:Group", "all_reduce_max"),
+        *(
+            Place(TORCH, name, when)
+            for name in ("foreach_all_gather", "foreach_reduce")
+            for when in ("before", "after")
+        ),
+        Place(TORCH, "foreach_all_gather_copy_out"),
+        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
+        Place("zerocast.checkpoint.checkpoint", "_hash_files"),
+        Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
+    )
+
+    def __init__(self, folder: str, variant: str) -> None:
+        self.folder, self._fused = Path(folder), variant == "FusedAdamW"
+        self._model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=False)
+        self._optimizer = OPTIMIZERS[variant](self._model.parameters(), lr=1e-2)
+        self._state, self._checkpoints = TrainingState(self._model, self._optimizer), Checkpoints(folder, keep=2)
+
+    @classmethod
+    def remedies(cls, variant: str) -> dict[str, set[str]]:
+        """What raises within torch's own optimizer, or a backward pass of FSDP2, is theirs."""
+        found = {"gather": {"again"}, "load": {"again", "load"}}
+        return {"step": {"again", "load"}, **found} if variant == "FusedAdamW" else found
+
+    def phases(self, number: int) -> Calls:
+        """A gather casts what the step has left."""
+        return {
+            "backward": lambda: self._backward(number),
+            "step": self._optimizer.step,
+            "gather": self._forward,
+        }
+
+    def _backward(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        self._model(models.batch(number, 64)).float().square().mean().backward()
+
+    def _forward(self) -> None:
+        with torch.no_grad():
+            self._model(models.batch(0, 64))
+
+    def step_again(self) -> None:
+        """A forward pass: torch's optimizer steps over whatever gradients there are."""
+        self._forward()
+
+    def save(self, number: int) -> None:
+        """Of masters and moments."""
+        self._checkpoints.save(self._state, number)
+
+    def load(self) -> int:
+        """The newest, in place."""
+        return self._checkpoints.load(self._state)
+
+    def everything(self) -> casts.Bytes:
+        """Whole tensors of the state, and gathered bytes."""
+        found = {name: casts.raw(value).copy() for name, value in self._leaves().items()}
+        for name, weight in models.unsharded(self._model):
+            found |= {f"{name} {key}": value for key, value in models.bytes_of(weight).items()}
+        return found
+
+    def whole(self) -> dict[str, Tensor]:
+        """From the state."""
+        return {name: value for name, value in self._leaves().items() if not name.startswith("zerocast")}
+
+    def _leaves(self) -> dict[str, Tensor]:
+        leaves: dict[str, Tensor] = {}
+
+        def collect(state: Any, prefix: str) -> None:
+            for key, value in state.items():
+                if isinstance(value, dict):
+                    collect(value, f"{prefix}{key}.")
+                else:
+                    leaves[prefix + key] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+        collect(self._state.state_dict(), "")
+        return leaves
+
+    def guarded(self) -> Calls:
+        """Model, optimizer and state; of torch's optimizer nothing is ours."""
+        calls: Calls = {
+            "state_dict": self._state.state_dict,
+            "step": self._optimizer.step,
+            "state_dict of the optimizer": self._optimizer.state_dict,
+            "state_dict of the model": self._model.state_dict,
+            "save": lambda: self.save(9),
+            "forward": self._forward,
+            "refresh": lambda: zerocast.fsdp2.refresh(self._model),
+            "delayed scaling": lambda: zerocast.fsdp2.state_dict(self._model),
+            "verify": lambda: zerocast.verify(self._model),
+            "step, again": self._optimizer.step,
+        }
+        if not self._fused:
+            del calls["state_dict of the optimizer"]
+        return calls
+
+    def live(self) -> dict[str, dict[str, Tensor]]:
+        """Gathered copies, which a forward pass leaves."""
+        self._forward()
+        named = dict(self._model.named_parameters())
+        quantized = [name for name, parameter in named.items() if isinstance(parameter, zerocast.QuantizedWeight)]
+        return {name: dict(_read(named[name])) for name in quantized}
+
+    @property
+    def verified(self) -> Any:
+        """The model."""
+        return self._model
+
+    def states_that_do_not_fit(self) -> Calls:
+        """A name that is missing, and another shape."""
+        state = self._state.state_dict()
+        name = "blocks.0.1.weight"
+        fewer = {key: value for key, value in state["model"].items() if key != name}
+        other = {**state["model"], name: torch.zeros(3)}
+        return {
+            what: lambda model=model: self._state.load_state_dict({**state, "model": model})  # type: ignore[misc]
+            for what, model in (("a missing name", fewer), ("another shape", other))
+        }
+
+
+def _read(weight: zerocast.QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
+    """What products read: delayed scaling is the shard's, and columnwise scales without codes lie there for nobody."""
+    for key, buffer in weight.state.buffers.items():
+        codes = weight.state.buffers.get(f"{key.partition('_')[0]}_data")
+        is_global = key == "amax" and weight.format.amax_policy is not AmaxPolicy.DELAYED
+        if buffer is not None and (is_global or codes is not None):
+            yield key, buffer

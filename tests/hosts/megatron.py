@@ -1,0 +1,164 @@
+"""Megatron-Core under the shared tests: an attached DistributedOptimizer, by its own state in files, one a rank."""
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import casts
+from tests.hosts.stopping import Place, around
+from tests.hosts.under_test import Calls, HostUnderTest
+from tests.megatron.attached import METADATA, Attached
+from tests.megatron.here import host
+from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.training import MIXED, Case
+from zerocast import QuantizedWeight, verify
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron.primary import weight_of
+
+CASES = {
+    "overlap": Case(MIXED, overlap=True, experts=True),
+    "sync": Case(MIXED, experts=True),
+    "TransformerEngine": Case("mixed", te="02"),  # tests/megatron/test_te.py
+}
+BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+ME = "tests.hosts.megatron:Megatron"
+
+
+class Megatron(HostUnderTest):
+    """A run with its attachment; experts have buffers and an optimizer of their own."""
+
+    VARIANTS = ("overlap", "sync")
+    PLACES = (
+        *around("zerocast.distributed.group:Group", "all_reduce_max"),
+        Place(BUFFERS, "dist_reduce_scatter_func"),
+        Place(BUFFERS, "dist_all_gather_func"),
+        *(Place(ME, name) for name in ("forward", "update")),
+        Place(ME, "update", "after"),
+    )
+    why_not = WHY_NOT
+
+    def __init__(self, folder: str, variant: str) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._attached = Attached(CASES[variant])
+        self.run, self.attachment = self._attached.run, self._attached.attachment
+
+    @classmethod
+    def inside(cls, variant: str) -> AbstractContextManager[Any]:
+        """On the CPU, by stand-ins."""
+        return host(CASES[variant].te)
+
+    @classmethod
+    def remedies(cls, variant: str) -> dict[str, set[str]]:
+        """A backward pass is Megatron's. What overlaps is gathered in the forward pass and not by a sync."""
+        gathers = (
+            {"forward": {"again", "refresh"}}
+            if variant == "overlap"
+            else {"forward": {"again"}, "sync": {"again", "refresh"}}
+        )
+        return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"refresh"}, **gathers}
+
+    def phases(self, number: int) -> Calls:
+        """The forward pass gathers what overlaps."""
+        return {
+            "forward": lambda: self.forward(number),
+            "backward": lambda: self.run.backward(self._loss),
+            "step": self.update,
+            "sync": self.run.force_sync,
+        }
+
+    def forward(self, number: int) -> None:
+        """With gathers as after a step."""
+        for group in self.run.ddp.bucket_groups + self.run.ddp.expert_parallel_bucket_groups:
+            group.param_gather_dispatched = not self.run.case.overlap
+        self._loss = self.run.forward(number)
+
+    def update(self) -> None:
+        """The host's step."""
+        self.run.optimizer.step()
+
+    def save(self, number: int) -> None:
+        """As `dp_reshardable` checkpoints hold it."""
+        path, partial = self.folder / f"{number}.{dist.get_rank()}", self.folder / f"partial_{dist.get_rank()}"
+        torch.save(self._attached.saved(), partial)
+        dist.barrier()
+        os.replace(partial, path)
+        dist.barrier()
+
+    def load(self) -> int:
+        """By the host's own load."""
+        number = max(int(path.stem) for path in self.folder.glob(f"*.{dist.get_rank()}"))
+        self._attached.load(torch.load(self.folder / f"{number}.{dist.get_rank()}", weights_only=False))
+        return number
+
+    def refreshes(self) -> Calls:
+        """By hand."""
+        return {"refresh": self.attachment.refresh}
+
+    def mend(self) -> str:
+        """Gathers and casts can be made again."""
+        if "attachment.refresh()" in self.complaint():
+            self.attachment.refresh()
+            return "refresh"
+        return super().mend()
+
+    def everything(self) -> casts.Bytes:
+        """As this rank holds it."""
+        return self._attached.everything()
+
+    def whole(self) -> dict[str, Tensor]:
+        """From the shards of all ranks."""
+        run = self.run
+        held = {"master": run.masters(), **{key: run.moments(key) for key in ("exp_avg", "exp_avg_sq")}}
+        return {f"{key}.{name}": value for key, named in held.items() for name, value in named.items()}
+
+    def guarded(self) -> Calls:
+        """The host's calls, the attachment's and the weights'."""
+        optimizer, state = self.run.optimizer, os.path.join(self.folder, "state")
+        calls: Calls = {
+            "state_dict": optimizer.state_dict,
+            "step": optimizer.step,
+            "inner step": self._attached.own[0].step,
+            "sharded_state_dict": lambda: optimizer.sharded_state_dict(self._model(), metadata=METADATA),
+            "save_parameter_state": lambda: optimizer.save_parameter_state(state),
+            "reload_model_params": optimizer.reload_model_params,
+            "dequantize_": lambda: integration.dequantize_(self._model()),
+            "dequantize": lambda: weight_of(next(iter(self.run.weights.values()))).dequantize(),
+            "forward": lambda: self.run.forward_and_backward(0),
+            "force_sync": self.run.force_sync,
+            "verify": lambda: verify(self.attachment),
+            "save": lambda: self.save(9),
+            "refresh": self.attachment.refresh,
+        }
+        if "attachment.refresh()" in _said(optimizer.state_dict):
+            del calls["refresh"]  # which mends it
+        return calls
+
+    def _model(self) -> Any:
+        return self.run.ddp.module.sharded_state_dict(metadata=METADATA)
+
+    def live(self) -> dict[str, dict[str, Tensor]]:
+        """Of plain parameters too."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, param in self.run.ddp.named_parameters():
+            held = param.state.buffers if isinstance(param, QuantizedWeight) else {"rowwise_data": param.data}
+            found[name] = {buffer: tensor for buffer, tensor in held.items() if tensor is not None}
+        return found
+
+    @property
+    def verified(self) -> Any:
+        """The attachment."""
+        return self.attachment
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""

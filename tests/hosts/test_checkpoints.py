@@ -1,0 +1,95 @@
+"""Checkpoints of every host: what is loaded was saved, what follows would have followed, and what does not fit raises."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.hosts.under_test import different, find, param, variants
+from tests.selection import worlds
+from tests.workers import Ranks
+from zerocast import verify
+
+
+def interrupted(host: str, variant: str, folder: str) -> list[str]:
+    """What differs from an uninterrupted run right after loading, into a run that had another life, and two steps later."""
+    with find(host).inside(variant):
+        straight, resumed = find(host)(folder, variant), find(host)(folder, variant)
+        for number in range(3):
+            straight.step(number)
+        straight.save(3)
+        resumed.step(7)
+        assert resumed.load() == 3
+        found = [f"{name}, loaded" for name in different(straight.everything(), resumed.everything())]
+        for number in (3, 4):
+            straight.step(number)
+            resumed.step(number)
+        return found + different(straight.everything(), resumed.everything())
+
+
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
+@pytest.mark.parametrize(("host", "variant"), variants("ZeroAdamW stage 1"))
+def test_resume_is_exact(ranks: Ranks, tmp_path: Path, host: str, variant: str, world: int) -> None:
+    assert ranks(world)(interrupted, host, variant, str(tmp_path)) == [[]] * world
+
+
+def saved(host: str, variant: str, folder: str) -> dict[str, Tensor]:
+    """Three steps, saved: masters and moments."""
+    with find(host).inside(variant):
+        run = find(host)(folder, variant)
+        for number in range(3):
+            run.step(number)
+        run.save(3)
+        return run.whole()
+
+
+def loaded(host: str, variant: str, folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Loaded into a run that had another life, and what verify says of its bytes then and a step later."""
+    with find(host).inside(variant):
+        run = find(host)(folder, variant)
+        run.step(7)
+        run.load()
+        whole, found = run.whole(), [str(d) for d in verify(run.verified).differences]
+        run.step(3)
+        return whole, found + [str(d) for d in verify(run.verified).differences]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((3, 1), (1, 2), (4, 2)))]
+)
+@pytest.mark.parametrize("host", [param(host) for host in ("ZeroAdamW", "FSDP2", "Apex")])
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, host: str, before: int, after: int) -> None:
+    """Megatron's own checkpoints do that: tests/megatron/test_checkpoints.py."""
+    variant = find(host).VARIANTS[0]
+    expected = ranks(before)(saved, host, variant, str(tmp_path))[0]
+    for whole, wrong in ranks(after)(loaded, host, variant, str(tmp_path)):
+        assert wrong == []
+        assert whole.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(value, whole[name])] == []
+
+
+def that_do_not_fit(host: str, folder: str) -> tuple[list[str], list[str]]:
+    """What is said, and what it changed."""
+    variant = find(host).VARIANTS[0]
+    with find(host).inside(variant):
+        run, said = find(host)(folder, variant), []
+        run.step(0)
+        before = run.everything()
+        for call in run.states_that_do_not_fit().values():
+            with pytest.raises(ValueError, match=r".") as caught:
+                call()
+            said.append(str(caught.value))
+        return said, different(before, run.everything())
+
+
+@pytest.mark.notices(
+    "a state that lacks a name, or has another shape",
+    where=("ZeroAdamW", "FSDP2", "Apex"),
+    answer="raises on all ranks, names it, nothing changed",
+)
+@pytest.mark.parametrize("host", [param(host) for host in ("ZeroAdamW", "FSDP2", "Apex")])
+def test_states_that_do_not_fit(ranks: Ranks, tmp_path: Path, host: str) -> None:
+    for said, changed in ranks(2)(that_do_not_fit, host, str(tmp_path)):
+        assert changed == []
+        assert "lacks" in said[0] and "(3,)" in said[1]

@@ -1,0 +1,180 @@
+"""What raises half-way leaves a host that says so at every call until it is made whole, or nothing: never wrong bits."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.stopping import FAULTS, Place, check
+from tests.hosts.under_test import HOSTS, PARTIAL, HostUnderTest, different, find, param
+from tests.optim.faults import OutOfMemory
+from tests.workers import Ranks
+
+SAMPLES = 3  # operators of a phase, before and after which memory runs out, in a test of every run
+
+
+class Repeated:
+    """The third step, taken again and again from a checkpoint of the second, and what is held after it and after a fourth."""
+
+    def __init__(self, host: str, variant: str, folder: str) -> None:
+        self.run = find(host)(folder, variant)
+        for number in range(2):
+            self.run.step(number)
+        self.run.save(2)
+        self.run.load()
+        self._expected = []
+        for number in (2, 3):
+            self.run.step(number)
+            self._expected.append(self.run.everything())
+
+    def calls(self) -> dict[str, Any]:
+        """From the load on."""
+        return {"load": self.run.load, **self.run.refreshes(), **self.run.phases(2)}
+
+    def operators(self, where: str) -> int:
+        """How many there are in a phase."""
+        memory = OutOfMemory(-1)
+        for name, call in self.calls().items():
+            with memory if name == where else OutOfMemory(-1):
+                call()
+        return memory.count
+
+    def attempt(self, where: str, memory: OutOfMemory, wrong: list[str]) -> str:
+        """Memory runs out in a phase; then whatever must be: "nothing", "again", or what the error says."""
+        run, calls = self.run, self.calls()
+        names = [name for name in calls if name not in run.refreshes() or name == where]
+        outcome = "nothing"
+        try:
+            for name in names:
+                with memory if name == where else OutOfMemory(-1):
+                    calls[name]()
+        except RuntimeError as error:  # what torch's readers make of it too
+            if "injected" not in str(error):
+                raise
+            outcome = self._mend(where, wrong)
+            is_stepped = names.index(where) > names.index("step") and outcome != "load"
+            for name in names[names.index(where) :] if is_stepped else run.phases(2):
+                calls[name]()
+        for number, expected in zip((2, 3), self._expected, strict=True):
+            if number == 3:
+                run.step(3)
+            wrong += [f"{outcome}, step {number}: {name}" for name in different(expected, run.everything())]
+        return outcome
+
+    def _mend(self, where: str, wrong: list[str]) -> str:
+        """Whatever must be before the phase is taken again."""
+        if self.run.complaint():
+            wrong += went_on(self.run)
+            return self.run.mend()
+        if where == "load":
+            self.run.load()
+        return "again"
+
+
+def went_on(run: HostUnderTest) -> list[str]:
+    """What does not say that masters or weights are of different steps, or saved them."""
+    found, before = [], sorted(path.name for path in run.folder.iterdir())
+    for name, call in run.guarded().items():
+        try:
+            call()
+            found.append(f"{name} went on")
+        except RuntimeError as error:
+            found += [] if PARTIAL in str(error) else [f"{name} said: {error}"]
+    after = sorted(path.name for path in run.folder.iterdir())
+    return found if after == before else [*found, f"{sorted({*after} - {*before})} were left"]
+
+
+def at_operators(
+    host: str, variant: str, where: str, samples: int | None, folder: str
+) -> tuple[Counter[str], list[str]]:
+    """Memory runs out at some operators of a phase, before and after each; how often what was to be done, and what was wrong."""
+    with find(host).inside(variant):
+        repeated, outcomes, wrong = Repeated(host, variant, folder), Counter[str](), list[str]()
+        count = repeated.operators(where)
+        every = 1 if samples is None else max(1, count // samples)
+        for afterwards in (False, True):
+            for at in range(every // 2 * afterwards, count, every):
+                found: list[str] = []
+                outcomes[repeated.attempt(where, OutOfMemory(at, afterwards), found)] += 1
+                wrong += [f"operator {at} of {count}, {'after' if afterwards else 'before'}: {what}" for what in found]
+                if len(wrong) > 20:
+                    return outcomes, wrong
+        return outcomes, wrong
+
+
+def phases(slow: bool) -> list[Any]:
+    """Host, variant and phase: of every run is the step of each host's first variant."""
+    found = []
+    for host in HOSTS:
+        for index, variant in enumerate(find(host).VARIANTS):
+            for where in find(host).remedies(variant):
+                quick = index == 0 and where in ("step", "load")
+                found += [param(host, variant, where, slow=slow or not quick)]
+    return found
+
+
+@pytest.mark.notices(
+    "memory runs out at any operator of a step, a gather or a load",
+    where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
+    answer="the call can be taken again, or everything raises and names what makes it whole; never wrong bits",
+)
+@pytest.mark.parametrize(("host", "variant", "where"), phases(slow=False))
+def test_some_operators(ranks: Ranks, tmp_path: Path, host: str, variant: str, where: str) -> None:
+    ((outcomes, wrong),) = ranks(1)(at_operators, host, variant, where, SAMPLES, str(tmp_path), timeout=280.0)
+    assert wrong == []
+    possible = find(host).remedies(variant)[where]
+    assert {*outcomes} - {"nothing"} <= possible, outcomes
+    assert outcomes["load"] if where == "step" else {*outcomes} & possible, outcomes
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("host", "variant", "where"), phases(slow=True))
+def test_every_operator(ranks: Ranks, tmp_path: Path, host: str, variant: str, where: str) -> None:
+    ((outcomes, wrong),) = ranks(1)(at_operators, host, variant, where, None, str(tmp_path), timeout=1700.0)
+    assert wrong == []
+    assert {*outcomes} - {"nothing"} == find(host).remedies(variant)[where], outcomes
+
+
+def continued(host: str, variant: str, folder: str) -> list[str]:
+    """What differs two steps after a load from what it is in a run that nothing befell."""
+    with find(host).inside(variant):
+        straight, resumed = find(host)(folder, variant), find(host)(folder, variant)
+        first = resumed.load()
+        for number in range(first + 2):
+            straight.step(number)
+            if number >= first:
+                resumed.step(number)
+        return different(straight.everything(), resumed.everything())
+
+
+def alone() -> list[Any]:
+    """Where a rank fails alone, and how; of every run is one of each fault, in the middle of a collective of each host's cast."""
+    found = []
+    for host in HOSTS:
+        for place in find(host).PLACES:
+            for fault in FAULTS:
+                for world in (2, 3):
+                    quick = world == 2 and fault != "SIGSTOP" and str(place) == "during all_reduce_max"
+                    found += [
+                        pytest.param(
+                            *param(host, place, fault, world, slow=not quick).values,
+                            marks=param(host, slow=not quick).marks,
+                            id=f"{host}-{place}-{fault}-{world}",
+                        )
+                    ]
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.notices(
+    "a rank is killed, stopped (SIGSTOP) for longer than the timeout, or out of memory alone, at any collective",
+    where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
+    answer="the others raise within the timeout, the stopped rank when it is continued; nobody steps on or saves",
+)
+@pytest.mark.parametrize(("host", "place", "fault", "world"), alone())
+def test_a_rank_that_fails_alone(ranks: Ranks, tmp_path: Path, host: str, place: Place, fault: str, world: int) -> None:
+    variant = find(host).VARIANTS[0]
+    for said in check(tmp_path, host, variant, place, fault, world):
+        print(said)
+    assert ranks(world)(continued, host, variant, str(tmp_path / "checkpoints")) == [[]] * world

@@ -1,0 +1,155 @@
+"""HostUnderTest: a training run of one host on this rank, as the shared tests of this folder see it.
+
+A host says once how it is built, stepped, saved and loaded, where it may fail and what must refuse to go on then. The tests
+beside this file ask the same of all hosts, through what anybody can call; `mutate.py` shows that they notice when a guard is gone.
+"""
+
+import abc
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import casts
+
+Calls = dict[str, Callable[[], object]]
+PARTIAL = "raised half-way"  # what every message of a host begins with whose masters or weights are of different steps
+
+
+class HostUnderTest(abc.ABC):
+    """A run of one variant of a host; its checkpoints lie in `folder`. Two of them take the same steps to the bit."""
+
+    VARIANTS: ClassVar[tuple[str, ...]]
+    PLACES: ClassVar[tuple[Any, ...]]  # `stopping.Place`s of a step, a save and a load
+    why_not: ClassVar[str] = ""  # the host cannot be imported here
+
+    folder: Path
+
+    @abc.abstractmethod
+    def __init__(self, folder: str, variant: str) -> None: ...
+
+    @classmethod
+    def inside(cls, variant: str) -> AbstractContextManager[Any]:
+        """What the host needs around it on this rank."""
+        return nullcontext()
+
+    @classmethod
+    @abc.abstractmethod
+    def remedies(cls, variant: str) -> Mapping[str, set[str]]:
+        """What there may be to do when memory has run out, by the phase, load or refresh in which it may."""
+
+    @abc.abstractmethod
+    def phases(self, number: int) -> Calls:
+        """The parts of a step in their order, of which one is called "step": all before it change no master, nothing after it."""
+
+    @abc.abstractmethod
+    def save(self, number: int) -> None:
+        """A checkpoint of that many steps."""
+
+    @abc.abstractmethod
+    def load(self) -> int:
+        """The newest checkpoint; returns its steps."""
+
+    def refreshes(self) -> Calls:
+        """What makes weights anew from masters as they are, and is not another step of delayed scaling."""
+        return {}
+
+    @abc.abstractmethod
+    def everything(self) -> casts.Bytes:
+        """Masters, moments, delayed scaling and live bytes of all weights, as this rank holds them. All ranks call it."""
+
+    @abc.abstractmethod
+    def whole(self) -> dict[str, Tensor]:
+        """Masters and moments by name, unsharded. All ranks call it."""
+
+    @abc.abstractmethod
+    def guarded(self) -> Calls:
+        """All that goes on from, saves or reads what may be of different steps."""
+
+    @abc.abstractmethod
+    def live(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter that zerocast verifies, the buffers that this rank computes with."""
+
+    @property
+    @abc.abstractmethod
+    def verified(self) -> Any:
+        """What `zerocast.verify` is given."""
+
+    def states_that_do_not_fit(self) -> dict[str, Callable[[], object]]:
+        """Loads that are refused, with nothing changed."""
+        return {}
+
+    def mend(self) -> str:
+        """Do what the error says, and return what that was: "load" or "refresh"."""
+        self.load()
+        return "load"
+
+    def step(self, number: int) -> None:
+        """A whole step."""
+        for call in self.phases(number).values():
+            call()
+
+    def step_again(self) -> None:
+        """What somebody tries who caught an error: the optimizer alone."""
+        self.phases(0)["step"]()
+
+    def complaint(self) -> str:
+        """Why nothing goes on, if masters or weights are of different steps."""
+        try:
+            next(iter(self.guarded().values()))()
+        except RuntimeError as error:
+            return str(error) if PARTIAL in str(error) else ""
+        return ""
+
+
+HOSTS = {
+    "ZeroAdamW": "tests.hosts.zero_adamw:Zero",
+    "FSDP2": "tests.hosts.fsdp2:Prepared",
+    "Megatron-Core": "tests.hosts.megatron:Megatron",
+    "Apex": "tests.hosts.apex:Fused",
+}
+
+
+def find(host: str) -> type[HostUnderTest]:
+    """The class of a host."""
+    module, _, name = HOSTS[host].partition(":")
+    found: type[HostUnderTest] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def param(host: str, *values: Any, slow: bool = False) -> Any:
+    """A test parameter, skipped where the host is not installed."""
+    why_not = find(host).why_not
+    marks = [pytest.mark.skipif(bool(why_not), reason=why_not), *([pytest.mark.slow] if slow else [])]
+    return pytest.param(host, *values, marks=marks)
+
+
+def variants(*quick: str) -> Iterator[Any]:
+    """(host, variant) of all hosts; of the slow tests are those that are not the first ones of their hosts, nor named."""
+    for host in HOSTS:
+        for index, variant in enumerate(find(host).VARIANTS):
+            yield param(host, variant, slow=index > 0 and f"{host} {variant}" not in quick)
+
+
+def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What differs, by name."""
+    assert expected.keys() == found.keys()
+    return [name for name, value in expected.items() if not np.array_equal(value, found[name])]
+
+
+def gathered(pieces: Mapping[str, list[tuple[Any, Tensor]]], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Whole tensors of the pieces (where, values) that all ranks hold."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    whole = {name: torch.full(tuple(shape), torch.nan) for name, shape in shapes.items()}
+    for name, held in ((name, held) for one in everyone for name, held in one.items()):
+        for where, values in held:
+            whole[name][where] = values.float()
+    return whole

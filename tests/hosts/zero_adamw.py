@@ -1,0 +1,138 @@
+"""ZeroAdamW under the shared tests: the probe of tests/optim."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import casts
+from tests.hosts.stopping import Place, around
+from tests.hosts.under_test import Calls, HostUnderTest, gathered
+from tests.optim.probe import Spec
+from tests.optim.runs import Run, Trainer, boxes, snapshot
+from zerocast import QuantizedWeight, ZeroConfig
+from zerocast.optim import Checkpoints
+
+SPECS = (
+    Spec("embedding", (50, 24)),
+    Spec("delayed", (48, 80), "fp8_delayed:amax_history_len=3"),
+    Spec("mx", (64, 96), "mxfp8"),
+    Spec("block", (130, 33), "fp8_block"),
+    Spec("nv", (48, 112), "nvfp4"),
+    Spec("norm", (37,), dtype=torch.float32, group=1),
+)
+CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
+RUNS = {
+    "eager": Run(SPECS, config=CONFIG),
+    "overlap": Run(SPECS, config=dataclasses.replace(CONFIG, overlap_all_gather=True), max_norm=1.0),
+    "stage 1": Run(SPECS, stage=1, max_norm=0.5, config=ZeroConfig(bucket_size=1, deterministic=True)),
+}
+GROUP = "zerocast.distributed.group:Group"
+
+
+class Zero(HostUnderTest):
+    """A ZeroAdamW and its checkpoints."""
+
+    VARIANTS = tuple(RUNS)
+    PLACES = (
+        *around(GROUP, "all_reduce_max", "all_gather_into", "reduce_scatter_mean"),
+        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
+        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data", "after"),
+        Place("zerocast.checkpoint.checkpoint", "_hash_files"),
+        Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
+        Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data", "after"),
+    )
+
+    def __init__(self, folder: str, variant: str) -> None:
+        device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+        self.folder, self._trainer = Path(folder), Trainer(dataclasses.replace(RUNS[variant], device=device))
+        self._optimizer, self._probe = self._trainer.optimizer, self._trainer.probe
+        self._checkpoints = Checkpoints(folder, keep=2)
+
+    @classmethod
+    def remedies(cls, variant: str) -> dict[str, set[str]]:
+        """Reads have something to do where gathers overlap."""
+        found = {"backward": {"again"}, "step": {"again", "load"}, "load": {"again", "load"}}
+        return {**found, "read": {"again"}} if variant == "overlap" else found
+
+    def phases(self, number: int) -> Calls:
+        """A read waits for gathers that overlap."""
+        return {
+            "backward": lambda: self._backward(number),
+            "step": self._step,
+            "read": lambda: [weight.wait() for weight in self._weights().values()],
+        }
+
+    def _backward(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        self._trainer.backward(number)
+
+    def _step(self) -> None:
+        if self._trainer.run.max_norm is not None:
+            self._optimizer.clip_grad_norm_(self._trainer.run.max_norm)
+        self._optimizer.step()
+
+    def _weights(self) -> dict[str, QuantizedWeight]:
+        return {name: p for name, p in self._probe.named_parameters() if isinstance(p, QuantizedWeight)}
+
+    def save(self, number: int) -> None:
+        """In place of nothing."""
+        self._checkpoints.save(self._optimizer, number)
+
+    def load(self) -> int:
+        """The newest."""
+        return self._checkpoints.load(self._optimizer)
+
+    def everything(self) -> casts.Bytes:
+        """All that a rank holds."""
+        return snapshot(self._trainer)
+
+    def whole(self) -> dict[str, Tensor]:
+        """From the state."""
+        state = self._optimizer.state_dict()
+        found = {f"model.{name}": value for name, value in state["model"].items()}
+        for name, held in state["optim"]["state"].items():
+            found |= {f"{key}.{name}": value for key, value in held.items()}
+        pieces = {name: [(where, part.clone()) for where, part in boxes(value)] for name, value in found.items()}
+        return gathered(pieces, {name: value.shape for name, value in found.items()})
+
+    def guarded(self) -> Calls:
+        """The optimizer and the weights."""
+        optimizer = self._optimizer
+        return {
+            "state_dict": optimizer.state_dict,
+            "step": optimizer.step,
+            "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
+            "save": lambda: self.save(9),
+            "dequantize": lambda: self._weights()["nv"].dequantize(),
+            "a backward pass": lambda: self._probe.backward(0, 0),
+        }
+
+    def live(self) -> dict[str, dict[str, Tensor]]:
+        """Of plain parameters too."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._probe.named_parameters():
+            held: dict[str, Any] = {"rowwise_data": parameter.data}
+            if isinstance(parameter, QuantizedWeight):
+                parameter.wait()
+                held = parameter.state.buffers
+            found[name] = {buffer: tensor for buffer, tensor in held.items() if tensor is not None}
+        return found
+
+    @property
+    def verified(self) -> Any:
+        """The optimizer."""
+        return self._optimizer
+
+    def states_that_do_not_fit(self) -> Calls:
+        """A name that is missing, and another shape."""
+        state = self._optimizer.state_dict()
+        fewer = {name: value for name, value in state["model"].items() if name != "nv"}
+        other = {**state["model"], "nv": torch.zeros(3)}
+        return {
+            name: lambda model=model: self._optimizer.load_state_dict({**state, "model": model})  # type: ignore[misc]
+            for name, model in (("a missing name", fewer), ("another shape", other))
+        }
