@@ -16,7 +16,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
 
 test: $(VENV)/.dev hosts
-	$(BIN)/python -m pytest -m "not slow" --cov=zerocast --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --cov=zerocast --cov-report=term:skip-covered --cov-fail-under=90
 
 test-slow: $(VENV)/.dev hosts
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -1,7 +1,8 @@
 // Codes and scale rules of every format, once, for host and device (docs/formats).
 //
-// Everything here is integer logic and single IEEE f32 operations without a branch, so that a loop over it vectorises and
-// every backend gives the same bits. Compile with -ffp-contract=off (or --fmad=false), and keep subnormals.
+// Everything here is integer logic and single IEEE f32 operations without a branch, so that a loop
+// over it vectorises and every backend gives the same bits. Compile with -ffp-contract=off (or
+// --fmad=false), and keep subnormals.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +45,9 @@ ZC_HD int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 ZC_HD int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Elements: small floats with a sign bit, `kMantissa` bits of mantissa and 2**kMinExponent as the smallest normal.
-// kLimit is where an encoder stops: the f32 bits of the largest value, or of the first that IEEE calls infinite.
+// Elements: small floats with a sign bit, `kMantissa` bits of mantissa and 2**kMinExponent as the
+// smallest normal. kLimit bounds the encoder's input: the f32 bits of the largest value, or of the
+// first value that IEEE rounds to infinity.
 
 struct E4M3 {
   static constexpr int kBits = 8, kMantissa = 3, kMinExponent = -6;
@@ -75,12 +77,12 @@ struct E5M10 {  // IEEE binary16
   static constexpr bool kHasInfinity = true;
 };
 
-// Round to nearest even by one addition: next to a power of two whose last mantissa bit is worth one unit of the code, the
-// sum has room for nothing smaller. The unit follows the exponent of x down to the smallest normal, so subnormals need no
-// case of their own. The power of two carries, in units, what turns exponents of f32 into exponents of the code; it is even,
-// so ties stay ties to even.
+// Rounds to nearest even by one addition: of x and a power of two whose last mantissa bit is one
+// unit of the code, so the sum cannot hold anything smaller. The unit follows the exponent of x
+// down to the smallest normal, so subnormals need no separate case. Counted in units, the power of
+// two also converts the f32 exponent to that of the code; it is even, so ties still round to even.
 //
-// The code is built at the top of the word, where the sign of x is. `nan` overrides x.
+// The code is built at the top of the word, where the sign of x is. `nan` replaces x by NaN.
 template <class E>
 ZC_HD int32_t encode(float x, bool nan) {
   constexpr int kDrop = 23 - E::kMantissa, kTop = 32 - E::kBits;
@@ -100,7 +102,8 @@ ZC_HD int32_t encode(float x) {
   return encode<E>(x, is_nan(x));
 }
 
-// A subnormal code is read as if it had the implicit bit, which is then subtracted: exact, and no f32 subnormal on the way.
+// A subnormal code is decoded with an implicit bit, which is then subtracted: this is exact and
+// never creates an f32 subnormal.
 template <class E>
 ZC_HD float decode(int32_t code) {
   constexpr int kDrop = 23 - E::kMantissa;
@@ -118,8 +121,9 @@ ZC_HD float decode(int32_t code) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Storage types of masters and nominal weights. `narrow_number` is `narrow` for what is not NaN; `magnitude` orders like
-// |x|, takes NaN as 0, and `of_magnitude` undoes it.
+// Storage types of masters and nominal weights. `narrow_number` is `narrow` for values other than
+// NaN. `magnitude` is an integer that orders like the absolute value, 0 for NaN; `of_magnitude` is
+// its inverse.
 
 struct Float32 {
   using Word = uint32_t;
@@ -161,13 +165,14 @@ struct Float16 {
   ZC_HD static float of_magnitude(int32_t m) { return decode<E5M10>(m); }
 };
 
-// f32 rounded to the nominal dtype, as f32. Rounding is monotone, so the rounded maximum is the maximum of the rounded.
+// f32 rounded to the nominal dtype, as f32. Rounding is monotone, so it commutes with the maximum.
 template <class Nominal>
 ZC_HD float round_to(float x) {
   return Nominal::widen(Nominal::narrow(x));
 }
 
-// The code of a master element: rounded to nominal, multiplied, encoded. A master that is already nominal is only widened.
+// The code of a master element: rounded to nominal, multiplied, encoded. A master that is already
+// nominal is only widened.
 template <class Master, class Nominal, class E>
 ZC_HD int32_t encode_master(typename Master::Word word, float multiplier) {
   const float x = Master::widen(word);
@@ -177,7 +182,7 @@ ZC_HD int32_t encode_master(typename Master::Word word, float multiplier) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scale rules: what an element of a block is multiplied by before it is encoded, and what is stored.
+// Scale rules: the factor of an element before encoding, and the stored scale.
 
 // FP32 scales (docs/formats/common.md): fp8_max / amax, 1 for an amax of 0, Inf or NaN.
 ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2) {
@@ -189,11 +194,11 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
   return usable ? scale : 1.0f;
 }
 
-// E8M0 (docs/formats/mxfp8.md): the biased exponent of the next power of two at or above amax / 448, at most 254; 255 is for
-// NaN.
+// E8M0 (docs/formats/mxfp8.md): the biased exponent of the next power of two at or above amax /
+// 448, at most 254; 255 for NaN.
 //
-// Adding all ones below the exponent carries into it unless the mantissa is zero. Subnormals up to half the smallest normal
-// are nearer to exponent 0.
+// Adding ones to all mantissa bits carries into the exponent unless the mantissa is zero.
+// Subnormals up to half the smallest normal have exponent 0.
 ZC_HD int32_t e8m0_exponent(float amax) {
   const uint32_t bits = static_cast<uint32_t>(bits_of(amax * float_of(0x3B124925)));
   const int32_t up = smaller(static_cast<int32_t>((bits + 0x7FFFFFu) >> 23), 254);
@@ -202,7 +207,7 @@ ZC_HD int32_t e8m0_exponent(float amax) {
 
 ZC_HD int32_t e8m0_code(float amax) { return is_nan(amax) ? 255 : e8m0_exponent(amax); }
 
-// 2**(127 - exponent), of which the last is subnormal.
+// 2**(127 - exponent), including the subnormal 2**-127.
 ZC_HD float e8m0_multiplier(float amax) {
   const int32_t bits = larger((254 - e8m0_exponent(amax)) << 23, 0x00400000);
   return float_of(is_nan(amax) ? kNaN : bits);
@@ -243,7 +248,8 @@ ZC_HD float two_level_value(int32_t stored, float tensor_amax) {
   return (decode<E4M3>(stored) * tensor_amax) * float_of(0x39C30C31);
 }
 
-// Delayed scaling (docs/formats/fp8_delayed.md): the scale of the next cast; `previous` stays where the amax gives none.
+// Delayed scaling (docs/formats/fp8_delayed.md): the scale of the next cast, or `previous` if the
+// amax gives none.
 ZC_HD float delayed_scale(float amax, float numerator, float previous) {
   const bool usable = amax > 0.0f && amax < float_of(kInfinity);
   const float scale = usable ? numerator / amax : previous;

@@ -1,7 +1,8 @@
-// What a stage is told: the descriptor table, one row a weight, and the format as plain data.
+// The arguments of a stage: the descriptor table, one row a weight, and the format as plain data.
 //
-// The columns are those of zerocast/backends/descriptor.py and the fields those of FormatSpec; zerocast/backends/cpu.py
-// refuses an extension whose columns differ. A base is an address, a list of bases is indexed by the *_BASE columns.
+// The columns are those of zerocast/backends/descriptor.py, the fields those of FormatSpec;
+// zerocast/backends/extension.py refuses an extension whose columns differ. A base is an address;
+// the *_BASE columns index lists of bases.
 #pragma once
 
 #include <cstdint>
@@ -50,13 +51,13 @@ enum class AmaxPolicy : int { kNone, kCurrent, kDelayed };
 
 ZC_HD int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// Extent of a block; {0, 0} is the whole tensor, or, columnwise, no grid of its own.
+// The extent of a block; {0, 0} is the whole tensor, or for a columnwise block, none.
 struct Block {
   int64_t rows, columns;
   ZC_HD explicit operator bool() const { return rows != 0; }
 };
 
-// How many blocks there are, down and across.
+// The number of blocks, down and across.
 struct GridShape {
   int64_t down, across;
 };

@@ -1,4 +1,4 @@
-// What differs between the compilers that read our headers.
+// Differences between the compilers of these headers.
 #pragma once
 
 #if defined(__CUDACC__)

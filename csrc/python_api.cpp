@@ -1,5 +1,5 @@
-// The extension zerocast.backends._C: plain pybind11 over addresses and plain data, no torch header, so that one build
-// serves every torch.
+// The extension zerocast.backends._C: pybind11 over addresses and plain data, without a torch
+// header, so that one build works with every torch.
 #include "api/topics.h"
 
 PYBIND11_MODULE(_C, m) {

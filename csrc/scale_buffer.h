@@ -1,5 +1,5 @@
-// Shapes of scale buffers: zerocast/formats/layout.py's `rowwise_scale_inv` and `columnwise_scale_inv` for the stages.
-// Padding is 1.0 in f32 buffers and the byte 0 in others.
+// Shapes of scale buffers, as `rowwise_scale_inv` and `columnwise_scale_inv` of
+// zerocast/formats/layout.py. Padding is 1.0 in f32 buffers and 0 in byte buffers.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace zerocast {
 
 struct ScaleBuffer {
-  GridShape grid;     // the entries that mean something
+  GridShape grid;     // the entries that are not padding
   int64_t repeat;     // buffer rows that one grid row fills
   int64_t used_rows;  // buffer rows that the grid fills
   int64_t rows, columns;

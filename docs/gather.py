@@ -1,8 +1,9 @@
 """Hooks of mkdocs that gather the prose beside the code into the site.
 
-Every README and the other prose of the repository become pages at their own paths; pages of docs/ lie at the root of the site.
-Links are written as they hold in the repository, where people read them too, and are made to hold in the site: a folder stands for
-its README, and of a file that is no page the path alone is left.
+Every README and the other prose of the repository become pages at their own paths; pages of docs/
+lie at the root of the site. Links are written so that they work in the repository and are rewritten
+for the site: a link to a folder becomes one to its README, and a link to a file that is no page
+becomes plain text.
 """
 
 import os
@@ -21,7 +22,7 @@ FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 
 def prose() -> list[str]:
-    """The paths in the repository of what is gathered, docs/ aside."""
+    """The repository paths of all gathered files outside docs/."""
     found = [*ROOT.glob("*.md")]
     for folder in FOLDERS:
         found += [*(ROOT / folder).rglob("*.md"), *(ROOT / folder).rglob("*.png")]

@@ -1,1 +1,1 @@
-"""Runnable examples; see README.md."""
+"""Runnable examples of zerocast; README.md lists them."""

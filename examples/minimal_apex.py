@@ -1,9 +1,11 @@
-"""zerocast under NVIDIA's Apex: an MLP with NVFP4 weights learns to multiply two numbers, with DistributedFusedAdam.
+"""zerocast under NVIDIA's Apex: an MLP with NVFP4 weights learns to multiply two numbers, with
+DistributedFusedAdam.
 
     torchrun --nproc-per-node 2 examples/minimal_apex.py
 
-It needs GPUs, and Apex with its extensions (integrations/apex/README.md); the lines that Apex alone would not have are those with
-zerocast. Masters and moments are sharded; what ranks gather are NVFP4 bytes.
+It needs GPUs, and Apex with its extensions (integrations/apex/README.md); the lines that Apex alone
+would not have are those with zerocast. Masters and moments are sharded; what ranks gather are NVFP4
+bytes.
 """
 
 import os
@@ -34,7 +36,8 @@ def train(device: str, steps: int = 200) -> list[float]:
         loss = F.mse_loss(model(x), x.prod(dim=1, keepdim=True))
         loss.backward()  # Apex reduce-scatters gradients as they appear
         optimizer.clip_grad_norm(1.0)
-        optimizer.step()  # Apex's Adam on the shard, one all-reduce of amaxes, cast, Apex's all-gather of bytes
+        # Apex's Adam on the shard, one all-reduce of amaxes, cast, Apex's all-gather of bytes
+        optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if rank == 0 and step % 40 == 0:

@@ -1,8 +1,10 @@
-"""zerocast under FSDP2: an MLP with NVFP4 weights learns to multiply two numbers, with AdamW of torch.
+"""zerocast under FSDP2: an MLP with NVFP4 weights learns to multiply two numbers, with AdamW of
+torch.
 
     torchrun --nproc-per-node 2 examples/minimal_fsdp2.py
 
-The lines that FSDP2 alone would not have are those with zerocast. Parameters stay FP32, sharded; what ranks gather are NVFP4 bytes.
+The lines that FSDP2 alone would not have are those with zerocast. Parameters stay FP32, sharded;
+what ranks gather are NVFP4 bytes.
 """
 
 import torch

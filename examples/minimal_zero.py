@@ -3,7 +3,8 @@
     python examples/minimal_zero.py
     torchrun --nproc-per-node 2 examples/minimal_zero.py
 
-A rank keeps FP32 masters and moments of its shard only. After each step all ranks hold the same NVFP4 bytes.
+A rank keeps FP32 masters and moments of its shard only. After each step all ranks hold the same
+NVFP4 bytes.
 """
 
 import os
@@ -27,7 +28,7 @@ def main() -> None:
         nn.Linear(2, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1)
     )
 
-    # The matched weights become NVFP4. Their FP32 values are kept until the optimizer has made masters of them.
+    # The matched weights become NVFP4. Their FP32 values are kept until the optimizer copies them.
     zerocast.quantize_(model, zerocast.Recipe({"2.weight": "nvfp4", "4.weight": "nvfp4"}, default="identity"))
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-3)
 

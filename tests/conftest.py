@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 
 from tests.devices import HERE, gpu_params
 from tests.hosts.record import pytest_addoption, pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
-from tests.workers import Pool, Ranks
+from tests.workers import Pool, Ranks, freeze_modules
 from zerocast.weight import owners
 
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long_interpreted") and any(map(is_interpreted, item.callspec.params.values())):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Every test module is imported by now. Each process of a run has one thread, as each rank has."""
+    freeze_modules()
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

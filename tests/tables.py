@@ -11,8 +11,8 @@ from tests import casts, devices
 from tests.sharded import POISON, Weight
 from tests.stages import row, table
 from zerocast import get_format
-from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.codec import round_nominal
+from zerocast.backends.reference.scales import block_amax
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule, layout
 from zerocast.formats.layout import Span, byte_range, matrix_shape
 

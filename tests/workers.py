@@ -7,6 +7,7 @@ has not touched a GPU, so a new pool costs little: with NCCL some seconds for wh
 counted, those of one rank of two are too.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -146,6 +147,12 @@ def join(rank: int, world: int, backend: str, store: str, limit: timedelta) -> N
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
 
 
+def freeze_modules() -> None:
+    """Keep what was imported out of garbage collections, which cost half a second else wherever optimizers ask for one."""
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(rank: int, world: int, backend: str, store: str, connection: Connection, counted: bool) -> None:
     """The life of a worker: join the group, answer cases until an empty message."""
     import torch.distributed as dist
@@ -157,9 +164,13 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
         coverage.start()
     join(rank, world, backend, store, timedelta(seconds=COLLECTIVE_SECONDS))
     connection.send_bytes(pickle.dumps((True, None)))
+    modules = 0
     while message := connection.recv_bytes():
         try:
             function, args = pickle.loads(message)
+            if len(sys.modules) > modules:
+                modules = len(sys.modules)
+                freeze_modules()
             owners.forget_all()  # what an earlier case left with gradients is none of this one's
             answer = pickle.dumps((True, function(*args)))
         except BaseException:  # a rank must answer whatever happens to it

@@ -1,6 +1,7 @@
-"""zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step, the same bytes however they are sharded.
+"""zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step.
 
-The names below are the public surface; each is documented where it is defined.
+The bytes do not depend on how the masters are sharded. The names below are the public surface; each
+is documented where it is defined.
 """
 
 import sys
@@ -21,7 +22,7 @@ from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.freshness import set_debug
 
-# Names by which saved files and users' imports know modules that have since moved into a room.
+# Saved files and users' code know these modules by names from before they moved into packages.
 sys.modules[f"{__name__}.recipe"] = recipe
 sys.modules[f"{__name__}.export"] = export
 

@@ -1,4 +1,4 @@
-"""`python -m zerocast` is `zerocast`."""
+"""`python -m zerocast` runs the command `zerocast`."""
 
 import sys
 

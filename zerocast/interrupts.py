@@ -1,9 +1,11 @@
 """Ctrl-C on the command line: one line, exit code 130, and nothing half-written.
 
-This module is imported before everything else, since `import torch` alone takes a second. Until a command runs there is nothing to
-take back, and a KeyboardInterrupt in the middle of an import may come out as any error: the process ends at once. Within a command
-the first Ctrl-C raises KeyboardInterrupt, and what was begun is removed. More of them would interrupt that. After GRACE_SECONDS
-the process ends in any case. A process that is not the command line keeps its own handler.
+This module is imported before everything else, since `import torch` alone takes a second. Before a
+command runs there is nothing to undo, and a KeyboardInterrupt inside an import may surface as any
+error, so Ctrl-C ends the process at once. During a command the first Ctrl-C raises
+KeyboardInterrupt, and the command removes what it began to write; further ones are ignored, as they
+would interrupt that cleanup. After GRACE_SECONDS the process ends in any case. A process that is
+not the command line keeps its own handler.
 """
 
 import contextlib
@@ -25,19 +27,21 @@ _said = False
 
 
 def came() -> bool:
-    """Whether Ctrl-C was pressed while a command ran, also where a library made another error of it."""
+    """True if Ctrl-C was pressed during a command, even if a library turned it into another
+    error.
+    """
     return _first is not None
 
 
 def end_at_once() -> None:
-    """From here on Ctrl-C ends this process, if it is the command line and nobody else handles the signal."""
+    """Make Ctrl-C end this process, if it is the command line and no other handler is installed."""
     if _COMMAND_LINE and _ours_to_handle(signal.default_int_handler, _raise):
         signal.signal(signal.SIGINT, _end)
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Within, Ctrl-C raises KeyboardInterrupt, once; afterwards it does what it did before."""
+    """Let the first Ctrl-C in the body raise KeyboardInterrupt; restore the handler afterwards."""
     global _first, _said
     _first, _said = None, False
     if not _ours_to_handle(signal.default_int_handler, _end):
@@ -51,8 +55,12 @@ def raised() -> Iterator[None]:
 
 
 def over() -> None:
-    """The command has ended: Ctrl-C while Python cleans up would kill the process, and its status would be another one."""
-    if _COMMAND_LINE and _ours_to_handle(_end, signal.default_int_handler):
+    """Ignore Ctrl-C once the command has ended.
+
+    While Python cleans up it would kill the process and so change the exit status.
+    """
+    # _raise: Ctrl-C may come while that handler is being installed
+    if _COMMAND_LINE and _ours_to_handle(_end, _raise, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -63,7 +71,8 @@ def _raise(*_: object) -> None:
     now = time.monotonic()
     if _first is None:
         _first = now
-        if _COMMAND_LINE and hasattr(signal, "setitimer"):  # a finaliser or a library may take the error for itself
+        # a finaliser or a library may take the error for itself
+        if _COMMAND_LINE and hasattr(signal, "setitimer"):
             signal.signal(signal.SIGALRM, _end)
             signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
         raise KeyboardInterrupt
@@ -72,30 +81,36 @@ def _raise(*_: object) -> None:
 
 
 def _end(*_: object) -> NoReturn:
-    """End without any cleanup."""
     say()
     os._exit(STATUS)
 
 
 def say() -> None:
-    """The one line, once."""
+    """Write the line to stderr, once in the life of the process."""
     global _said  # noqa: PLW0603
     if not _said:
         _said = True
         os.write(2, f"{LINE}\n".encode())
 
 
+def complain(line: str) -> None:
+    """Print an error of a command, or raise KeyboardInterrupt if Ctrl-C was its cause."""
+    if came():
+        raise KeyboardInterrupt
+    sys.stderr.write(f"{line}\n")
+
+
 def _ours_to_handle(*handlers: object) -> bool:
-    """Whether the signal has one of these handlers; a background job ignores it, say."""
+    """True in the main thread if SIGINT has one of these handlers; a background job ignores it."""
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in handlers
 
 
 def _is_command_line() -> bool:
-    """Whether this process was started as `zerocast` or `python -m zerocast`, of which the package is imported first."""
+    """True if this process was started as `zerocast` or as `python -m zerocast`."""
     if sys.argv[0] == "-m":
         return sys.orig_argv[-len(sys.argv)] == "zerocast"
     return Path(sys.argv[0]).stem == "zerocast"
 
 
-_COMMAND_LINE = _is_command_line()  # Python changes the arguments before it runs the module
+_COMMAND_LINE = _is_command_line()  # now: Python rewrites sys.argv before it runs the module
 end_at_once()

@@ -1,4 +1,4 @@
-"""The two calls that a host's optimizer makes after its step, with the names and argument order of TransformerEngine."""
+"""The two calls of a host's optimizer after its step, named and ordered as in TransformerEngine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,12 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
     manual_post_all_gather_processing: bool = True,
 ) -> None:
-    """Cast master shards into their weights, once: build a CastPlan, which exchanges and checks what all ranks pass, and cast.
+    """Cast master shards into their weights once, through a CastPlan that is built for this call.
 
-    Arguments and errors are those of `CastPlan`; a loop keeps a plan and calls `plan.cast()`. With
-    `manual_post_all_gather_processing=False` columnwise copies are dropped, and made anew by the first backward pass that
-    reads one, which must come after the all-gather.
+    Arguments and errors are those of `CastPlan`, which compares the arguments of all ranks. A
+    training loop should keep a plan and call `plan.cast()` instead. With
+    `manual_post_all_gather_processing=False` columnwise copies are dropped and rebuilt by the first
+    backward pass that reads one, which must come after the all-gather.
     """
     plan = CastPlan(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=fsdp_shard_model_weights
@@ -40,8 +41,8 @@ def quantize_master_weights(
 def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None:
     """Make the columnwise copies of weights whose rowwise bytes have been gathered.
 
-    Raises TypeError for anything but a QuantizedWeight, ValueError for weights on several devices, RuntimeError for a
-    weight that was never cast; nothing is written then.
+    Raises TypeError for anything but a QuantizedWeight, ValueError for weights on several devices,
+    RuntimeError for a weight that was never cast; nothing is written then.
     """
     for index, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedWeight):

@@ -1,4 +1,4 @@
-"""quantize_: swap the matched weights of an ordinary module for QuantizedWeight parameters."""
+"""quantize_: replace the matched weights of an ordinary module by QuantizedWeight parameters."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.formats import FormatSpec
 from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe
 from zerocast.weight import QuantizedWeight
@@ -16,14 +16,16 @@ from zerocast.weight import QuantizedWeight
 def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace weights of `model` in place, as `recipe` says, and cast their present values.
 
-    A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe calls identity, stay as
-    they are. `dtype` is the nominal dtype, by default each parameter's own: an FP32 model with `dtype=torch.bfloat16`
-    computes in bf16 and keeps its FP32 values (`high_precision_init_val`) until an optimizer has made masters of them.
-    Shared parameters stay shared, and what a host set on a parameter as an attribute goes over to its weight. A delayed scale
-    is seeded from the initial amax. Returns `model`.
+    A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe
+    calls identity, stay as they are. `dtype` is the nominal dtype, by default the parameter's own
+    dtype: an FP32 model with `dtype=torch.bfloat16` computes in bf16 and keeps its FP32 values
+    (`high_precision_init_val`) until an optimizer has made masters of them. Shared parameters stay
+    shared, and attributes that a host set on a parameter move to its weight. A delayed scale is
+    seeded from the initial amax. Returns `model`.
 
-    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its format cannot take, a weight
-    that is quantized already in another format, and an embedding: looking rows up is not a product.
+    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
+    format cannot take, a weight that is already quantized in another format, and an embedding,
+    whose rows are looked up and not multiplied.
     """
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
@@ -48,7 +50,7 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
 
 
 def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless the recipe leaves a weight as it was quantized before."""
+    """Raise ValueError unless the recipe asks for the format that the weight already has."""
     if fmt.element is not None and (fmt != weight.format or dtype not in (None, weight.dtype)):
         raise ValueError(
             f"{name} is quantized already, as {weight.format} of {weight.dtype}, and the recipe says {fmt} of "
@@ -57,7 +59,9 @@ def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype:
 
 
 def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]) -> None:
-    """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this format."""
+    """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this
+    format.
+    """
     try:
         check_shape(fmt, shape)
     except ValueError as error:
@@ -70,9 +74,7 @@ def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec
 def _quantized(name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Parameter:
     value = parameter.detach()
     weight = QuantizedWeight.empty(value.shape, fmt, dtype, value.device)
-    cast_whole(weight, value)
-    if fmt.amax_policy is AmaxPolicy.DELAYED:  # the first cast found the amax that scales this one
-        cast_whole(weight, value)
+    cast_whole(weight, value, seed=True)
     weight.high_precision_init_val, weight.state.name = value, name
     new = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     for key, attribute in vars(parameter).items():
@@ -80,10 +82,15 @@ def _quantized(name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype
     return new
 
 
-def cast_whole(weight: QuantizedWeight, value: Tensor) -> None:
-    """Cast a whole weight from its unsharded value, on this process alone, columnwise copies included."""
+def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False) -> None:
+    """Cast a whole weight from its unsharded value on this process, columnwise copies included.
+
+    With `seed`, the amax of this value also gives the delayed scale.
+    """
     has_masters = weight.state.freshness.has_masters
     plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS)
     plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
+    if seed:
+        plan.delayed.forget()
     plan.cast()
     plan.post_all_gather()

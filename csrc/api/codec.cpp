@@ -1,4 +1,4 @@
-// Single codes, so that tests can hold the encoders against the reference over every input.
+// Single codes, with which tests compare the encoders with the reference over every input.
 #include "api/enums.h"
 #include "api/topics.h"
 #include "cpu/stages.h"

@@ -1,5 +1,5 @@
-// The stages on the CPU. Arguments go by the names of zerocast/backends/ops.py, with addresses for tensors; an address 0 is
-// None.
+// The stages on the CPU. Arguments have the names of zerocast/backends/ops.py; tensors are passed
+// as addresses, None as 0.
 #include <pybind11/stl.h>
 
 #include <stdexcept>

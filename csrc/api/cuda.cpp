@@ -1,5 +1,5 @@
-// The stages on the GPU. Arguments go by the names of zerocast/backends/ops.py. Bases are addresses of arrays of addresses
-// in device memory; an address 0 is None.
+// The stages on the GPU. Arguments have the names of zerocast/backends/ops.py. Bases are passed as
+// the address of an array of addresses in device memory, None as 0.
 #include <pybind11/stl.h>
 
 #include <stdexcept>
@@ -44,7 +44,7 @@ cuda::Stage stage_of(const std::string& name) {
   throw std::invalid_argument("unknown kind of work '" + name + "'");
 }
 
-// (first ordinal, count) of the thread blocks of each weight of a table in host memory.
+// Returns (first ordinal, count) of the thread blocks of each weight of a table in host memory.
 std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format,
                                                   const TableArgument& table) {
   const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};

@@ -1,4 +1,4 @@
-// Descriptor columns and the format as plain data.
+// Binds the descriptor columns, and the format as plain data.
 #include "descriptor.h"
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Which instruction sets the CPU stages use.
+// Binds the choice of the instruction set for the CPU stages.
 #include "cpu/simd.h"
 
 #include <pybind11/stl.h>

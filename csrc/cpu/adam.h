@@ -1,4 +1,4 @@
-// What the two Adam stages share: one row of scalars, and the loop that updates a run of elements.
+// Shared by the two Adam stages: a row of scalars, and the loop that updates a run of elements.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct AdamState {
   Array grad, exp_avg, exp_avg_sq;  // both moments of one dtype
 };
 
-// Of adam_step.inc, for the dtypes of gradients and moments.
+// The loop of adam_step.inc for the dtypes of gradients and moments.
 using AdamLoop = void (*)(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, int64_t n,
                           const AdamScalars& scalars, float clip);
 

@@ -1,4 +1,5 @@
-// Stage adam_amax: AdamW on the owned elements of a table, and their partial amaxes while they are still in the cache.
+// Stage adam_amax: AdamW on the owned elements of a table; their amaxes are taken while still
+// cached.
 #include "codec.h"
 #include "cpu/adam.h"
 #include "cpu/amax_walk.h"

@@ -1,7 +1,7 @@
-// How the owned elements of a table are walked for their amaxes, with an action on each row just before it is folded.
+// Walks the owned elements of a table for their amaxes, with an action on each row just before.
 //
-// Rows are folded into the running maxima of their block row, which stay in the cache. Maxima are taken of the master's own
-// bits and rounded to nominal once a block: rounding is monotone.
+// Each row is folded into the running maxima of its block row, which stay in the cache. Maxima are
+// computed on the master's own bits and rounded to nominal once a block, as rounding is monotone.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@
 
 namespace zerocast {
 
-// Of partial_amax.inc, for the dtypes of a master, its nominal dtype and the packed buffer.
+// The loops of partial_amax.inc for the dtypes of a master, its nominal dtype and the packed
+// buffer.
 struct AmaxLoops {
   void (*fold)(const void* source, int64_t blocks, int64_t width, int32_t* maxima);
   void (*fold_both)(const void* source, int64_t blocks, int32_t* maxima, int32_t* columns);
@@ -23,9 +24,10 @@ struct AmaxLoops {
 };
 using AmaxLoopsOf = AmaxLoops (*)(Dtype master, Dtype nominal, Dtype packed);
 
-// One grid of blocks over a panel, and the running maxima of a band of rows that are stored together: a block row, or, where
-// blocks are one row high and their amaxes follow each other, several rows. Maxima are those of blocks where these are wide
-// enough to be reduced row by row, else of columns, which are reduced at the end of the band.
+// A grid of blocks over a panel, with the running maxima of a band of rows that are stored
+// together. A band is a block row, or several rows if blocks are one row high, whose amaxes are
+// contiguous. There is one maximum for each block if blocks are wide enough to be reduced row by
+// row, else one for each column, reduced to blocks at the end of the band.
 class GridMaxima {
  public:
   GridMaxima(const AmaxLoops& loops, const Panel& panel, Block block, Array packed, int64_t first_amax)
@@ -45,7 +47,7 @@ class GridMaxima {
     std::fill_n(maxima_.data(), row_stride_ ? (next_band_ - row) * row_stride_ : blocks(width_), -1);
   }
 
-  // Folds owned columns of a row: a part of a block at either end, whole blocks between.
+  // Folds the owned columns of a row: partial blocks at either end, whole blocks between.
   void add(int64_t row, const Master& master, Panel::Segment owned) {
     for (int64_t c = owned.first; c < owned.last;) {
       const int64_t whole = c % width_ ? 0 : (owned.last - c) / width_;
@@ -63,7 +65,7 @@ class GridMaxima {
     store(maxima.data());
   }
 
-  // The maximum that a column of a row of the band is folded into.
+  // The maximum for a column of a row of the band.
   int32_t* at(int64_t row, int64_t column) {
     return maxima_.data() + (row - band_) * row_stride_ + (column - panel_.first_column) / width_;
   }
@@ -85,7 +87,7 @@ class GridMaxima {
   const Block block_;
   const int64_t width_;
   const int64_t band_rows_;
-  const int64_t row_stride_;  // from the maxima of a row to those of the next; 0 where the rows of a band share theirs
+  const int64_t row_stride_;  // between the maxima of two rows; 0 if the rows of a band share them
   const Array packed_;
   const int64_t first_amax_;
   int64_t band_ = 0, next_band_ = 0;
@@ -105,7 +107,7 @@ void one_grid(const Format& format, const AmaxLoops& loops, const Panel& panel, 
   }
 }
 
-// Rows of 1x32 blocks and 32x1 columns, both from one look at each element.
+// Rows of 1x32 blocks and 32x1 columns, both from one read of each element.
 template <class Before>
 void two_grids(const Format& format, const AmaxLoops& loops, const Panel& panel, const Master& master, Array packed,
                const Before& before) {
@@ -144,8 +146,9 @@ int32_t panel_maximum(const AmaxLoops& loops, const Panel& panel, const Master& 
   return maximum;
 }
 
-// Partial amaxes of all owned elements. `before(panel, row, owned)` is called once for every row of every panel, on the
-// thread that folds its owned columns next; together these cover each owned element once.
+// Computes the partial amaxes of all owned elements. `before(panel, row, owned)` is called once for
+// every row of every panel, by the thread that folds the row next; the calls cover each owned
+// element once.
 template <class Before>
 void walk_amaxes(const Format& format, Dtype nominal, const std::vector<Array>& masters, const Table& table, Array packed,
                  int threads, AmaxLoopsOf amax_loops, const Before& before) {

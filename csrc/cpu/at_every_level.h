@@ -1,8 +1,9 @@
-// Compiles the file ZC_LOOPS once for each instruction set, each in a namespace of its own.
+// Compiles the file ZC_LOOPS once for each instruction set, each in its own namespace.
 //
-// Included by a stage after everything else, hence no include guard: a standard header read under a target pragma would
-// leave functions that the linker may hand to machines without those instructions. For the same reason the loops are
-// internal to their file, and codec.h, read before, is inlined into them.
+// A stage includes this file after all others, so it has no include guard. A standard header
+// included under a target pragma would define functions that the linker could select for machines
+// without those instructions. For the same reason the loops are internal to their file, and
+// codec.h, included before, is inlined into them.
 
 namespace zerocast::baseline {
 namespace {

@@ -6,7 +6,7 @@
 namespace zerocast {
 namespace {
 
-// Vectors of the compiler, not of one instruction set: 16 bytes are a register of x86-64 and of arm64 alike.
+// Portable vectors of the compiler: 16 bytes are one register on x86-64 and on arm64.
 using Bytes16 = uint8_t __attribute__((vector_size(16)));
 
 #if defined(__clang__)
@@ -21,7 +21,7 @@ Bytes16 high_halves(Bytes16 a, Bytes16 b) {
   return ZC_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// Interleaving rows i and i + 8 four times moves every index bit of the row into the column, and back.
+// Interleaves rows i and i + 8 four times, which swaps the index bits of row and column.
 void transpose_16x16(const uint8_t* from, uint8_t* to) {
   Bytes16 a[16], b[16];
   for (int i = 0; i < 16; ++i) std::memcpy(&a[i], from + i * kSquare, 16);

@@ -1,4 +1,4 @@
-// Turning of matrices of codes in squares of bytes that fit in the first-level cache.
+// Transposes matrices of codes in squares of bytes that fit in the first-level cache.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,19 @@ struct ByteMatrix {
 
   uint8_t* at(int64_t row, int64_t column) const { return data + row * columns + column; }
 
-  // The square at (row, column). What lies outside the matrix is left as it is in `square`, and is not written by `store`.
+  // The square at (row, column). `load` leaves elements outside the matrix unchanged, `store` skips
+  // them.
   void load(int64_t row, int64_t column, Square& square) const;
   void store(int64_t row, int64_t column, const Square& square) const;
 };
 
-// Two codes a byte: the even one, in the low half, and the odd one of n bytes, one code a byte.
+// Unpack n bytes of two codes to one code a byte: the even codes (low halves), or the odd ones.
 void unpack_even(const uint8_t* bytes, uint8_t* codes, int64_t n);
 void unpack_odd(const uint8_t* bytes, uint8_t* codes, int64_t n);
-// Codes of 2n bytes in their order.
+// Unpacks n bytes to 2n codes in their order.
 void unpack(const uint8_t* bytes, uint8_t* codes, int64_t n);
 
-// The even, and the odd, codes of 2n bytes, packed into n.
+// Packs the even, or the odd, codes of 2n bytes into n bytes.
 void repack_even(const uint8_t* bytes, uint8_t* packed, int64_t n);
 void repack_odd(const uint8_t* bytes, uint8_t* packed, int64_t n);
 

@@ -1,6 +1,8 @@
-// Stage compute_scales: whole scale buffers, padding included, and the tensor amaxes, from the reduced amaxes.
+// Stage compute_scales: whole scale buffers, padding included, and the tensor amaxes, from the
+// reduced amaxes.
 //
-// Two loops: the tensor amaxes, which two-level scales need first, then bands of buffer rows of all weights.
+// It has two loops: tensor amaxes, which two-level scales need first, then bands of buffer rows of
+// all weights.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -33,7 +35,7 @@ namespace {
 constexpr int64_t kBandBytes = 64 * 1024;
 constexpr int64_t kChunk = 1024;
 
-// Some rows of one scale buffer and the amaxes that they come from; rows is a multiple of the buffer's repeat.
+// Some rows of one scale buffer and their amaxes; `rows` is a multiple of the buffer's repeat.
 struct Band {
   ScaleBuffer buffer;
   Weight weight;
@@ -62,7 +64,7 @@ struct Stage {
     *amax(w) = loops.grid_amax(packed.dtype, first, grid.down * grid.across);
   }
 
-  // Stored scales of some consecutive blocks of a weight.
+  // Computes the stored scales of consecutive blocks of a weight.
   void stored(const Band& band, int64_t first, int64_t n, uint8_t* out) const {
     if (format.amax_policy == AmaxPolicy::kDelayed) {
       const float scale_inv = 1.0f / delayed(band.weight);
@@ -79,7 +81,7 @@ struct Stage {
     }
   }
 
-  // All blocks of the band at once, then row by row to where they belong, as often as rows repeat.
+  // Computes all blocks of the band at once, then copies them row by row as often as rows repeat.
   void fill(const Band& band) const {
     const ScaleBuffer& buffer = band.buffer;
     const int64_t across = buffer.grid.across, used = across * buffer.entry;

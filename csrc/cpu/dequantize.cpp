@@ -1,7 +1,8 @@
-// Stage dequantize: one direction of one weight back to floating point, in the weight's own orientation.
+// Stage dequantize: one direction of one weight back to floating point, in the weight's own
+// orientation.
 //
-// As in partial_cast, the scale of each column is laid out as a line, once a block row of the output. Transposed data is
-// turned square by square into rows of codes first.
+// As in partial_cast, the scales of the columns are expanded to a line once a block row of the
+// output. Transposed data is first transposed back, square by square, into rows of codes.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -33,7 +34,7 @@ namespace {
 
 constexpr int64_t kColumns = 8 * kSquare;
 
-// Scales of the output's blocks: entry (i, j) of the output's grid is i * down + j * across entries into the buffer.
+// Scales of the output's blocks: block (i, j) has entry i * down + j * across of the buffer.
 struct Factors {
   ScaleRule rule;
   const uint8_t* buffer;
@@ -76,14 +77,14 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
   return f;
 }
 
-// Rows of codes of a tile of the output, at most kSquare rows by kColumns columns, one code a byte.
+// Rows of codes of a tile of the output, one code a byte, at most kSquare rows by kColumns columns.
 class CodeRows {
  public:
   CodeRows(const ByteMatrix& stored, int64_t codes_per_byte, bool transposed)
       : stored_(stored), packed_(codes_per_byte == 2), transposed_(transposed) {}
 
   void load(int64_t first_row, int64_t rows, int64_t first_column, int64_t columns) {
-    if (transposed_) return turn(first_row, rows, first_column, columns);
+    if (transposed_) return load_transposed(first_row, rows, first_column, columns);
     for (int64_t r = 0; r < rows; ++r) {
       if (packed_) {
         unpack(stored_.at(first_row + r, first_column / 2), codes_[r], columns / 2);
@@ -95,19 +96,19 @@ class CodeRows {
   const uint8_t* row(int64_t r) const { return codes_[r]; }
 
  private:
-  // With two codes a byte a turned row of bytes holds two rows of codes.
-  void turn(int64_t first_row, int64_t rows, int64_t first_column, int64_t columns) {
-    Square square{}, turned;
+  // With two codes a byte, a transposed row of bytes holds two rows of codes.
+  void load_transposed(int64_t first_row, int64_t rows, int64_t first_column, int64_t columns) {
+    Square square{}, transposed;
     for (int64_t c = 0; c < columns; c += kSquare) {
       stored_.load(first_column + c, packed_ ? first_row / 2 : first_row, square);
-      transpose(square, turned);
+      transpose(square, transposed);
       for (int64_t r = 0; r < rows; ++r) {
         if (!packed_) {
-          std::memcpy(codes_[r] + c, turned.bytes[r], kSquare);
+          std::memcpy(codes_[r] + c, transposed.bytes[r], kSquare);
         } else if (r % 2 == 0) {
-          unpack_even(turned.bytes[r / 2], codes_[r] + c, kSquare);
+          unpack_even(transposed.bytes[r / 2], codes_[r] + c, kSquare);
         } else {
-          unpack_odd(turned.bytes[r / 2], codes_[r] + c, kSquare);
+          unpack_odd(transposed.bytes[r / 2], codes_[r] + c, kSquare);
         }
       }
     }

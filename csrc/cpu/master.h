@@ -1,4 +1,4 @@
-// Where the master elements of a weight lie.
+// The location of a weight's master elements.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 namespace zerocast {
 
 struct Master {
-  uintptr_t origin;  // of element 0, which is usually not stored: offsets stay integers until an element is owned
+  uintptr_t origin;  // address of element 0, which may not exist: an integer until an element is owned
   int64_t size;
   Dtype dtype;
 
@@ -18,8 +18,8 @@ struct Master {
     size = size_of(base.dtype);
     origin = base.address + (weight[column::MASTER_OFFSET] - weight.start()) * size;
   }
-  // Asks for n elements ahead of their use; does no harm where there are none. Hardware does not foresee where the next row
-  // of a panel narrower than its weight begins.
+  // Prefetches n elements; harmless if there are none. The hardware prefetcher does not foresee
+  // where the next row begins if a panel is narrower than its weight.
   void prefetch(int64_t element, int64_t n) const {
     constexpr int64_t kCacheLine = 64;
     for (int64_t i = 0; i < n * size; i += kCacheLine) {

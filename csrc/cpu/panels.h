@@ -1,9 +1,9 @@
-// How the owned elements of many weights are cut into tasks.
+// Cuts the owned elements of many weights into tasks, called panels.
 //
-// A panel is some rows of one weight, as long as they are, of which the span owns all or a part. Work follows the spans: a
-// weight's panels are those between its first and last owned row. Rows are walked whole, because memory is fast only where a
-// page follows the page before; only very long rows are cut. A format without blocks has no columns that matter: its weights
-// are read as matrices of kFlatColumns columns.
+// A panel is some whole rows of one weight, of which the span owns all or a part. A weight's panels
+// lie between its first and last owned row, so the work follows the spans. Rows are read whole,
+// since memory is fast only for consecutive pages; only very long rows are cut. Columns do not
+// matter to a format without blocks, whose weights are read as matrices of kFlatColumns columns.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,7 @@
 namespace zerocast {
 
 constexpr int64_t kFlatColumns = 4096;
-constexpr int64_t kPanelColumns =
-    16 * 1024;  // the most; a multiple of kColumnStep, as is the width of every panel that is cut
+constexpr int64_t kPanelColumns = 16 * 1024;  // a multiple of kColumnStep, as is the width of every panel that is cut
 constexpr int64_t kColumnStep = 1024;
 
 struct Panel {
@@ -25,7 +24,7 @@ struct Panel {
   int64_t first_row, last_row;
   int64_t first_column, last_column;
 
-  // The owned columns of a row; none where last <= first.
+  // The owned columns of a row; none if last <= first.
   struct Segment {
     int64_t first, last;
   };
@@ -39,7 +38,7 @@ struct Panel {
 struct PanelLimits {
   int64_t row_step;  // first rows are multiples of it
   int64_t most_columns;
-  int threads;  // that should all find work
+  int threads;  // each should find work
 };
 
 std::vector<Panel> owned_panels(const Format& format, const Table& table, const PanelLimits& limits);

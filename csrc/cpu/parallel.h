@@ -7,8 +7,8 @@
 
 namespace zerocast {
 
-// The IEEE default for this thread while it lives: a caller that flushes subnormals (torch.set_flush_denormal) would change
-// bits.
+// Sets the IEEE default for this thread while it lives: a caller that flushes subnormals
+// (torch.set_flush_denormal) would change bits.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() {
@@ -23,7 +23,7 @@ class DefaultFloatingPoint {
   std::fenv_t caller_;
 };
 
-// Tasks are handed out in runs, so that many small ones cost no more than a few large ones.
+// Threads take tasks in runs, so that many small tasks cost no more than a few large ones.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
   [[maybe_unused]] const int64_t run = std::clamp<int64_t>(tasks / (8 * static_cast<int64_t>(threads)), 1, 16);

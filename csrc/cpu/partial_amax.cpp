@@ -1,4 +1,5 @@
-// Stage partial_amax: the amax of every block that holds an owned element, from one pass over the owned elements.
+// Stage partial_amax: the amax of every block that holds an owned element, from one pass over the
+// owned elements.
 #include "codec.h"
 #include "cpu/amax_walk.h"
 #include "cpu/simd.h"

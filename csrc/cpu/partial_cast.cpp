@@ -1,7 +1,8 @@
 // Stage partial_cast: the codes of the owned elements, from one pass over them.
 //
-// What each column is multiplied by is laid out as a line, piece by piece, so that the loop over elements knows no blocks,
-// and reciprocals are taken once a block. A format with two grids gets both codes from one look at an element.
+// The factors of the columns are expanded to a line, piece by piece, so that the loop over elements
+// does not depend on blocks and divisions are done once a block. A format with two grids gets both
+// codes from one read of an element.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -39,7 +40,7 @@ namespace {
 
 constexpr Block kWholeTensor{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max()};
 constexpr int64_t kPieceColumns =
-    kColumnStep;  // a multiple of every block's columns, whose line stays in the first-level cache
+    kColumnStep;  // a multiple of every block's columns; its line stays in the first-level cache
 
 struct Inputs {
   const Format& format;
@@ -52,8 +53,8 @@ float scalar(const Bases& bases, const Weight& weight, column::Column base, colu
   return reinterpret_cast<const float*>(bases[weight[base]])[weight[offset]];
 }
 
-// One grid of blocks over a panel, and what the blocks of a band of rows are multiplied by: of a block row, or, where blocks
-// are one row high and their amaxes follow each other, of several rows.
+// A grid of blocks over a panel, with the multipliers of a band of rows. A band is a block row, or
+// several rows if blocks are one row high, whose amaxes are contiguous.
 class GridMultipliers {
  public:
   GridMultipliers(const Inputs& in, const CastLoops& loops, const Panel& panel, Block block, column::Column first_amax)
@@ -83,7 +84,8 @@ class GridMultipliers {
     if (block_.columns == kWholeTensor.columns) line_.fill(values_[0]);
   }
 
-  // Multipliers of n columns of a row from the panel's column `first`, a multiple of kPieceColumns.
+  // The multipliers of n columns of a row from the panel's column `first`, a multiple of
+  // kPieceColumns.
   const float* piece(int64_t row, int64_t first, int64_t n) {
     if (block_.columns == kWholeTensor.columns) return line_.data();
     const float* values = values_.data() + (row - band_) * row_stride_ + first / block_.columns;
@@ -118,7 +120,7 @@ class GridMultipliers {
   const Block block_;
   const int64_t blocks_;  // across the panel
   const int64_t band_rows_;
-  const int64_t row_stride_;  // from the values of a row to those of the next; 0 where the rows of a band share theirs
+  const int64_t row_stride_;  // between the values of two rows; 0 if the rows of a band share them
   const column::Column first_amax_;
   float tensor_amax_ = 0.0f;
   int64_t band_ = 0, next_band_ = 0;
@@ -127,8 +129,8 @@ class GridMultipliers {
   alignas(64) std::array<float, kPanelColumns> values_;
 };
 
-// Calls body(element, piece, offset, n) for the owned pieces of a row: n elements from flat index `element`, which are
-// columns piece + offset on of the panel.
+// Calls body(element, piece, offset, n) for the owned pieces of a row: n elements from flat index
+// `element`, at columns piece + offset and up of the panel.
 template <class Body>
 void for_pieces(const Panel& panel, int64_t row, const Body& body) {
   const Panel::Segment owned = panel.owned(row);
@@ -141,7 +143,8 @@ void for_pieces(const Panel& panel, int64_t row, const Body& body) {
   }
 }
 
-// Writes n owned codes from a flat index on; `origin` is the address of element 0 and may lie in no storage.
+// Writes n owned codes from a flat index on; `origin` is the address of element 0, which may not
+// exist.
 struct Bytes {
   const CastLoops& loops;
   uintptr_t origin;
@@ -155,7 +158,7 @@ struct Nibbles {
   const CastLoops& loops;
   uintptr_t origin;
 
-  // Of a byte with one owned code only that half changes.
+  // A byte with one owned code keeps its other half.
   void write(const void* source, const float* multipliers, int64_t element, int64_t n) const {
     alignas(64) std::array<uint8_t, kPieceColumns> codes;
     loops.cast(source, multipliers, codes.data(), n);
@@ -215,7 +218,7 @@ void copy_panel(const CastLoops& loops, const Panel& panel, const Master& master
 
 void partial_cast(const Format& format, Dtype nominal, const std::vector<Array>& masters, Array packed, const Bases& amaxes,
                   const Bases& scales, const Table& table, const Bases& row_data, const Bases& column_data, int threads) {
-  // Multipliers of single columns are used again a row later: a panel of one piece keeps them in the first-level cache.
+  // Multipliers of single columns are reused a row later: a panel of one piece keeps them cached.
   const int64_t row_step = std::clamp<int64_t>(std::max(format.block.rows, format.columnwise_block.rows), 1, 32);
   const int64_t most_columns = format.columnwise == Columnwise::kOwnGrid ? kPieceColumns : kPanelColumns;
   const std::vector<Panel> panels = owned_panels(format, table, {row_step, most_columns, threads});

@@ -1,5 +1,5 @@
-// Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md). A few floats a weight: no
-// parallel region.
+// Stage roll_history: the amax history of delayed scaling (docs/formats/fp8_delayed.md). It handles
+// a few floats a weight and needs no parallel region.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,7 +11,8 @@
 namespace zerocast::cpu {
 namespace {
 
-// The largest of n non-negative floats: their bits are ordered as they are, and a maximum of integers vectorises.
+// The largest of n non-negative floats, as integers: their bits order alike, and the loop
+// vectorises.
 float largest(const float* values, int64_t n) {
   int32_t most = 0;
   for (int64_t i = 0; i < n; ++i) {

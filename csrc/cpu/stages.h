@@ -1,4 +1,5 @@
-// The stages of zerocast/backends/README.md on the CPU. Each takes the whole table and opens one parallel region.
+// The stages of zerocast/backends/README.md on the CPU. Each takes the whole table and opens one
+// parallel region.
 #pragma once
 
 #include <vector>
@@ -23,7 +24,7 @@ void roll_history(const Format& format, const Table& table, const Bases& amaxes,
 void transpose(const Format& format, const Table& table, const Bases& row_data, const Bases& row_scales,
                const Bases& column_data, const Bases& column_scales, int threads);
 
-// One direction of one weight; `data_dtype` is read for formats without an element only.
+// One direction of one weight; `data_dtype` matters only for formats without codes.
 struct Quantized {
   uintptr_t data, scale_inv, amax;
   Dtype data_dtype;
@@ -39,10 +40,10 @@ void adam_step(const AdamState& state, const int64_t* segments, int64_t count, c
 void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, int threads);
 
-// Single codes, for tests over every input: f32 to codes and back, one code a byte.
+// For tests over every input: f32 to codes and back, one code a byte.
 void encode(Element element, const float* source, uint8_t* codes, int64_t numel);
 void decode(Element element, const uint8_t* codes, float* values, int64_t numel);
-// f32 to the words of a nominal dtype.
+// Rounds f32 to the words of a nominal dtype.
 void round_nominal(Dtype nominal, const float* source, void* words, int64_t numel);
 
 }  // namespace zerocast::cpu

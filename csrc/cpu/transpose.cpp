@@ -1,6 +1,7 @@
 // Stage transpose: columnwise copies from the gathered rowwise bytes.
 //
-// Squares of codes: 64 whole cache lines in, 64 whole cache lines out, turned in between in the first-level cache.
+// Works on squares of codes: 64 whole cache lines are read, transposed in the first-level cache,
+// and written as 64 whole cache lines.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -22,25 +23,25 @@ struct Strip {
   int64_t first_row, last_row, column;
 };
 
-// A turned row of bytes holds two rows of codes; `rows` of its bytes, an even number, are meant.
-void store_pairs(const Strip& strip, int64_t row, int64_t rows, const Square& turned) {
+// A transposed row of bytes holds two rows of codes; `rows`, an even number, of its bytes are used.
+void store_pairs(const Strip& strip, int64_t row, int64_t rows, const Square& transposed) {
   const int64_t pairs = std::min(kSquare, strip.from.columns - strip.column);
   for (int64_t i = 0; i < pairs; ++i) {
     const int64_t even = 2 * (strip.column + i);
-    repack_even(turned.bytes[i], strip.to.at(even, row / 2), rows / 2);
-    repack_odd(turned.bytes[i], strip.to.at(even + 1, row / 2), rows / 2);
+    repack_even(transposed.bytes[i], strip.to.at(even, row / 2), rows / 2);
+    repack_odd(transposed.bytes[i], strip.to.at(even + 1, row / 2), rows / 2);
   }
 }
 
-void turn(const Strip& strip) {
-  Square square{}, turned;
+void transpose_strip(const Strip& strip) {
+  Square square{}, transposed;
   for (int64_t row = strip.first_row; row < strip.last_row; row += kSquare) {
     strip.from.load(row, strip.column, square);
-    transpose(square, turned);
+    transpose(square, transposed);
     if (strip.codes_per_byte == 1) {
-      strip.to.store(strip.column, row, turned);
+      strip.to.store(strip.column, row, transposed);
     } else {
-      store_pairs(strip, row, std::min(kSquare, strip.from.rows - row), turned);
+      store_pairs(strip, row, std::min(kSquare, strip.from.rows - row), transposed);
     }
   }
 }
@@ -53,7 +54,7 @@ void add_strips(std::vector<Strip>& strips, const ByteMatrix& from, const ByteMa
   }
 }
 
-// One buffer row band of transposed scales: the column of the grid that it shows, repeated, then padded.
+// A band of buffer rows of transposed scales: one column of the grid, repeated and padded.
 struct ScaleRow {
   ScaleBuffer from, to;
   const uint8_t* source;
@@ -95,7 +96,7 @@ void transpose(const Format& format, const Table& table, const Bases& row_data, 
     s.out = at(column_scales, w, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, s.to.entry);
     for (; s.row < s.to.rows; s.row += s.to.repeat) scale_rows.push_back(s);
   }
-  parallel_for(static_cast<int64_t>(strips.size()), threads, [&](int64_t i) { turn(strips[i]); });
+  parallel_for(static_cast<int64_t>(strips.size()), threads, [&](int64_t i) { transpose_strip(strips[i]); });
   parallel_for(static_cast<int64_t>(scale_rows.size()), threads, [&](int64_t i) { fill(scale_rows[i]); });
 }
 

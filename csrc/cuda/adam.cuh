@@ -1,4 +1,5 @@
-// AdamW on a few elements in registers: single f32 operations in the order that the design fixes, none contracted.
+// AdamW on a few elements in registers, in the order of f32 operations that
+// zerocast/backends/README.md fixes, none contracted.
 #pragma once
 
 #include "codec.h"
@@ -32,7 +33,7 @@ inline AdamInputs inputs_of(const AdamStep& step) {
           reinterpret_cast<const bool*>(step.skip)};
 }
 
-// The four arrays of one optimizer state, from element 0 of a weight or of a flat shard on.
+// The four arrays of one optimizer state, at element 0 of a weight or of a flat shard.
 template <class Grad, class Moment>
 struct AdamArrays {
   uint64_t master, grad, exp_avg, exp_avg_sq;
@@ -43,14 +44,15 @@ struct AdamArrays {
   __device__ typename Moment::Word* m(int64_t e) const { return reinterpret_cast<typename Moment::Word*>(exp_avg) + e; }
   __device__ typename Moment::Word* v(int64_t e) const { return reinterpret_cast<typename Moment::Word*>(exp_avg_sq) + e; }
 
-  // Whether four elements from `e` on, and all that lie a multiple of four further, are aligned in all arrays.
+  // True if four elements from `e`, and from any multiple of four further, are aligned in all
+  // arrays.
   __device__ bool aligned(int64_t e) const {
     const auto off = [](const void* at, int bytes) { return reinterpret_cast<uint64_t>(at) % bytes; };
     constexpr int kGrad = 4 * sizeof(typename Grad::Word), kMoment = 4 * sizeof(typename Moment::Word);
     return (off(p(e), 16) | off(g(e), kGrad) | off(m(e), kMoment) | off(v(e), kMoment)) == 0;
   }
 
-  // Four elements from an aligned place on, on their way together.
+  // Loads four elements from an aligned position, all in flight at once.
   struct Loaded {
     Four<Float32> p;
     Four<Grad> g;
@@ -61,7 +63,7 @@ struct AdamArrays {
     return {Four<Float32>::load(words(e)), Four<Grad>::load(g(e)), Four<Moment>::load(m(e)), Four<Moment>::load(v(e))};
   }
 
-  // Updates and stores them; brings the new masters.
+  // Updates and stores them; returns the new masters.
   __device__ void finish(int64_t e, Loaded x, const AdamScalars& s, float clip, float (&masters)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

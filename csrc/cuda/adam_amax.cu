@@ -1,5 +1,5 @@
-// Stage adam_amax: the update of adam_step over the owned spans of a table, and in the same pass the partial amaxes of the
-// updated masters.
+// Stage adam_amax: the update of adam_step over the owned spans of a table and, in the same pass,
+// the partial amaxes of the updated masters.
 #include "cuda/adam.cuh"
 #include "cuda/amax.cuh"
 #include "cuda/dispatch.cuh"
@@ -8,9 +8,9 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kAtOnce = 4;  // rows whose arrays are on their way together
+constexpr int kAtOnce = 4;  // rows whose loads are in flight together
 
-// Updates rows of a lane and brings the new masters.
+// Updates rows of a lane and returns the new masters.
 template <class Grad, class Moment>
 class Updater {
  public:
@@ -35,7 +35,7 @@ class Updater {
       }
       return;
     }
-    // Element by element, then read again: registers are not indexed in a loop.
+    // One element at a time, then read again, since registers cannot be indexed in a loop.
 #pragma unroll 1
     for (int i = 0; i < kAmaxRows * kAmaxShape.lane_columns; ++i) {
       const int r = first + i / kAmaxShape.lane_columns, c = i % kAmaxShape.lane_columns;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPieces = 4;  // of four elements, a thread
-constexpr int kAtOnce = 1;  // pieces whose arrays are on their way together
+constexpr int kAtOnce = 1;  // pieces whose loads are in flight together
 
 struct Segment {
   int64_t offset, numel, scalars;

@@ -1,16 +1,17 @@
-// From a lane's elements to the packed amaxes of the blocks that they lie in; shared by partial_amax and adam_amax.
+// Reduces a lane's elements to the packed amaxes of their blocks; for partial_amax and adam_amax.
 //
-// A maximum is rounded to the nominal dtype once a block: rounding is monotone.
+// A maximum is rounded to the nominal dtype once a block, as rounding is monotone.
 #pragma once
 
 #include "cuda/panel.cuh"
 
 namespace zerocast::cuda {
 
-// The kinds of block grids that the kernels know: the whole tensor, 128 x 128, 16 x 16, and 1 x 32 with 32 x 1.
+// The kinds of block grids that the kernels know: the whole tensor, 128 x 128, 16 x 16, and 1 x 32
+// with 32 x 1.
 enum class Grid { kTensor, kSquare128, kSquare16, kRowsAndColumns };
 
-// A format whose blocks the compiler knows: what it divides by are powers of two.
+// A format with block sizes known to the compiler, so that divisions are by powers of two.
 template <Grid kGrid>
 __device__ Format known(Format format) {
   constexpr int64_t kSide = kGrid == Grid::kSquare128 ? 128 : kGrid == Grid::kSquare16 ? 16 : 0;
@@ -25,7 +26,7 @@ __host__ __device__ constexpr int panel_rows(Grid grid) {
   return grid == Grid::kRowsAndColumns ? 2 * kPanelRows : kPanelRows;
 }
 
-// Where amaxes go, and what they are rounded to on the way.
+// The destination of amaxes and the dtype that they are rounded to.
 struct AmaxSink {
   Amaxes packed;
   Dtype nominal;
@@ -45,12 +46,12 @@ struct AmaxSink {
 using AmaxLane = Lane<kAmaxShape.lane_columns>;
 using AmaxRow = Row<kAmaxShape.lane_columns>;
 
-constexpr int kAmaxRows = 8;  // that a lane brings at once
+constexpr int kAmaxRows = 8;  // rows that a lane reduces at once
 using AmaxLane = Lane<kAmaxShape.lane_columns>;
 using AmaxElements = Row<kAmaxShape.lane_columns>[kAmaxRows];
 
-// Amaxes of the blocks under a panel, from eight rows after the other. All threads of a block come with all rows, with zeros
-// for what is not owned.
+// The amaxes of the blocks under a panel, eight rows at a time. All threads of a block pass all
+// rows, with zeros for elements that are not owned.
 template <Grid kGrid>
 class PanelAmaxes {
  public:
@@ -96,8 +97,8 @@ class PanelAmaxes {
   float most_ = 0.0f;
 };
 
-// Halves a list that two lanes have by turns: the lane with the bit keeps the upper half, and what both have becomes the
-// maximum.
+// Halves a list that two lanes share: the lane with the bit keeps the upper half, the other the
+// lower, each with the maximum of both.
 template <int n>
 __device__ void fold(float (&of)[n], int bit) {
   const bool upper = threadIdx.x & bit;
@@ -108,14 +109,14 @@ __device__ void fold(float (&of)[n], int bit) {
   }
 }
 
-// Blocks of 1 x 32, eight lanes a row, and of 32 x 1, which a lane goes down.
+// Blocks of 1 x 32, over eight lanes of a row, and of 32 x 1, along the rows of one lane.
 template <>
 class PanelAmaxes<Grid::kRowsAndColumns> {
  public:
   __device__ PanelAmaxes(const AmaxLane& lane, const Weight& w, const AmaxSink& out)
       : lane_(lane), w_(w), out_(out), across_(lane.columns / 32) {}
 
-  // Eight lanes fold eight rows until each has one of them: 7 shuffles, where reducing row by row takes 24.
+  // Eight lanes fold eight rows until each has one: 7 shuffles, where row by row would take 24.
   __device__ void rows(int first, const AmaxElements& x) {
     float eight[kAmaxRows];
 #pragma unroll

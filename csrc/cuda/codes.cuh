@@ -1,4 +1,5 @@
-// Encoders of eight neighbouring elements: the bits of codec.h from the fastest instructions that a target has.
+// Encoders of eight neighbouring elements: the bits of codec.h from the fastest instructions that a
+// target has.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,7 +19,7 @@ struct Codes8 {
   using Word = std::conditional_t<E::kBits == 4, uint32_t, uint2>;
 };
 
-// Rounded to the nominal dtype in registers, in pairs.
+// Rounds pairs to the nominal dtype in registers.
 template <class Storage, class Nominal>
 __device__ float2 to_nominal(float a, float b) {
   if constexpr (std::is_same_v<Storage, Nominal>) {
@@ -31,8 +32,8 @@ __device__ float2 to_nominal(float a, float b) {
   }
 }
 
-// Hardware conversions (sm_89 and newer) saturate, keep the sign of zero and give 0x7F for NaN, as docs/formats/common.md
-// asks.
+// Hardware conversions (sm_89 and newer) saturate, keep the sign of zero and give 0x7F for NaN, as
+// docs/formats/common.md requires.
 template <class E>
 __device__ uint32_t encode_fp8_pair(float2 y) {
 #if __CUDA_ARCH__ >= 890
@@ -42,8 +43,8 @@ __device__ uint32_t encode_fp8_pair(float2 y) {
 #endif
 }
 
-// Only the architecture- and family-specific Blackwell targets (sm_100a, sm_100f, sm_120a ...) have the conversion; plain
-// ones would compile an emulation of it without a word.
+// Only the architecture- and family-specific Blackwell targets (sm_100a, sm_100f, sm_120a ...) have
+// the conversion; plain ones would silently compile an emulation.
 #if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
 #define ZC_HARDWARE_E2M1 1
 #endif
@@ -58,12 +59,13 @@ __device__ inline uint32_t encode_e2m1_pair(float2 y) {
   return codes;
 }
 #else
-// Shifts a code in from the top: the encoder of codec.h in nine instructions. A product that is NaN has its sign bit clear
-// on this hardware, and fminf gives 6 for it, whose code is also NaN's.
+// Shifts a code in from the top: the encoder of codec.h in nine instructions. A product that is NaN
+// has its sign bit clear on this hardware, and fminf gives 6 for it, whose code is also NaN's.
 //
-// (2**22 + 1) * e + a, with e the power of two at or below a but at least 1, rounds a to units of e / 2 (the product is
-// exact, so the one rounding is the addition's). The low bits of the sum are then the code + 2 - 2 * log2(e), and those of
-// the exponent field of e, shifted, are 2 * log2(e) - 2.
+// (2**22 + 1) * e + a, with e the power of two at or below a but at least 1, rounds a to units of e
+// / 2 (the product is exact, so the one rounding is the addition's). The low bits of the sum are
+// then the code + 2 - 2 * log2(e), and those of the exponent field of e, shifted, are 2 * log2(e) -
+// 2.
 __device__ inline uint32_t push_e2m1(uint32_t codes, float y) {
   const float a = fminf(fabsf(y), 6.0f);
   const int32_t e = larger(bits_of(a) & kInfinity, 0x3F800000);

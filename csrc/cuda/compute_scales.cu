@@ -1,7 +1,9 @@
-// Stage compute_scales: whole scale buffers, padding included, and the tensor amaxes, from the reduced amaxes.
+// Stage compute_scales: whole scale buffers, padding included, and the tensor amaxes, from the
+// reduced amaxes.
 //
-// A thread fills four neighbouring entries in all the rows that repeat them. Two-level scales need the tensor amax first:
-// one launch leaves partial maxima a weight, and every warp of the next adds them up for itself.
+// A thread fills four neighbouring entries in all the rows that repeat them. Two-level scales need
+// the tensor amax first: one launch stores partial maxima of each weight, and every warp of the
+// next launch reduces them itself.
 #include "cuda/dispatch.cuh"
 #include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
@@ -37,7 +39,7 @@ __global__ void partial_maxima_kernel(Format format, const int64_t* table, Amaxe
   if (threadIdx.x == 0) partial[blockIdx.x] = most;
 }
 
-// The tensor amax, from whichever place has it; the whole warp asks.
+// The tensor amax; all lanes of a warp call it together.
 __device__ float tensor_amax(const Format& format, const Weight& w, int64_t index, const Amaxes& packed,
                              const ScaleOutputs& out) {
   if (format.scale_rule == ScaleRule::kTwoLevel) {
@@ -46,7 +48,7 @@ __device__ float tensor_amax(const Format& format, const Weight& w, int64_t inde
   return format.has_tensor_amax() ? packed.load(w[column::ROW_AMAX]) : 0.0f;
 }
 
-// The scale of a block as it is stored: f32 bits, or a byte.
+// The stored scale of a block: f32 bits, or a byte.
 template <ScaleRule kRule>
 struct StoredScale {
   const Format& format;
@@ -59,7 +61,7 @@ struct StoredScale {
   }
 };
 
-// Four neighbouring amaxes, of which `count` are there.
+// Four neighbouring amaxes, of which `count` exist.
 template <class Packed>
 __device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count, float (&amaxes)[kScaleEntries]) {
   const auto* at = static_cast<const typename Packed::Word*>(packed.address) + index;
@@ -73,7 +75,7 @@ __device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count,
   }
 }
 
-// Four columns of some rows of a grid, with the padding among them.
+// Four columns of some rows of a grid, including padding.
 template <class Packed, ScaleRule kRule>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
                      const StoredScale<kRule>& scale, uint8_t* out) {

@@ -1,7 +1,9 @@
-// Stage dequantize: one direction of one weight back to floating point, in the weight's own orientation.
+// Stage dequantize: one direction of one weight back to floating point, in the weight's own
+// orientation.
 //
-// A thread block takes 64 x 64 elements of the stored matrix, a thread eight neighbouring codes of two rows. Transposed data
-// is turned in shared memory. Where eight codes do not end with a row, or nothing is aligned, it goes one by one.
+// A thread block takes 64 x 64 elements of the stored matrix, a thread eight neighbouring codes of
+// two rows. Transposed data is transposed back in shared memory. Rows that are no multiple of eight
+// codes and unaligned data are processed one element at a time.
 #include <algorithm>
 
 #include "cuda/codes.cuh"
@@ -12,14 +14,14 @@ namespace zerocast::cuda {
 namespace {
 
 constexpr int kSide = 64, kEight = 8, kAcross = kSide / kEight, kThreads = 256;
-constexpr int kPitch = kSide + 2;  // of the tile: neighbouring rows begin in neighbouring banks
+constexpr int kPitch = kSide + 2;  // so that neighbouring rows begin in neighbouring banks
 
 // Scales by block: entry (i, j) of the grid of the stored matrix.
 struct Factors {
   ScaleRule rule;
   const uint8_t* buffer;
   const float* tensor_amax;
-  int32_t block_rows, block_columns;  // of the stored matrix; 0 is the whole
+  int32_t block_rows, block_columns;  // of the stored matrix; 0 is the whole matrix
   int64_t stride;                     // entries from block row to block row
 
   // Columns of eight neighbours begin at a multiple of eight.
@@ -47,7 +49,7 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
           buffer.repeat * buffer.columns};
 }
 
-// The codes of eight neighbouring elements, of which the first is at an address of whole words, or one of them.
+// The codes of eight neighbouring elements, the first of them word-aligned, or one code.
 template <class E>
 struct Codes {
   typename Codes8<E>::Word word;
@@ -79,8 +81,8 @@ __device__ void store_eight(Word* at, const Word (&words)[kEight]) {
   for (int i = 0; i < kFours; ++i) reinterpret_cast<uint4*>(at)[i] = fours[i];
 }
 
-// `rows` and `columns` are those of the stored matrix; `whole` says that eight elements of a row, or when transposed of a
-// column, can be read and written at once.
+// `rows` and `columns` are those of the stored matrix. If `whole`, eight elements of a row, or of a
+// column when transposed, can be read and written at once.
 template <class E, class Out, bool kTransposed>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const uint8_t* data, Factors factors, int32_t rows, int32_t columns, bool whole, typename Out::Word* out) {

@@ -1,6 +1,8 @@
-// How the work of a stage is cut: which elements a warp or a thread block takes, and how many blocks a weight needs.
+// The division of a stage's work: the elements of a warp or a thread block, and the blocks of a
+// weight.
 //
-// Shared by the host, which counts blocks once a table, and the kernels, which find their place again from an ordinal.
+// It is shared by the host, which counts blocks once a table, and the kernels, which compute their
+// position from an ordinal.
 #pragma once
 
 #include <cstdint>
@@ -10,35 +12,38 @@
 
 namespace zerocast::cuda {
 
-// Kinds of work, each with a way of its own to count thread blocks.
+// Kinds of work; each counts its thread blocks in its own way.
 enum class Stage : int { kAmaxPanels, kCastPanels, kScales, kTranspose, kTransposeScales };
 
 constexpr int kWarpLanes = 32;
 
-// A warp takes a panel of 16 rows, or of the rows of a columnwise block if those are more, and a lane some neighbouring
-// columns of each row. The warps of a thread block are stacked, so that 8 of them hold a block of 128 rows in whole.
+// A warp takes a panel of 16 rows, or of the rows of a columnwise block if those are more; a lane
+// takes some neighbouring columns of each row. The warps of a thread block are stacked, so that 8
+// of them cover a block of 128 rows.
 struct PanelShape {
   int lane_columns, warps;
   ZC_HD constexpr int width() const { return kWarpLanes * lane_columns; }
   ZC_HD constexpr int threads() const { return kWarpLanes * warps; }
 };
-// Reading alone is best done 16 bytes of f32 a lane; codes of 8 elements make one store of 4 or 8 bytes.
+// Reads are fastest at 16 bytes of f32 a lane; the codes of 8 elements make one store of 4 or 8
+// bytes.
 constexpr PanelShape kAmaxShape{4, 8}, kCastShape{8, 4};
 constexpr int kPanelRows = 16;
 
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
 
-// Scales: a thread takes 4 neighbouring entries of 8 rows of a scale buffer, or of the rows that repeat one.
+// Scales: a thread takes 4 neighbouring entries of 8 rows of a scale buffer, or of the rows that
+// repeat one.
 constexpr int kScaleEntries = 4, kScaleRows = 8, kScaleThreads = 256;
 
-// Transposes: a thread block turns 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4 rows each, or of 8 rows
-// of 4-bit codes.
-constexpr int kTurnBytes = 128, kTurnRows = 256, kTurnThreads = 256;
+// Transposes: a thread block takes 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4
+// rows each, or of 8 rows of 4-bit codes.
+constexpr int kTransposeBytes = 128, kTransposeRows = 256, kTransposeThreads = 256;
 
-// The panels of a weight. Formats without blocks see their span as rows of one panel's width, wherever the weight's own end.
+// The panels of a weight. A format without blocks treats its span as rows of one panel's width.
 struct PanelGrid {
-  int64_t origin;  // the element that row 0 starts with; of a span without blocks it may lie before the span
+  int64_t origin;  // first element of row 0, which may lie before a span without blocks
   int64_t pitch;   // elements from row to row
   int64_t rows, columns;
   uint32_t across;  // thread blocks side by side
@@ -57,7 +62,7 @@ ZC_HD PanelGrid panel_grid(const Format& format, const Weight& w, PanelShape sha
   return {0, w.columns(), w.rows(), w.columns(), static_cast<uint32_t>((w.columns() - 1) / width + 1)};
 }
 
-// Ordinals of the thread blocks of a weight, counted from the panels of its first row on, wherever the span begins.
+// Ordinals of the thread blocks of a weight, counted from its first row, wherever the span begins.
 struct Ordinals {
   int64_t first, count;
 };
@@ -71,8 +76,8 @@ inline Ordinals panel_ordinals(const Format& format, const Weight& w, PanelShape
   return {first * grid.across, (last - first + 1) * grid.across};
 }
 
-// Threads that fill one scale buffer; in 32 bits, as are its rows and columns: 64-bit divisions would cost more than the
-// rest.
+// The threads that fill one scale buffer. All extents are 32-bit: 64-bit divisions would cost more
+// than the rest of the kernel.
 ZC_HD uint32_t scale_threads_across(const ScaleBuffer& buffer) {
   return (static_cast<uint32_t>(buffer.columns) + kScaleEntries - 1) / kScaleEntries;
 }
@@ -91,14 +96,14 @@ ZC_HD uint32_t own_scale_threads(const Format& format, const Weight& w) {
                                                    : 0;
 }
 
-// Pieces of one weight that are turned, across and down.
-struct TurnGrid {
+// The pieces in which one weight is transposed, across and down.
+struct TransposeGrid {
   int64_t across, down;
 };
 
-ZC_HD TurnGrid turn_grid(const Format& format, const Weight& w) {
+ZC_HD TransposeGrid transpose_grid(const Format& format, const Weight& w) {
   const int64_t bytes = w.columns() / format.elements_per_byte();
-  return {(bytes + kTurnBytes - 1) / kTurnBytes, (w.rows() + kTurnRows - 1) / kTurnRows};
+  return {(bytes + kTransposeBytes - 1) / kTransposeBytes, (w.rows() + kTransposeRows - 1) / kTransposeRows};
 }
 
 inline Ordinals ordinals(Stage stage, const Format& format, const Weight& w) {
@@ -112,7 +117,7 @@ inline Ordinals ordinals(Stage stage, const Format& format, const Weight& w) {
       return blocks(static_cast<int64_t>(scale_threads(rowwise_scale_buffer(format, w.rows(), w.columns()))) +
                     own_scale_threads(format, w));
     case Stage::kTranspose:
-      return {0, turn_grid(format, w).across * turn_grid(format, w).down};
+      return {0, transpose_grid(format, w).across * transpose_grid(format, w).down};
     case Stage::kTransposeScales:
       return blocks(format.block ? scale_threads(columnwise_scale_buffer(format, w.rows(), w.columns())) : 0);
   }

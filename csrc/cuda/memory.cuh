@@ -1,4 +1,4 @@
-// What kernels are given, and how they reach it.
+// The arguments of kernels and the access to memory through them.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct Amaxes {
     }
   }
 
-  // Amaxes are not negative, so their bits order as they do. Most visitors find a larger one and leave.
+  // Amaxes are not negative, so their bits order alike. Most threads find a larger one and return.
   __device__ void raise(int64_t index, float amax) const {
     if (bfloat16) {
       auto* word = static_cast<uint16_t*>(address) + index;

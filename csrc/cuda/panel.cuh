@@ -1,4 +1,4 @@
-// A lane's part of a panel: some neighbouring columns of each of its rows, and the master elements there.
+// A lane's part of a panel: some neighbouring columns of each row, and their master elements.
 #pragma once
 
 #include "cuda/geometry.h"
@@ -6,14 +6,14 @@
 
 namespace zerocast::cuda {
 
-// Where a lane stands: `row`, `column` and `element` are those of its first element.
+// The position of a lane: `row`, `column` and `element` of its first element.
 template <int kColumns>
 struct Lane {
   int64_t row, column, element;
   int64_t pitch, rows, columns;
   int64_t start, stop;  // of the owned span
 
-  // The columns of row `r` that are owned: [first, last), none if last <= first.
+  // The owned columns [first, last) of row `r`; none if last <= first.
   struct Owned {
     int first, last;
     __device__ bool has(int c) const { return c >= first && c < last; }
@@ -24,7 +24,8 @@ struct Lane {
     return {clamp(start - e), min(clamp(stop - e), clamp(columns - column))};
   }
 
-  // All elements of `height` rows are owned, and so are `before` elements before the first and `after` behind the last.
+  // True if all elements of `height` rows are owned, with `before` more before and `after` behind
+  // them.
   __device__ bool whole(int height, int before = 0, int after = 0) const {
     return row + height <= rows && column + kColumns <= columns && element - before >= start &&
            element + (height - 1) * pitch + kColumns + after <= stop;
@@ -56,7 +57,7 @@ __device__ Lane<kColumns> find_lane(const PanelGrid& grid, const Weight& w, uint
 template <int kColumns>
 using Row = float[kColumns];
 
-// fmaxf passes over NaN.
+// fmaxf ignores NaN.
 template <int kColumns>
 __device__ float row_amax(const Row<kColumns>& x) {
   float most = 0.0f;
@@ -65,8 +66,8 @@ __device__ float row_amax(const Row<kColumns>& x) {
   return most;
 }
 
-// Four words of a storage type, read or written at once. Plainly: hints that they are used once made casts 3 to 8 % slower
-// on an H200.
+// Four words of a storage type, read or written at once, without cache hints: streaming hints made
+// casts 3 to 8 % slower on an H200.
 template <class Storage>
 struct Four {
   using Word = typename Storage::Word;
@@ -88,7 +89,8 @@ struct Four {
   __device__ float operator[](int i) const { return Storage::widen(words[i]); }
 };
 
-// Reads master elements of a lane's rows. `origin` is the address of element 0, which usually lies in no storage.
+// Reads the master elements of a lane's rows. `origin` is the address of element 0, which may not
+// exist.
 template <class Storage, int kColumns>
 class MasterReader {
  public:
@@ -107,7 +109,7 @@ class MasterReader {
     }
   }
 
-  // Rows [first, first + kRows) of the lane; all are on their way before one is needed.
+  // Rows [first, first + kRows) of the lane; all loads are in flight before one is needed.
   template <int kRows>
   __device__ void read(int first, Row<kColumns> (&x)[kRows]) const {
     const Word* at = first_ + first * lane_.pitch;
@@ -138,7 +140,7 @@ class MasterReader {
     }
   }
 
-  // One aligned vector more holds the words from any of four places on; it is next door's first.
+  // One more aligned vector covers the words from any of four offsets; it is the next lane's first.
   template <int kRows>
   __device__ void read_shifted(const Word* at, Row<kColumns> (&x)[kRows]) const {
     Four<Storage> v[kRows][kColumns / 4 + 1];
@@ -161,8 +163,8 @@ class MasterReader {
     }
   }
 
-  // In line, as everything here: ptxas 13.0 keeps values that all lanes share in registers of the warp across a call that
-  // only some lanes make, and what they call overwrites those.
+  // Inlined, as everything here: ptxas 13.0 keeps values that all lanes share in uniform registers
+  // across a call that only some lanes make, and the callee overwrites them.
   template <int kRows>
   __device__ void read_owned(const Word* at, int first, Row<kColumns> (&x)[kRows]) const {
 #pragma unroll
@@ -175,17 +177,17 @@ class MasterReader {
 
   const Lane<kColumns>& lane_;
   const Word* first_;
-  int shift_;  // words from an aligned place to the lane's first, or kByElement
+  int shift_;  // words from an aligned address to the lane's first, or kByElement
 };
 
-// The address of element 0 of a weight in a list of bases that are cut as its masters are.
+// The address of element 0 of a weight in a list of bases that is parallel to its masters.
 template <class Storage>
 __device__ uint64_t origin_of(const BaseList& bases, const Weight& w) {
   return bases.addresses[w[column::MASTER_BASE]] +
          (w[column::MASTER_OFFSET] - w.start()) * static_cast<int64_t>(sizeof(typename Storage::Word));
 }
 
-// The greatest of `lanes` neighbouring lanes, in all of them.
+// The maximum over `lanes` neighbouring lanes, in all of them.
 template <int lanes>
 __device__ float greatest(float value) {
 #pragma unroll

@@ -6,7 +6,8 @@
 namespace zerocast::cuda {
 namespace {
 
-// Thread blocks a multiprocessor: shuffles want more warps to hide behind, the others more registers.
+// Thread blocks a multiprocessor: kernels with shuffles need more warps to hide latency, the others
+// more registers.
 constexpr int min_blocks(Grid grid) { return grid == Grid::kRowsAndColumns ? 3 : 1; }
 
 template <class Storage, Grid kGrid>

@@ -16,12 +16,12 @@ struct CastInputs {
 };
 
 constexpr int kColumns = kCastShape.lane_columns;
-constexpr int kStep = 8;  // rows whose elements are on their way together
+constexpr int kStep = 8;  // rows whose loads are in flight together
 
 using CastLane = Lane<kColumns>;
 using CastRow = Row<kColumns>;
 
-// Where the codes of a lane go; `origin` is the address of the weight's element 0.
+// The destination of a lane's codes; `origin` is the address of the weight's element 0.
 template <class E>
 class CodeWriter {
  public:
@@ -43,7 +43,7 @@ class CodeWriter {
  private:
   __device__ uint64_t address(int r, int c) const { return origin_ + (lane_.element + r * lane_.pitch + c) * E::kBits / 8; }
 
-  // Of a byte with two codes of which one is owned, only that half changes; both belong to one lane.
+  // A byte with one owned code keeps its other half; both halves belong to one lane.
   __device__ void write_owned(int r, Word codes) const {
     constexpr int kInByte = 8 / E::kBits;
     const CastLane::Owned owned = lane_.owned(r);
@@ -97,7 +97,7 @@ __device__ inline float scalar(const BaseList& bases, const Weight& w, column::C
   return *bases.at<const float>(w, base, offset);
 }
 
-// What the elements of the block with this packed amax are multiplied by.
+// The multiplier of the elements of the block with this packed amax.
 __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int64_t amax) {
   const Format& f = in.format;
   if (f.amax_policy == AmaxPolicy::kDelayed) return scalar(in.scales, w, column::SCALE_BASE, column::SCALE_OFFSET);
@@ -126,7 +126,7 @@ __device__ CastLane cast_lane(const CastInputs& in, const Weight& w, const Item&
   return find_lane<kColumns>(grid, w, item.ordinal, panel_rows(kGrid), kCastShape.warps);
 }
 
-// Thread blocks a multiprocessor: the longer arithmetic of 4-bit codes wants more warps to hide behind.
+// Thread blocks a multiprocessor: the longer arithmetic of 4-bit codes needs more warps.
 template <class E>
 constexpr int kMinBlocks = E::kBits == 4 ? 5 : 1;
 
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   }
 }
 
-// Multipliers of the 1 x 32 blocks under a panel of 32 rows by 256 columns, eight a lane: of row r and the lanes 4 b to 4 b
-// + 3 in register r / 4 of lane r % 4 * 8 + b.
+// Multipliers of the 1 x 32 blocks under a panel of 32 rows by 256 columns, eight a lane: of row r
+// and the lanes 4 b to 4 b + 3 in register r / 4 of lane r % 4 * 8 + b.
 class RowMultipliers {
  public:
   __device__ RowMultipliers(const CastInputs& in, const Weight& w, const CastLane& lane) {
@@ -170,7 +170,7 @@ class RowMultipliers {
     for (int k = 0; k < 8; ++k) of_[k] = e8m0_multiplier(of_[k]);
   }
 
-  // Of row 8 * step + r for this lane; the whole warp asks. `r` is known to the compiler.
+  // The multiplier of row 8 * step + r for this lane; the whole warp calls it, with a constant `r`.
   __device__ float of(int step, int r) const {
     const float mine = step == 0 ? of_[r / 4] : step == 1 ? of_[2 + r / 4] : step == 2 ? of_[4 + r / 4] : of_[6 + r / 4];
     return __shfl_sync(0xFFFFFFFFu, mine, r % 4 * 8 + threadIdx.x % kWarpLanes / 4);
@@ -180,7 +180,8 @@ class RowMultipliers {
   float of_[8];
 };
 
-// Both directions from one read: rows of 32 columns and columns of 32 rows have scales of their own.
+// Both directions from one read: rows of 32 columns and columns of 32 rows have scales of their
+// own.
 template <class Storage, class Nominal, class E>
 __global__ void __launch_bounds__(kCastShape.threads(), 4)
     cast_twice_kernel(CastInputs in, const int64_t* table, const Item* items) {
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kCastShape.threads(), 4)
   }
 }
 
-// Words that are only moved: NaN keeps its payload.
+// Words that are only copied: NaN keeps its payload.
 struct Word16 {
   using Word = uint16_t;
   __device__ static float widen(Word word) { return float_of(word); }

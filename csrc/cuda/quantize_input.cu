@@ -1,7 +1,8 @@
-// The other operand of an FP8 product: `per_tensor` and `groups` of zerocast/gemm/inputs.py, byte for byte.
+// The other operand of an FP8 product: `per_tensor` and `groups` of zerocast/gemm/inputs.py, byte
+// for byte.
 //
-// A thread takes eight neighbouring elements at once. Groups take one pass; a whole tensor takes one for its amax and one
-// for its codes.
+// A thread takes eight neighbouring elements at once. Groups take one pass; a whole tensor takes
+// one for its amax and one for its codes.
 #include <algorithm>
 
 #include "cuda/codes.cuh"
@@ -14,8 +15,8 @@ namespace {
 constexpr int kElements = 8, kThreads = 256;
 constexpr int kGroupLanes = kInputGroup / kElements;
 constexpr int kGroupRows = kThreads / kGroupLanes;  // of a thread block, at a time
-constexpr int kMostAmaxBlocks = 2048;               // each of which ends in atomics on one word
-constexpr int kTimes = 4;                           // what a thread has on its way together
+constexpr int kMostAmaxBlocks = 2048;               // each ends with atomics on one word
+constexpr int kTimes = 4;                           // loads of a thread in flight together
 
 template <class In>
 struct Eight {
@@ -49,7 +50,7 @@ struct Eight {
   }
 };
 
-// `encode_scale` of inputs.py: no number where the amax is not finite.
+// `encode_scale` of inputs.py: NaN if the amax is not finite.
 template <class E>
 __device__ float scale_of(int32_t amax_bits, bool power_of_2) {
   if (amax_bits >= kInfinity) return float_of(kNaN);
@@ -65,7 +66,7 @@ __device__ int32_t greatest_bits(int32_t value) {
   return value;
 }
 
-// Rows first, so that a thread block writes neighbouring scales; they lie column by column.
+// Rows first, so that a thread block writes neighbouring scales, which are column-major.
 template <class In, class E>
 __global__ void __launch_bounds__(kThreads) groups_kernel(const typename In::Word* x, int64_t rows, int64_t columns,
                                                           bool power_of_2, uint8_t* codes, float* scale_inv) {
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) groups_kernel(const typename In::Wor
   }
 }
 
-// What is left behind the last eight goes one by one, by the first threads.
+// The first threads process the remainder after the last eight elements, one each.
 template <class In>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const typename In::Word* x, int64_t numel, int32_t* amax_bits) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;

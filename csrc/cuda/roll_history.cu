@@ -1,4 +1,5 @@
-// Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md), a thread block a weight.
+// Stage roll_history: the amax history of delayed scaling (docs/formats/fp8_delayed.md), one thread
+// block a weight.
 #include <cmath>
 
 #include "cuda/dispatch.cuh"
@@ -13,7 +14,7 @@ struct History {
   BaseList amaxes, scales, histories;
 };
 
-// Pieces of the history move down by one from left to right, each read in whole before it is written.
+// Shifts the history down by one in pieces from left to right; each is read before it is written.
 __global__ void roll_kernel(Format format, float numerator, const int64_t* table, History at, const bool* skip) {
   if (holds(skip)) return;
   const Weight w{table + static_cast<int64_t>(blockIdx.x) * column::WIDTH};

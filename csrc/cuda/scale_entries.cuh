@@ -5,7 +5,7 @@
 
 namespace zerocast::cuda {
 
-// Those that the buffer has, from `column` on; bytes come in fours.
+// Stores the entries from `column` on that the buffer has; bytes come in fours.
 __device__ inline void write_entries(const ScaleBuffer& buffer, uint8_t* row, uint32_t column,
                                      const uint32_t (&entries)[kScaleEntries]) {
   if (buffer.entry == 1) {

@@ -1,5 +1,6 @@
-// The stages of zerocast/backends/README.md on the GPU. Each is asynchronous on a stream and, but for compute_scales of
-// two-level scales and transposes with scales, one launch for the whole table.
+// The stages of zerocast/backends/README.md on the GPU. Each is asynchronous on a stream. Each is
+// one launch for the whole table, except compute_scales of two-level scales and transposes with
+// scales.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace zerocast::cuda {
 
-// A table in device memory with the work list that `zerocast.backends.cuda.launch` made of it: int32 (weight, ordinal)
-// pairs.
+// A table in device memory with the work list that `zerocast.backends.cuda.launch` made from it:
+// int32 (weight, ordinal) pairs.
 struct Work {
   uintptr_t table;
   int64_t weights;
@@ -19,7 +20,7 @@ struct Work {
 };
 
 using DeviceBases = uintptr_t;                           // of an array of addresses in device memory
-constexpr DeviceBases kOnlyBase = DeviceBases{1} << 63;  // where a stage says so: with this bit the address of the only base
+constexpr DeviceBases kOnlyBase = DeviceBases{1} << 63;  // marks the address of a single base itself
 using Flag = uintptr_t;                                  // of a bool, or 0
 
 struct Stream {
@@ -33,7 +34,7 @@ void partial_amax(const Format& format, Dtype nominal, Dtype master, DeviceBases
 void compute_scales(const Format& format, Array packed, const Work& work, DeviceBases row_scales, DeviceBases column_scales,
                     DeviceBases amaxes, DeviceBases scales, uintptr_t partial, Flag skip, Stream stream);
 
-// f32 values a weight that compute_scales of two-level scales needs as scratch memory.
+// f32 values of scratch memory a weight for compute_scales of two-level scales.
 constexpr int kPartialAmaxes = 32;
 
 void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, Array packed, DeviceBases amaxes,
@@ -43,12 +44,12 @@ void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases
 void roll_history(const Format& format, const Work& work, DeviceBases amaxes, DeviceBases scales, DeviceBases histories,
                   Flag skip, Stream stream);
 
-// Bases may be only ones: the copy that a product asks for lives no longer than that, and nothing is copied to the device
-// for it.
+// Bases may be single ones (kOnlyBase): the copy that a product needs is temporary, and no address
+// is copied to the device for it.
 void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
                DeviceBases column_data, DeviceBases column_scales, Stream stream);
 
-// One direction of one weight; `data_dtype` is read for formats without an element only.
+// One direction of one weight; `data_dtype` matters only for formats without codes.
 struct Quantized {
   uintptr_t data, scale_inv, amax;
   Dtype data_dtype;
@@ -68,20 +69,21 @@ struct AdamStep {
 void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int64_t blocks, const AdamStep& step,
                Stream stream);
 
-// The same over the owned spans of a table, with the partial amaxes of the result; addresses of `state` are of arrays of
-// addresses.
+// The same over the owned spans of a table, with the partial amaxes of the result; addresses of
+// `state` are of arrays of addresses.
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);
 
-// Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are `[rows, columns]`; scales of groups,
-// which are this many elements of a row, `[columns / kInputGroup, rows]`; `amax_bits` is scratch memory for one word.
+// Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are
+// `[rows, columns]`; scales of groups, which are this many elements of a row,
+// `[columns / kInputGroup, rows]`; `amax_bits` is scratch memory for one word.
 constexpr int kInputGroup = 128;
 void quantize_groups(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, uintptr_t codes,
                      uintptr_t scale_inv, Stream stream);
 void quantize_tensor(Array x, int64_t numel, Element element, uintptr_t codes, uintptr_t scale_inv, uintptr_t amax_bits,
                      Stream stream);
 
-// Targets that this extension holds machine code for, such as "90a".
+// The targets that this extension has machine code for, such as "90a".
 const char* targets();
 
 }  // namespace zerocast::cuda

@@ -1,7 +1,8 @@
 // Stage transpose: columnwise copies from the gathered rowwise bytes.
 //
-// A thread reads 16 bytes of 4 rows (8 rows of 4-bit codes), turns them in registers into words that run down a column, and
-// leaves those in shared memory, from which columns go out 256 bytes (128 of 4-bit codes) at a time.
+// A thread reads 16 bytes of 4 rows (8 rows of 4-bit codes), transposes them in registers into
+// words along a column, and stores those in shared memory, from which columns are written 256 bytes
+// (128 of 4-bit codes) at a time.
 #include "cuda/dispatch.cuh"
 #include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
@@ -9,7 +10,7 @@
 namespace zerocast::cuda {
 namespace {
 
-// A list of bases, or the only one.
+// A list of bases, or a single one.
 struct Bases {
   DeviceBases bases;
 
@@ -26,15 +27,15 @@ struct Matrix {
   __device__ uint8_t* at(int64_t row, int64_t byte) const { return data + row * bytes + byte; }
 };
 
-// Where word `word` of a column lies, `words` a column. The exclusive or keeps the pieces of four words that neighbouring
-// lanes write in different banks, and a piece contiguous.
+// The place of word `word` of a column of `words`. The exclusive or puts the pieces of four words
+// that neighbouring lanes write into different banks, and keeps a piece contiguous.
 template <int words, int kColumnsPerLane>
 __device__ int place(int column, int word) {
   return column * words + (word ^ (column / kColumnsPerLane % 8 * 4));
 }
 
-// Four rows of four bytes to four columns.
-__device__ inline void turn_bytes(uint32_t (&w)[4]) {
+// Transposes four rows of four bytes to four columns.
+__device__ inline void transpose_bytes(uint32_t (&w)[4]) {
   const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
   const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
   w[0] = __byte_perm(a, b, 0x5410);
@@ -43,8 +44,8 @@ __device__ inline void turn_bytes(uint32_t (&w)[4]) {
   w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Two rows of codes to their even and their odd columns, in pairs.
-__device__ inline void turn_nibbles(uint32_t& even, uint32_t& odd) {
+// Transposes two rows of codes to pairs of their even and of their odd columns.
+__device__ inline void transpose_nibbles(uint32_t& even, uint32_t& odd) {
   const uint32_t low = (even & 0x0F0F0F0Fu) | (odd << 4 & 0xF0F0F0F0u);
   odd = (even >> 4 & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u);
   even = low;
@@ -75,19 +76,20 @@ __device__ void write16(const Matrix& m, int64_t row, int64_t byte, uint4 words)
   for (int i = 0; i < 16 && byte + i < m.bytes; ++i) *m.at(row, byte + i) = (&words.x)[i / 4] >> (i % 4 * 8);
 }
 
-// Turns word i of the 16 bytes of all rows: put(column, word), columns counted from the first of the 16 bytes.
+// Transposes word i of the 16 bytes of all rows and calls put(column, word), with columns counted
+// from the first of the 16 bytes.
 template <bool kNibbles, int kRows, class Put>
-__device__ void turn_words(uint4 (&rows)[kRows], int i, const Put& put) {
+__device__ void transpose_words(uint4 (&rows)[kRows], int i, const Put& put) {
   if constexpr (kNibbles) {
     uint32_t even[4], odd[4];  // of byte columns: pairs of rows, of even and of odd codes
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       even[pair] = (&rows[2 * pair].x)[i];
       odd[pair] = (&rows[2 * pair + 1].x)[i];
-      turn_nibbles(even[pair], odd[pair]);
+      transpose_nibbles(even[pair], odd[pair]);
     }
-    turn_bytes(even);
-    turn_bytes(odd);
+    transpose_bytes(even);
+    transpose_bytes(odd);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       put(8 * i + 2 * c, even[c]);
@@ -97,28 +99,28 @@ __device__ void turn_words(uint4 (&rows)[kRows], int i, const Put& put) {
     uint32_t words[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) words[r] = (&rows[r].x)[i];
-    turn_bytes(words);
+    transpose_bytes(words);
 #pragma unroll
     for (int c = 0; c < 4; ++c) put(4 * i + c, words[c]);
   }
 }
 
 template <bool kNibbles>
-__global__ void __launch_bounds__(kTurnThreads)
-    turn_kernel(Format format, const int64_t* table, const Item* items, Bases row_data, Bases column_data) {
+__global__ void __launch_bounds__(kTransposeThreads)
+    transpose_kernel(Format format, const int64_t* table, const Item* items, Bases row_data, Bases column_data) {
   constexpr int kPerByte = kNibbles ? 2 : 1;
   constexpr int kRows = 4 * kPerByte, kColumns = 16 * kPerByte;  // of a thread at a time
-  constexpr int kDown = kTurnThreads / 8, kSteps = kTurnRows / (kDown * kRows);
-  constexpr int kTurned = kTurnBytes * kPerByte, kWords = kTurnRows / kRows;  // columns, and words of each
-  __shared__ uint32_t turned[kTurned * kWords];
+  constexpr int kDown = kTransposeThreads / 8, kSteps = kTransposeRows / (kDown * kRows);
+  constexpr int kTransposed = kTransposeBytes * kPerByte, kWords = kTransposeRows / kRows;  // columns, and words of each
+  __shared__ uint32_t transposed[kTransposed * kWords];
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const Matrix from{row_data.at(w[column::ROW_DATA_BASE], w[column::ROW_DATA_OFFSET]), w.rows(), w.columns() / kPerByte};
   const Matrix to{column_data.at(w[column::COLUMN_DATA_BASE], w[column::COLUMN_DATA_OFFSET]), w.columns(),
                   w.rows() / kPerByte};
-  const uint32_t across = turn_grid(format, w).across, down = item.ordinal / across;
-  const int64_t first_row = static_cast<int64_t>(down) * kTurnRows;
-  const int64_t first_byte = static_cast<int64_t>(item.ordinal - down * across) * kTurnBytes;
+  const uint32_t across = transpose_grid(format, w).across, down = item.ordinal / across;
+  const int64_t first_row = static_cast<int64_t>(down) * kTransposeRows;
+  const int64_t first_byte = static_cast<int64_t>(item.ordinal - down * across) * kTransposeBytes;
 
   const int lane = threadIdx.x % 8, strip = threadIdx.x / 8;
   uint4 rows[kSteps][kRows];
@@ -132,16 +134,16 @@ __global__ void __launch_bounds__(kTurnThreads)
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const auto put = [&](int column, uint32_t word) {
-      turned[place<kWords, kColumns>(lane * kColumns + column, step * kDown + strip)] = word;
+      transposed[place<kWords, kColumns>(lane * kColumns + column, step * kDown + strip)] = word;
     };
 #pragma unroll
-    for (int i = 0; i < 4; ++i) turn_words<kNibbles>(rows[step], i, put);
+    for (int i = 0; i < 4; ++i) transpose_words<kNibbles>(rows[step], i, put);
   }
   __syncthreads();
   constexpr int kPieces = kWords / 4;  // of 16 bytes, a column
-  for (int i = threadIdx.x; i < kTurned * kPieces; i += kTurnThreads) {
+  for (int i = threadIdx.x; i < kTransposed * kPieces; i += kTransposeThreads) {
     const int column = i / kPieces, piece = i % kPieces;
-    const uint4 words = *reinterpret_cast<const uint4*>(turned + place<kWords, kColumns>(column, piece * 4));
+    const uint4 words = *reinterpret_cast<const uint4*>(transposed + place<kWords, kColumns>(column, piece * 4));
     write16(to, first_byte * kPerByte + column, first_row / kPerByte + piece * 16, words);
   }
 }
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kTurnThreads)
 // A thread takes four neighbouring columns of some rows of the columnwise buffer.
 template <Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
-    turn_scales_kernel(Format given, const int64_t* table, const Item* items, Bases row_scales, Bases column_scales) {
+    transpose_scales_kernel(Format given, const int64_t* table, const Item* items, Bases row_scales, Bases column_scales) {
   Format format = known<kGrid>(given);
   format.scale_rule = kGrid == Grid::kSquare16 ? ScaleRule::kTwoLevel : ScaleRule::kFP32;
   const Item item = items[blockIdx.x];
@@ -181,12 +183,12 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
                DeviceBases column_data, DeviceBases column_scales, Stream stream) {
-  const auto kernel = format.elements_per_byte() == 2 ? turn_kernel<true> : turn_kernel<false>;
-  launch(kernel, data.blocks, kTurnThreads, stream, format, table_of(data), items_of(data), Bases{row_data},
+  const auto kernel = format.elements_per_byte() == 2 ? transpose_kernel<true> : transpose_kernel<false>;
+  launch(kernel, data.blocks, kTransposeThreads, stream, format, table_of(data), items_of(data), Bases{row_data},
          Bases{column_data});
   if (scales.blocks == 0) return;
   const auto of_scales =
-      is(format.block, 16, 16) ? turn_scales_kernel<Grid::kSquare16> : turn_scales_kernel<Grid::kSquare128>;
+      is(format.block, 16, 16) ? transpose_scales_kernel<Grid::kSquare16> : transpose_scales_kernel<Grid::kSquare128>;
   launch(of_scales, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales), Bases{row_scales},
          Bases{column_scales});
 }

@@ -1,4 +1,4 @@
-"""Where zerocast comes in: a GPT whose matrices are quantized weights, and the optimizer that owns their masters."""
+"""The use of zerocast: a GPT with quantized matrices, and the optimizer that owns their masters."""
 
 import torch
 from torch import nn
@@ -12,10 +12,11 @@ Optimizer = zerocast.ZeroAdamW | fsdp2.Fsdp2AdamW
 
 
 def build_model(config: TrainConfig, device: torch.device) -> GPT:
-    """Make the same model on every rank: block matrices in the chosen format, embedding in BF16, norms in FP32.
+    """Make the same model on every rank: block matrices in the chosen format, embedding in BF16,
+    norms in FP32.
 
-    Quantizing comes first, from FP32 values, which zerocast keeps until the optimizer has made masters of them. Under FSDP2 the
-    FP32 parameters stay and are the masters.
+    Quantization starts from FP32 values, which zerocast keeps until the optimizer copies them to
+    its masters. Under FSDP2 the FP32 parameters themselves are the masters.
     """
     torch.manual_seed(config.seed)
     model = GPT(config.model).to(device)
@@ -31,7 +32,9 @@ def build_model(config: TrainConfig, device: torch.device) -> GPT:
 
 
 def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
-    """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks decay."""
+    """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks
+    decay.
+    """
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
@@ -56,8 +59,8 @@ def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
 
 @torch.no_grad()
 def forget_masters(optimizer: zerocast.ZeroAdamW) -> None:
-    """Round the masters of quantized weights to what the weights hold now, as if nothing but the weights were kept."""
-    (source,) = optimizer.master_sources()
+    """Round the masters to the decoded weights, as if training kept no masters."""
+    (source,) = optimizer.master_views()
     for owned in source.masters:
         if owned.weight.format.element is not None and owned.master is not None:
             held = owned.weight.dequantize().view(-1)

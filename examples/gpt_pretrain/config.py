@@ -1,4 +1,4 @@
-"""Everything that can be chosen about a run: one dataclass, which tyro turns into the command line as well."""
+"""The options of a run: one dataclass, from which tyro also builds the command line."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +17,26 @@ class TrainConfig:
     format: Format = "bf16"
     """Format of the matrices in the transformer blocks; bf16 quantizes nothing."""
     parallel: Parallel = "zero"
-    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in two replicas; fsdp2_tp: with each MLP sliced in two."""
+    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in two replicas; fsdp2_tp: with each
+    MLP sliced in two.
+    """
     late_steps: int = 0
-    """So many last steps are trained in `late_format`."""
+    """Number of last steps that are trained in `late_format`."""
     late_format: Format = "bf16"
-    """Format of the late steps; the run goes over to it through a checkpoint."""
+    """Format of the last steps; the run switches to it through a checkpoint."""
     out: Path = Path("runs/gpt")
     """Folder for metrics.jsonl, tensorboard/ and checkpoints/."""
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; by default the source of Python's standard library."""
     model: GPTConfig = field(default_factory=GPTConfig)
     gemm: Literal["auto", "dequantize", "scaled_mm"] = "auto"
-    """How products with quantized weights run: auto takes tensor cores where there are any, which quantizes inputs as well."""
+    """Path of products with quantized weights: auto takes tensor cores if there are any, which
+    also quantizes inputs.
+    """
     keep_masters: bool = True
-    """Without it the FP32 master of a quantized weight is forgotten after each step: a control, to see what masters are for."""
+    """If False, FP32 masters are rounded to the weights after each step: a control that shows
+    the use of masters.
+    """
 
     steps: int = 300
     """Optimizer steps."""
@@ -39,14 +45,14 @@ class TrainConfig:
     grad_accum: int = 1
     """Micro-steps whose gradients make one optimizer step."""
     seed: int = 0
-    """Chooses the initial weights and the batches."""
+    """Seed of the initial weights and the batches."""
 
     lr: float = 1.5e-3
     """Peak learning rate: linear warm-up, then a cosine down to min_lr_ratio of it."""
     warmup_steps: int = 40
-    """Steps until the peak."""
+    """Steps of linear warm-up."""
     min_lr_ratio: float = 0.1
-    """Last learning rate over the peak."""
+    """Last learning rate divided by the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the matrices in the blocks; norms and the embedding have none."""
     beta1: float = 0.9
@@ -62,7 +68,7 @@ class TrainConfig:
     bucket_size: int = 1 << 20
     """Parameters in one communication bucket."""
     deterministic: bool = False
-    """Repeat bit for bit at the same number of ranks, whatever the communication library does."""
+    """Repeat bit for bit at the same number of ranks, with any communication library."""
 
     log_every: int = 1
     """Steps between two records of the training loss."""
@@ -71,8 +77,9 @@ class TrainConfig:
     eval_sequences: int = 64
     """Validation sequences, over all ranks."""
     measure_every: int = 0
-    """Steps between two looks at what casts do to the weights, and at where the time of a step goes; 0 takes none, nor does
-    bf16 under FSDP2, where zerocast has no part."""
+    """Steps between two measurements of casts and step times; 0 measures nothing, and so does
+    bf16 under FSDP2.
+    """
     checkpoint_every: int = 0
     """Steps between two checkpoints, the last step included; 0 writes none."""
     resume: bool = False
@@ -94,9 +101,9 @@ class TrainConfig:
 
     @property
     def slices(self) -> int:
-        """Ranks that work on the same batch."""
+        """The number of ranks that work on the same batch."""
         return 2 if self.parallel == "fsdp2_tp" else 1
 
     def format_at(self, step: int) -> Format:
-        """What the weights are in during a step, counted from 0."""
+        """The format of the weights during a step, counted from 0."""
         return self.late_format if step >= self.steps - self.late_steps else self.format

@@ -1,10 +1,11 @@
-"""Text for the example, without a download: the Python standard library of the interpreter that runs it.
+"""Text for the example, without a download: the Python standard library of the interpreter that
+runs it.
 
-Every machine that can run the example has it: some megabytes of real text, with a structure that a small model learns
-in minutes. `--data` takes other files instead. The text is used as bytes.
+Every machine that can run the example has it: some megabytes of real text, with a structure that a
+small model learns in minutes. `--data` takes other files instead. The text is used as bytes.
 
-A batch is a pure function of (seed, step, micro-step, rank). There is no reader whose place must be saved: a resumed
-run sees exactly the batches of the uninterrupted one.
+A batch is a pure function of (seed, step, micro-step, rank). There is no reader whose place must be
+saved: a resumed run sees exactly the batches of the uninterrupted one.
 """
 
 import hashlib
@@ -24,7 +25,9 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def standard_library_files() -> list[Path]:
-    """List the `.py` files of the running interpreter's standard library in a fixed order, without test suites."""
+    """List the `.py` files of the running interpreter's standard library in a fixed order,
+    without test suites.
+    """
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - _NOT_LIBRARY)  # os.walk goes down into what is left here
@@ -53,8 +56,8 @@ class Batch:
 class Corpus:
     """Text as two strings of bytes, one to train on and one to validate on.
 
-    Validation takes every twentieth chunk rather than the end of the text: files are sorted by name, and the last are not like the
-    first. The cut depends on the text alone.
+    Validation takes every twentieth chunk rather than the end of the text: files are sorted by
+    name, and the last are not like the first. The cut depends on the text alone.
     """
 
     def __init__(self, text: bytes, context: int) -> None:
@@ -77,13 +80,16 @@ class Corpus:
         return cls(read_files(paths or standard_library_files()), context)
 
     def train_batch(self, sequences: int, *, seed: int, step: int, micro_step: int, rank: int) -> Batch:
-        """Sequences that start at random places of the training text."""
-        # A string as seed goes through SHA-512: neighbouring steps have nothing in common, and every Python agrees.
+        """Draw sequences that start at random positions of the training text."""
+        # A string as seed goes through SHA-512: neighbouring steps have nothing in common, and
+        # every Python agrees.
         places = random.Random(f"{seed}.{step}.{micro_step}.{rank}")  # noqa: S311
         return self._cut(self.train, [places.randrange(len(self.train) - self.context) for _ in range(sequences)])
 
     def validation_batches(self, sequences: int, total: int, *, rank: int, ranks: int) -> Iterator[Batch]:
-        """Give this rank its part of `total` sequences that are spread evenly over the validation text."""
+        """Return this rank's part of `total` sequences that are spread evenly over the
+        validation text.
+        """
         last = len(self.validation) - self.context - 1
         starts = [last * i // max(total - 1, 1) for i in range(total)][rank::ranks]
         for i in range(0, len(starts), sequences):

@@ -1,11 +1,13 @@
-"""Train the same GPT three times, with BF16, NVFP4 and FP8 weights, and compare: loss, bytes, speed.
+"""Train the same GPT three times, with BF16, NVFP4 and FP8 weights, and compare: loss, bytes,
+speed.
 
     python -m examples.gpt_pretrain.demo                            # what `make demo` runs
     python -m examples.gpt_pretrain.demo --steps 1000 --lr 1e-3     # other options go to train.py
 
-Each run is torchrun with two ranks on this host, the same seed and the same text. Written to `demo_out`: loss.png,
-results.json and a folder a run with its metrics, TensorBoard files and console. On a slow machine all runs get fewer
-steps, said aloud, so that the demo stays a matter of minutes.
+Each run is torchrun with two ranks on this host, the same seed and the same text. Written to
+`demo_out`: loss.png, results.json and a folder a run with its metrics, TensorBoard files and
+console. On a slow machine all runs get fewer steps, said aloud, so that the demo stays a matter of
+minutes.
 """
 
 import shutil
@@ -25,7 +27,7 @@ from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.progress import Progress
 from examples.gpt_pretrain.run_log import Record
 
-DEFAULTS = ["--steps", "300", "--device", "cpu"]  # of train.py; options of the command line come after and win
+DEFAULTS = ["--steps", "300", "--device", "cpu"]  # for train.py; the command line overrides them
 START_SECONDS = 10.0  # from launch to the first step, and from the last step to the end
 PACE_STEPS = 12  # steps after which a run's speed is known
 
@@ -37,9 +39,9 @@ class DemoConfig:
     out: Path = Path("demo_out")
     """Folder for loss.png, results.json and the runs."""
     formats: tuple[Format, ...] = ("bf16", "nvfp4", "fp8_block")
-    """Formats to train, the first one sets the pace."""
+    """Formats to train; the time of the first one decides the number of steps."""
     ranks: int = 2
-    """Processes a run."""
+    """Processes (ranks) of each run."""
     seconds: float = 265.0
     """Time for all runs; a machine that would need longer gets fewer steps."""
     timeout: float = 600.0
@@ -47,7 +49,7 @@ class DemoConfig:
 
 
 class TooSlowError(Exception):
-    """The first run will not end in its share of the time; `steps` would."""
+    """The first run will exceed its share of the time; `steps` steps would fit."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -67,7 +69,7 @@ def check_pace(records: Sequence[Record], seconds: float) -> None:
 
 
 class Demo:
-    """All runs, one after the other."""
+    """All runs of the demo, one after the other."""
 
     def __init__(
         self, config: DemoConfig, train_arguments: Sequence[str], progress: Progress, console: Console
@@ -76,7 +78,9 @@ class Demo:
         self._arguments = [*DEFAULTS, *train_arguments]
 
     def run(self) -> report.Results:
-        """Train every format. Returns the results; raises RunFailedError with the console of a run that failed."""
+        """Train every format. Returns the results; raises RunFailedError with the console of a
+        run that failed.
+        """
         records: dict[str, list[Record]] = {}
         seconds: dict[str, float] = {}
         for i, name in enumerate(self._config.formats):

@@ -1,6 +1,7 @@
-"""The GPT under FSDP2: sharded, replicated or tensor parallel, with the calls that the training loop makes of a ZeroAdamW.
+"""The GPT under FSDP2, with an optimizer that the training loop calls like a ZeroAdamW.
 
-What is quantized, the update and the checkpoints are those of the ZeRO run, so either goes on from what the other saved.
+Quantized weights, update and checkpoints are those of the ZeRO run, so each can continue from the
+checkpoints of the other.
 """
 
 import contextlib
@@ -23,11 +24,12 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 
 def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
-    """Shard an FP32 model by block; `prepare` is all that FSDP2 alone would not have."""
+    """Shard an FP32 model by block; only the call of `prepare` is added to plain FSDP2."""
     mesh = _mesh(config, device)
     weight_mesh = None
     if "tp" in (mesh.mesh_dim_names or ()):
-        for block in model.blocks:  # attention stays whole: the rows of its qkv are not sorted by head
+        # attention stays whole: the rows of its qkv are not sorted by head
+        for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
         weight_mesh = mesh["shard", "tp"]._flatten("weight")
         mesh = mesh["shard"]
@@ -41,7 +43,10 @@ def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
 
 
 def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
-    """All ranks: shards, replicas by shards, or shards by slices. ValueError for ranks that do not make it."""
+    """The mesh of all ranks: shards, replicas by shards, or shards by slices.
+
+    Raises ValueError for a number of ranks that does not divide.
+    """
     if not dist.is_initialized():
         raise ValueError(f"--parallel {config.parallel} needs torchrun, also for one process")
     ranks = dist.get_world_size()
@@ -69,19 +74,19 @@ class Fsdp2AdamW(zerocast.fsdp2.TrainingState):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of now: loading a state puts others in their place."""
+        """The present groups, which loading a state replaces."""
         groups: list[dict[str, Any]] = self._adamw.param_groups
         return groups
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, gradients accumulate and are not reduced."""
+        """Accumulate gradients in the body without reducing them."""
         self._sharded.set_requires_gradient_sync(False)
         yield
         self._sharded.set_requires_gradient_sync(True)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch's, for parameters on several meshes."""
+        """Clip gradients like torch's function, for parameters on several meshes."""
         by_mesh: dict[DeviceMesh, list[DTensor]] = {}
         for parameter in self._sharded.parameters():
             assert isinstance(parameter, DTensor)

@@ -11,19 +11,19 @@ STATUS = 128 + signal.SIGINT
 
 
 def end_at_once(*_: object) -> None:
-    """What Ctrl-C does while packages are still being imported: nothing has begun."""
+    """End the process on Ctrl-C during imports, when there is nothing to clean up yet."""
     os.write(2, b"interrupted\n")
     os._exit(STATUS)
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call `main` and end the process: with its exit status if it gives one, 0 otherwise, 130 on Ctrl-C."""
+    """Call `main` and end the process with its exit status, 0 if it returns none, 130 on Ctrl-C."""
     try:
         if signal.getsignal(signal.SIGINT) is end_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes of a run are ended by now
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes of a run have ended by now
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
         status = STATUS
@@ -32,7 +32,9 @@ def run(main: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[list[bool]]:
-    """Within, Ctrl-C waits: the list has an element for each, and the caller raises when it is ready to."""
+    """Record Ctrl-C in the yielded list while the body runs, instead of raising
+    KeyboardInterrupt.
+    """
     came: list[bool] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -45,7 +47,7 @@ def held() -> Iterator[list[bool]]:
 
 
 def _started_here() -> bool:
-    """Whether this process is `python -m examples.gpt_pretrain...`, of which the package is imported first."""
+    """True if this process was started as `python -m examples.gpt_pretrain...`."""
     return sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].startswith("examples.gpt_pretrain")
 
 

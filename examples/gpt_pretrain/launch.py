@@ -1,4 +1,6 @@
-"""One training run as a child: torchrun on this host, watched through its metrics.jsonl, never left behind."""
+"""One training run as a child process: torchrun on this host, observed through its
+metrics.jsonl.
+"""
 
 import os
 import signal
@@ -20,10 +22,12 @@ class RunFailedError(Exception):
 
 
 class Run:
-    """A run of train.py on `ranks` processes. Use it in a `with`: leaving it ends every process of the run.
+    """A run of train.py on `ranks` processes. Use it in a `with`: leaving it ends every process of
+    the run.
 
-    The console goes to `folder`/console.log. Each rank computes on one thread, so that two
-    ranks share two cores in peace. The rendezvous port is chosen by the system, on the loopback interface.
+    The console goes to `folder`/console.log. Each rank computes on one thread, so that two ranks
+    share two cores in peace. The rendezvous port is chosen by the system, on the loopback
+    interface.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str], *, ranks: int, timeout: float) -> None:
@@ -45,7 +49,9 @@ class Run:
         return read_records(self.folder / "metrics.jsonl")
 
     def is_over(self) -> bool:
-        """Tell whether the run has ended well. Raises RunFailedError if it ended otherwise or has taken too long."""
+        """Tell whether the run has ended well. Raises RunFailedError if it ended otherwise or
+        has taken too long.
+        """
         code = self._process.poll()
         if code is None and time.monotonic() < self._deadline:
             return False
@@ -55,18 +61,20 @@ class Run:
         raise RunFailedError(f"the run in {self.folder} {reason}; from {self._console}:\n\n{self._last_words()}")
 
     def _last_words(self) -> str:
-        """Give the end of what the ranks said, and which one failed, without the long report that torchrun adds."""
+        """Give the end of what the ranks said, and which one failed, without the long report
+        that torchrun adds.
+        """
         lines = self._console.read_text(errors="replace").splitlines()
         end = next((i + 1 for i, line in enumerate(lines) if "failed (exitcode" in line), len(lines))
         return "\n".join(lines[:end][-40:])
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launcher is gone, for whatever reason."""
+        """True if the launcher has ended, for any reason."""
         return self._process.poll() is not None
 
     def wait(self) -> list[Record]:
-        """Wait for the end; returns the records. Raises as `is_over` does."""
+        """Wait for the end and return the records; raises like `is_over`."""
         while not self.is_over():
             time.sleep(0.1)
         return self.records()
@@ -92,7 +100,7 @@ class Run:
 
     def _end(self) -> None:
         if not self.has_ended:
-            os.killpg(self._process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in the group as well
+            os.killpg(self._process.pid, signal.SIGTERM)  # torchrun and its ranks are one group
             try:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:

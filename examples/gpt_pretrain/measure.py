@@ -1,4 +1,4 @@
-"""Bytes a parameter, measured and not computed: from the live buffers and from the collectives that really ran."""
+"""Bytes of each parameter, measured on the live buffers and the collectives that ran."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +17,12 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def parameters_as_read(model: nn.Module) -> Iterator[Tensor]:
-    """Give every parameter as products read it: under FSDP2 one module after another is gathered, and sharded again."""
+    """Yield every parameter as products read it; under FSDP2 modules are gathered one by one."""
     sharded: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
     if not sharded:
         yield from model.parameters()
-    owner = {name: module for prefix, module in sharded for name, _ in module.named_parameters(prefix)}  # the innermost
+    # the innermost
+    owner = {name: module for prefix, module in sharded for name, _ in module.named_parameters(prefix)}
     for prefix, module in sharded:
         module.unshard()
         for name, parameter in module.named_parameters(prefix):
@@ -31,16 +32,17 @@ def parameters_as_read(model: nn.Module) -> Iterator[Tensor]:
 
 
 def forward_buffers(parameter: Tensor) -> list[Tensor]:
-    """List what the forward pass reads of a parameter: codes and scales of a quantized weight, else the parameter."""
+    """List the tensors that the forward pass reads: codes and scales, or the parameter itself."""
     if isinstance(parameter, zerocast.QuantizedWeight):
         return [b for b in (parameter.rowwise_data, parameter.rowwise_scale_inv) if b is not None]
     return [parameter.detach()]
 
 
 def resident_buffers(parameter: Tensor) -> list[Tensor]:
-    """List all that is kept of a parameter to compute with: `forward_buffers` and copies for the backward pass.
+    """List `forward_buffers` and the copies for the backward pass.
 
-    Under FSDP2 only while it is gathered, and there copies for the backward pass are not kept.
+    Under FSDP2 they exist only while the parameter is gathered, and copies for the backward pass
+    are not kept.
     """
     if isinstance(parameter, zerocast.QuantizedWeight):
         columnwise = (parameter.columnwise_data, parameter.columnwise_scale_inv)
@@ -49,7 +51,7 @@ def resident_buffers(parameter: Tensor) -> list[Tensor]:
 
 
 def bytes_per_parameter(model: nn.Module) -> dict[str, float]:
-    """Weigh all parameters, quantized or not: bytes that the forward pass reads, and bytes that are resident."""
+    """The mean bytes a parameter that the forward pass reads, and that are resident."""
     count = forward = resident = 0
     for parameter in parameters_as_read(model):
         count += parameter.numel()
@@ -59,7 +61,7 @@ def bytes_per_parameter(model: nn.Module) -> dict[str, float]:
 
 
 def traffic_counter(model: nn.Module) -> TrafficCounter:
-    """Count bytes of collectives while entered, those that gather weights as `weight_gather`; FSDP2 gathers nothing else."""
+    """Count the bytes of collectives while entered; all-gathers of weights are `weight_gather`."""
     if isinstance(model, FSDPModule):
         return TrafficCounter(None)
     return TrafficCounter(buffer for p in model.parameters() for buffer in resident_buffers(p))

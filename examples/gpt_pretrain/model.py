@@ -1,13 +1,15 @@
 """A byte-level GPT in one short file.
 
-What a language model has today: pre-norm blocks, RMSNorm, rotary positions, causal attention, a GELU MLP, no biases,
-one matrix for embedding and output head. The vocabulary is the 256 byte values, so there is no tokenizer.
+It has the usual parts of a language model: pre-norm blocks, RMSNorm, rotary positions, causal
+attention, a GELU MLP, no biases, one matrix for embedding and output head. The vocabulary is the
+256 byte values, so there is no tokenizer.
 
-Precision: the model is built in FP32. The trainer then turns the matrices of the blocks into quantized weights and
-the embedding into BF16, the dtype of the activations. Norm weights stay FP32; norms and the loss are computed in
-FP32.
+Precision: the model is built in FP32. The trainer then turns the matrices of the blocks into
+quantized weights and the embedding into BF16, the dtype of the activations. Norm weights stay FP32;
+norms and the loss are computed in FP32.
 
-Left out, since nothing about the weights would change: dropout, grouped queries, sampling and its KV cache.
+It leaves out parts that would change nothing about the weights: dropout, grouped queries, sampling
+and its KV cache.
 """
 
 import math
@@ -41,7 +43,9 @@ class GPTConfig:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with an FP32 weight, computed in FP32, returned in the dtype of its input."""
+    """Root-mean-square norm with an FP32 weight, computed in FP32, returned in the dtype of its
+    input.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,21 +57,23 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(context: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """Tabulate cosine and sine of the angle of every (position, channel pair): float32 [2, context, head_dim / 2]."""
+    """Tabulate cosine and sine of the angle of every (position, channel pair): float32 [2,
+    context, head_dim / 2].
+    """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(context, dtype=torch.float32), frequency)
     return torch.stack([angle.cos(), angle.sin()])
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + D/2) of `x` [..., T, D] by the angles of their position."""
+    """Rotate channel pairs (i, i + D/2) of `x` [..., T, D] by the angles of their position."""
     cos, sin = table[:, : x.shape[-2]].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention with rotary positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -110,7 +116,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """Add what both have to say."""
+        """Add the outputs of attention and MLP: [batch, length, n_embd] to the same."""
         x = x + self.attn(self.attn_norm(x), table)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -132,7 +138,9 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def reset_parameters(self) -> None:
-        """Draw weights of deviation 0.02, less where they write to the residual stream: it must not grow."""
+        """Draw weights of deviation 0.02, and less for matrices that write to the residual
+        stream.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
                 writes_residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
@@ -140,7 +148,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits [batch, length, 256] in the dtype of the embedding, from bytes [batch, length] as int64."""
+        """Return logits [batch, length, 256] in the dtype of the embedding, from bytes [batch,
+        length] as int64.
+        """
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.rotary)

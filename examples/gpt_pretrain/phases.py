@@ -3,13 +3,14 @@
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.phases
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.phases --parallel fsdp2
 
-Two looks at the same steps. The timeline is what passes on the device between marks around forward, backward, norm and step, the
-median over many steps; reductions run within backward and end there. The profile adds up what the kernels of each stage of the step
-take, by the operator that launched them; a collective's kernel waits for the other ranks, and that counts. Under FSDP2 masters
-are cast and gathered in the forward pass, and gathered once more in the backward pass.
+Two looks at the same steps. The timeline is what passes on the device between marks around forward,
+backward, norm and step, the median over many steps; reductions run within backward and end there.
+The profile adds up what the kernels of each stage of the step take, by the operator that launched
+them; a collective's kernel waits for the other ranks, and that counts. Under FSDP2 masters are cast
+and gathered in the forward pass, and gathered once more in the backward pass.
 
-On a CPU both are times of the calling thread: gloo works in threads of its own, so collectives show up where they are waited for.
-Needs torch alone.
+On a CPU both are times of the calling thread: gloo works in threads of its own, so collectives show
+up where they are waited for. Needs torch alone.
 """
 
 import argparse
@@ -56,7 +57,7 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Effort:
-    """How many steps of each kind."""
+    """The number of steps of each kind."""
 
     warm_up: int = 5
     timed: int = 20
@@ -82,7 +83,7 @@ def take_step(model: GPT, optimizer: Optimizer, batch: Batch, mark: Callable[[],
 
 
 def measure(config: TrainConfig, world: World, corpus: Corpus, effort: Effort) -> Results:
-    """Train a few steps; milliseconds and bytes a step, as this rank sees them."""
+    """Train a few steps; returns milliseconds and bytes a step on this rank."""
     model = build_model(config, world.device)
     optimizer = build_optimizer(model, config)
     batch = corpus.train_batch(
@@ -105,7 +106,7 @@ def measure(config: TrainConfig, world: World, corpus: Corpus, effort: Effort) -
 
 
 def _timeline(model: GPT, optimizer: Optimizer, batch: Batch, device: torch.device, steps: int) -> dict[str, float]:
-    """Median milliseconds between marks. The device is never waited for in between, so that the host may run ahead."""
+    """Median milliseconds between marks, without waiting for the device in between."""
     moments: list[Moment] = []
 
     def mark() -> None:
@@ -146,7 +147,7 @@ def _profile(model: GPT, optimizer: Optimizer, batch: Batch, device: torch.devic
     found: dict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
         if event.device_type.name != "CPU":
-            continue  # the shadow that a range casts on the device
+            continue  # the copy of a range on the device's timeline
         if event.name in STAGES and not _is_within(event, "norm"):
             found[STAGES[event.name]] += getattr(event, f"{total}_time_total")
         elif event.name == "step":

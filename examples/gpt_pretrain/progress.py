@@ -1,4 +1,4 @@
-"""Progress of several runs: bars on a terminal, a line now and then elsewhere."""
+"""Progress of several runs: bars on a terminal, occasional lines elsewhere."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,14 +11,14 @@ from examples.gpt_pretrain.run_log import Record
 
 
 class Progress:
-    """One bar a run. Where the console is no terminal, ten lines a run instead."""
+    """One bar for each run, or ten lines for each if the console is no terminal."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
         self._bars = Bars(TextColumn("{task.description:>11}"), *columns, console=console)
         self._tasks = {name: self._bars.add_task(name, start=False, total=None, note="waits") for name in names}
         self._console = console
-        self._printed = ("", 0)  # name of the run, tenths of it that have a line
+        self._printed = ("", 0)  # name of the run, tenths of it that were printed
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
@@ -36,7 +36,7 @@ class Progress:
         self._bars.reset(self._tasks[name], note="starts")
 
     def update(self, name: str, records: Sequence[Record]) -> None:
-        """Show how far a run is by its records."""
+        """Show the progress of a run, according to its records."""
         losses = [record for record in records if record["event"] == "train"]
         if not losses:
             return

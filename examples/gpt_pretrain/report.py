@@ -1,4 +1,4 @@
-"""What the demo shows at its end: the same numbers as a table, as a picture and as JSON."""
+"""The results of the demo, as a table, as a picture and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,9 @@ Results = dict[str, Any]
 
 
 def collect(records: Mapping[str, Sequence[Record]], seconds: Mapping[str, float]) -> Results:
-    """Join the logs of all runs; `seconds` is the wall time of each, start included. Gaps are in nats."""
+    """Join the logs of all runs; `seconds` is the wall time of each, start included. Gaps are in
+    nats.
+    """
     runs = {name: _run(records[name], seconds[name]) for name in records}
     for run in runs.values():
         for side in ("train", "validation"):
@@ -82,7 +84,7 @@ pass. resident: with copies for the backward pass. gathered: a step."""
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draw the losses, how far they are from the baseline's, and the bytes."""
+    """Draw the losses, their differences from the baseline, and the bytes."""
     runs = results["runs"]
     panels = [_plot_losses, *([_plot_gaps] if BASELINE in runs and len(runs) > 1 else []), _plot_bytes]
     figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
@@ -103,7 +105,7 @@ def _plot_losses(axes: Axes, runs: Mapping[str, Record]) -> None:
 
 
 def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
-    """The batches of a step are the same in all runs, so the difference is that of the weights and not of the text."""
+    """Draw the difference from the baseline; all runs train on the same batches at each step."""
     baseline = [loss for _, loss in runs[BASELINE]["train_curve"]]
     for (name, run), color, style in zip(runs.items(), COLORS, STYLES, strict=False):
         steps, losses = zip(*run["train_curve"], strict=True)
@@ -131,7 +133,7 @@ def _plot_bytes(axes: Axes, runs: Mapping[str, Record]) -> None:
 
 
 def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """Average exponentially over about ten values, without the bias of the start."""
+    """Average exponentially over about ten values, corrected for the start."""
     average, weight, out = 0.0, 0.0, []
     for value in values:
         average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)

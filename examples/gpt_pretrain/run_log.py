@@ -1,7 +1,7 @@
-"""What a run leaves behind while it goes: records in metrics.jsonl, curves in TensorBoard, lines on the console.
+"""The log of a run: records in metrics.jsonl, curves in TensorBoard, lines on the console.
 
-Rank 0 alone writes. metrics.jsonl is the record of truth: the demo makes its progress bars, table and plot of nothing
-else.
+Only rank 0 writes. metrics.jsonl is complete: the demo makes its progress bars, table and plot from
+it alone.
 """
 
 import json
@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of a run so far; a line that is still being written is left for the next call."""
+    """Read the records of a run so far, without a line that is still being written."""
     if not path.exists():
         return []
     complete, _, _ = path.read_text().rpartition("\n")
@@ -24,7 +24,7 @@ def read_records(path: Path) -> list[Record]:
 class RunLog:
     """The log of one run on rank 0; on other ranks every method does nothing.
 
-    A resumed run keeps the records up to the step that it resumes from; the later ones it is about to write again.
+    A resumed run keeps the records up to the step that it resumes from and rewrites the later ones.
     """
 
     def __init__(self, folder: Path, *, resumed_at: int, enabled: bool) -> None:
@@ -39,7 +39,7 @@ class RunLog:
         self._board = SummaryWriter(folder / "tensorboard", purge_step=resumed_at + 1)
 
     def write(self, event: str, step: int, **values: object) -> None:
-        """Append one record; numbers go to TensorBoard as `event/name` too."""
+        """Append one record; numbers also go to TensorBoard as `event/name`."""
         if not self._enabled:
             return
         self._file.write(json.dumps({"event": event, "step": step, **values}, default=str) + "\n")
@@ -48,7 +48,7 @@ class RunLog:
                 self._board.add_scalar(f"{event}/{name}", value, step)
 
     def say(self, text: str) -> None:
-        """One line on the console."""
+        """Print one line on the console."""
         if self._enabled:
             print(text, flush=True)
 

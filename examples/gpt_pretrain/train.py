@@ -1,10 +1,12 @@
-"""Pre-train the GPT: build, quantize, train, validate, log, checkpoint. One process or torchrun, CPU or CUDA.
+"""Pre-train the GPT: build, quantize, train, validate, log, checkpoint. One process or torchrun,
+CPU or CUDA.
 
     python -m examples.gpt_pretrain.train --format nvfp4
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --checkpoint-every 100
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --parallel fsdp2
 
-Quantized training shows in `build.py`, FSDP2 in `fsdp2.py`. The rest is the loop that one would write anyway.
+Quantized training shows in `build.py`, FSDP2 in `fsdp2.py`. The rest is the loop that one would
+write anyway.
 """
 
 import dataclasses
@@ -33,11 +35,13 @@ from examples.gpt_pretrain.world import World
 from zerocast.bench import machine
 from zerocast.metrics import NOT_MEASURED, Measurement, Meter
 
-FINAL_WINDOW = 20  # records of the training loss that make the final one: the loss of a single batch is noise
+FINAL_WINDOW = 20  # training losses whose mean is the final loss; that of a single batch is noise
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Warm up linearly, then follow half a cosine down to `lr * min_lr_ratio`. Needs the step alone, so it resumes."""
+    """Warm up linearly, then follow half a cosine down to `lr * min_lr_ratio`. Needs the step
+    alone, so it resumes.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
@@ -54,7 +58,9 @@ def train_step(
     grad_clip: float,
     measured: Measurement = NOT_MEASURED,
 ) -> tuple[Tensor, Tensor]:
-    """Make one optimizer step. Returns this rank's mean loss and the global gradient norm before clipping."""
+    """Make one optimizer step. Returns this rank's mean loss and the global gradient norm before
+    clipping.
+    """
     total = torch.zeros((), device=batches[0].tokens.device)
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
@@ -76,8 +82,9 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, config: TrainConfig, world: World) -> float:
-    """Mean loss over the same validation sequences at any step, shared out over the ranks."""
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, number of sequences
+    """Mean loss over a fixed set of validation sequences, divided among the ranks."""
+    # sum of losses, number of sequences
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
     sequences, place = max(config.eval_sequences, world.size), world.share(config.slices)
     for batch in corpus.validation_batches(config.batch_size, sequences, rank=place.rank, ranks=place.size):
         loss = model.loss(batch.tokens.to(world.device), batch.targets.to(world.device))
@@ -89,7 +96,7 @@ def evaluate(model: GPT, corpus: Corpus, config: TrainConfig, world: World) -> f
 
 @dataclass
 class Trainer:
-    """A run: what it works on, and how far it is."""
+    """A run: its configuration, model, data and progress."""
 
     config: TrainConfig
     world: World
@@ -98,8 +105,8 @@ class Trainer:
     optimizer: Optimizer
     log: RunLog
     step: int
-    seconds: float = 0.0  # in training steps since the last record
-    steps_timed: int = 0  # the steps that took them
+    seconds: float = 0.0  # spent in training steps since the last record
+    steps_timed: int = 0  # number of those steps
     losses: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     validation_loss: float = math.nan
@@ -123,7 +130,7 @@ class Trainer:
         return self._summarize()
 
     def _switch(self) -> None:
-        """Go on in the late format, as any run would go on from a checkpoint of this one."""
+        """Continue in the late format, like a run that resumes from a checkpoint of this one."""
         checkpoint.save(self.optimizer, self.config.out, self.step)
         del self.model, self.optimizer
         self.model, self.optimizer = build(self.config, self.world, self.step)
@@ -131,7 +138,7 @@ class Trainer:
         self._make_meter()
 
     def _make_meter(self) -> None:
-        """Weights that are not quantized give times alone, and under FSDP2 nothing: nobody owns masters there."""
+        """A meter, if asked for; unquantized weights give times only, and nothing under FSDP2."""
         zero = isinstance(self.optimizer, zerocast.ZeroAdamW)
         self.meter = None
         if self.config.measure_every and (zero or self.config.format_at(self.step) != "bf16"):
@@ -148,7 +155,7 @@ class Trainer:
         return [batch.to(self.world.device) for batch in batches]
 
     def _advance(self, measure: bool) -> None:
-        """Make one step and time it. The one under the traffic counter is not the first, which builds things lazily."""
+        """Make one step and time it; traffic is never counted on the first, which builds lazily."""
         config, counter, began = self.config, traffic_counter(self.model), time.perf_counter()
         lr = learning_rate(config, self.step)
         options = {"lr": lr, "grad_clip": config.grad_clip}
@@ -160,7 +167,8 @@ class Trainer:
         if measured.sample:
             self.log.write("measured", self.step, **measured.sample.scalars(), weights=measured.sample.by_weight())
         is_record = self.step % config.log_every == 0 or self.step == config.steps
-        mean_loss = self.world.sum(loss).item() / self.world.size if is_record else math.nan  # waits for the device
+        # waits for the device
+        mean_loss = self.world.sum(loss).item() / self.world.size if is_record else math.nan
         self.seconds += time.perf_counter() - began
         self.steps_timed += 1
         if measure:
@@ -212,7 +220,7 @@ def build(config: TrainConfig, world: World, step: int) -> tuple[GPT, Optimizer]
 
 
 def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
-    """Begin at step 0, or where the newest checkpoint is."""
+    """Begin at step 0, or at the newest checkpoint."""
     model, optimizer = build(config, world, 0)
     step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
     if config.format_at(step) != config.format_at(0):
@@ -222,13 +230,15 @@ def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
 
 
 def make_deterministic() -> None:
-    """Ask torch for kernels that repeat bit for bit; reductions between ranks follow `ZeroConfig.deterministic`."""
+    """Ask torch for deterministic kernels; `ZeroConfig.deterministic` covers reductions."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)
 
 
 def main(config: TrainConfig) -> Record:
-    """Run one training from start or checkpoint to the last step. Returns its summary, on every rank."""
+    """Run one training from start or checkpoint to the last step. Returns its summary, on every
+    rank.
+    """
     if config.deterministic:
         make_deterministic()
     world = World.join(config.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class World:
-    """Which rank this is, of how many, on what device."""
+    """The rank of this process, the number of ranks, and the device."""
 
     rank: int
     size: int
@@ -18,7 +18,9 @@ class World:
 
     @classmethod
     def join(cls, device: str) -> "World":
-        """Meet the other ranks that torchrun started (NCCL for CUDA, gloo for CPU); alone, communicate with nobody."""
+        """Join the ranks that torchrun started, over NCCL for CUDA or gloo; without torchrun,
+        stay alone.
+        """
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -42,6 +44,6 @@ class World:
         return value
 
     def leave(self) -> None:
-        """Give the process group back."""
+        """Destroy the process group, if there is one."""
         if dist.is_initialized():
             dist.destroy_process_group()

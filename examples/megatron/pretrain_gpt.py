@@ -1,9 +1,11 @@
-"""GPT pre-training on megatron-core's own model, DistributedDataParallel and DistributedOptimizer, with quantized weights.
+"""GPT pre-training on megatron-core's own model, DistributedDataParallel and DistributedOptimizer,
+with quantized weights.
 
-    torchrun --nproc-per-node 8 -m examples.megatron.pretrain_gpt --format nvfp4             # a GPU a rank
+    torchrun --nproc-per-node 8 -m examples.megatron.pretrain_gpt --format nvfp4  # a GPU a rank
     torchrun --nproc-per-node 2 -m examples.megatron.pretrain_gpt --format nvfp4 --cpu
 
-The text is drawn from a first-order Markov chain, so that there is something to learn and nothing to download.
+The text is drawn from a first-order Markov chain, so that there is something to learn and nothing
+to download.
 """
 
 import argparse
@@ -23,13 +25,13 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 import zerocast
-from zerocast.integrations.megatron import attach, building
+from zerocast.integrations.megatron import attach, quantized_params
 
 VOCABULARY = 64
 
 
 def arguments() -> argparse.Namespace:
-    """What to train, where and for how long."""
+    """The command line: what to train, where and for how long."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", default="nvfp4", help="fp8_current, fp8_block, nvfp4, or bf16 for none")
     parser.add_argument("--layers", type=int, default=2)
@@ -65,7 +67,9 @@ def ranks(cpu: bool) -> Iterator[torch.device]:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    """(DistributedDataParallel, optimizer) over a model whose attention and MLP weights are quantized."""
+    """(DistributedDataParallel, optimizer) over a model whose attention and MLP weights are
+    quantized.
+    """
     config = TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.hidden,
@@ -94,7 +98,7 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
         use_distributed_optimizer=True,
         overlap_param_gather=args.overlap,
     )
-    with building():
+    with quantized_params():
         if args.format != "bf16":
             zerocast.quantize_(model, zerocast.Recipe({"*.linear_*.weight": args.format}))
         ddp = DistributedDataParallel(config, ddp_config, model)

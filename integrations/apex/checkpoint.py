@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from zerocast import QuantizedWeight
-from zerocast.optim.delayed import DelayedScaling
+from zerocast.cast.delayed_scaling import DelayedScaling
 
 logger = logging.getLogger(__name__)
 MASTER_AND_MOMENTS = ("param", "exp_avg", "exp_avg_sq")
-FIELDS = ("scale", "amax_history", "cast_scale")
 
 
 class PlainZeros(TorchFunctionMode):
@@ -67,19 +66,12 @@ def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping
 
 def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
     """Put copies on the CPU beside the master of each weight; `keys` are the entries of Apex's state by name."""
-    for name, views in delayed.views.items():
-        state[keys[name]].update({field: views[field].detach().cpu().clone() for field in FIELDS})
+    for name, tensors in delayed.state_dict().items():
+        state[keys[name]].update({field: tensor.detach().cpu().clone() for field, tensor in tensors.items()})
 
 
 def load_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
     """Take over what `add_delayed` put there; where it is missing or does not fit, it is seeded at the next cast."""
-    delayed.found()  # what an earlier load lost, and raised before it was seeded
-    for name, views in delayed.views.items():
-        saved = state[keys[name]]
-        if all(field in saved and saved[field].shape == views[field].shape for field in FIELDS):
-            for field in FIELDS:
-                views[field].copy_(saved[field])
-        else:
-            delayed.lose(name)
-            if dist.get_rank() == 0:
-                logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded master", name)
+    for name in delayed.load_state_dict({name: state[key] for name, key in keys.items()}):
+        if dist.get_rank() == 0:
+            logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded master", name)

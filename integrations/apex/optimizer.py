@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.integrations.host_adapter import HostPlan
 from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 
-from . import checkpoint, host, refusal
-from .weights import Weights
+from . import checkpoint, host
+from .buckets import QuantizedBuckets
+from .validate import problem_of
 
 _Host: Any = host.optimizer_class()
 
@@ -42,7 +44,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     alignment: int  # of Apex, in elements
     default_shard_size: int  # likewise
     _params_buckets: dict[int, Any]  # of Apex: what a step is about to gather
-    _weights: Weights | None = None
+    _is_built = False
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
         super().__init__(params, *args, **options)
@@ -53,38 +55,38 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         self.init_params(reversed([parameter for _, _, parameter in self._named()]))  # plain ones, as gradients come
         masters = {index: self.state["buckets"][index].params_shard for index in laid}
         group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
-        self._weights = Weights(laid, masters, group, replicas, self.device)
-        self._weights.plan.freshness.owner = weakref.ref(self)
-        self._claim = self._weights.plan.claim("Apex's DistributedFusedAdam")
+        self._quantized = QuantizedBuckets(laid, group, self.device)
+        self._host_plan = HostPlan(self._quantized.adapter(masters))
+        self._plan = self._host_plan.plan
+        self._plan.freshness.owner = weakref.ref(self)
+        self._plan.delayed.broadcast(replicas)
+        self._is_built = True
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the quantized weights from the masters as they are: after those were written by hand. All ranks call it."""
-        assert self._weights is not None
-        self._weights.check_whole()
-        self._weights.refresh()
+        self._plan.guard.check_complete()
+        self._host_plan.refresh()
 
     def param_sync(self) -> None:
         """Nothing is left to gather: a step ends with that. RuntimeError after a step that raised half-way."""
-        if self._weights is not None:
-            self._weights.check_whole()
+        if self._is_built:
+            self._plan.guard.check_complete()
         self._params_buckets.clear()  # a step that raised before its update left some, of which nothing was written
 
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
         """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised half-way."""
-        assert self._weights is not None
-        self._weights.check_whole()
+        self._plan.guard.check_complete()
         norm: Tensor = super().grad_norm(*args, **options)
         return norm
 
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
         """Apex's state dict, the same on every rank: full FP32 masters and moments, and delayed scaling beside them."""
         checkpoint.check_format(state_dict_format)
-        assert self._weights is not None
         with checkpoint.PlainZeros():
             state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)
-        checkpoint.add_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
+        checkpoint.add_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
         return state_dict
 
     @torch.no_grad()
@@ -95,24 +97,22 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         and forgets the gradients of that step. ValueError, with nothing changed, for the deprecated first format, for another
         number of parameters and for other shapes.
         """
-        assert self._weights is not None
         problem = checkpoint.problem_of(state_dict, self.param_groups)
-        agree(Group.of(self.process_group), [], problem, what="loads a state")
-        if self._weights.is_torn:
+        validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
+        if self._plan.guard.is_partial:
             self.zero_grad()
-        with self._weights.writing("loading a state"):
+        with self._plan.transaction("loading a state"):
             super().load_state_dict(state_dict)
-            checkpoint.load_delayed(state_dict["state"], self._weights.delayed, self._keys(state_dict))
-            self._weights.refresh()
+            checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
+            self._host_plan.refresh()
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of the quantized weights, for `zerocast.verify`."""
-        assert self._weights is not None
-        return (self._weights.master_source(),)
+        return tuple(self._host_plan.master_views())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while constructing: buckets are laid out once."""
-        if self._weights is not None:
+        if self._is_built:
             raise RuntimeError(
                 "this optimizer cannot take more parameters: build a new one and load the state of this one"
             )
@@ -122,10 +122,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """The host's first collective, and the first look at the parameters. Masters of quantized weights follow one by one."""
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
-        agree(
+        validate_across_ranks(
             Group.of(self.process_group),
             [_describe(*item) for item in named],
-            refusal.problem_of(self, named),
+            problem_of(self, named),
             None,
             "builds a DistributedFusedAdam",
         )
@@ -148,20 +148,18 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     def _local_step(self, bucket_ids: list[int]) -> None:
         """The update, the cast, the gather and the columnwise copies. Apex asks for the gather after this, and finds it done."""
-        assert self._weights is not None
-        with self._weights.writing("an optimizer step"):
+        with self._plan.transaction("an optimizer step"):
             super()._local_step(bucket_ids)
             super().param_sync()
-            self._weights.finish()
+            self._quantized.finish(self._plan)
 
     def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
         """The masters have stepped: cast them, and let Apex gather the bytes."""
-        assert self._weights is not None
-        wires = self._weights.wires
-        super()._check_params_shard_dtypes({i: bucket for i, bucket in params_buckets.items() if i not in wires})
-        self._weights.cast()
-        for index, wire in wires.items():
-            params_buckets[index].params_shard, params_buckets[index].params_bucket = wire.outgoing()
+        plain = {index: bucket for index, bucket in params_buckets.items() if index not in self._quantized}
+        super()._check_params_shard_dtypes(plain)
+        self._host_plan.cast()
+        for index, bucket in self._quantized.items():
+            params_buckets[index].params_shard, params_buckets[index].params_bucket = bucket.all_gather_tensors()
 
     def _param_copy_fragments(self, fragments: Iterable[Any]) -> None:
         """Bytes were gathered where weights read them."""

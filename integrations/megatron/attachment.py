@@ -1,32 +1,27 @@
-"""attach(): zerocast casts the masters of Megatron's DistributedOptimizer, and makes columnwise copies after its all-gathers.
+"""attach(): zerocast casts the masters of Megatron's DistributedOptimizer after its step.
 
-Methods are replaced on the instances: the copy of masters into the model, what starts and finishes a gather, and around these
-whatever writes, saves or loads, so that what one of them left half-written is neither used nor saved (`guard.py`).
+Methods are replaced on the instances: the copy of masters into the model, what starts and finishes
+a gather, and around these whatever writes, saves or loads, so that what one of them left
+half-written is neither used nor saved (`guard.py`).
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
-from zerocast.distributed.agreement import agree
-from zerocast.distributed.group import Group
-from zerocast.verification.master_views import MasterSource
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches
+from zerocast.verification.master_views import MasterViews
 
-from . import host, refusal, te_tensors, unattached
-from .checkpoint import load_plain_values, refusing_quantized, saving_unpadded
-from .gathers import Turns, after_gather_of, completing, nothing, primary_of
-from .guard import AGAIN, RELOAD, Guard
-from .inner_state import without_steps
-from .primary import is_primary, weight_of
-from .scaling_state import ScalingState
-from .shards import Shards, misplaced, shards_of, uncovered
-from .sources import Source, masters_from_model
-from .te_tensors import TETensors
-from .unattached import Left
+from . import unattached
+from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
+from .gathers import GatherLock, Gathers
+from .guard import MethodGuard, followed_by
+from .primary import TETensors, check_before_forward
+from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, masters_from_model
+from .validate import has_stepped, validate
 
 ADVICE = (
     "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
@@ -34,56 +29,103 @@ ADVICE = (
 )
 
 
-class Attachment:
-    """What `attach` returns. `plans` are the CastPlans, one an optimizer, also where all its parameters are plain."""
+class OptimizerPlan(HostPlan):
+    """The casts of one DistributedOptimizer."""
 
-    def __init__(self) -> None:
-        self.plans: list[CastPlan] = []
-        self._guard = Guard()
-        self._turns = Turns(self._guard.check_whole)
-        self._sources: list[Source] = []
-        self._optimizers: list[Any] = []  # those that refuse when this is detached
-        self._scaling: dict[int, ScalingState] = {}  # by id of the optimizer
-        self._replaced: list[tuple[Any, str]] = []
-        self._refreshes: dict[int, Callable[[], None]] = {}  # by id of the optimizer
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
+        def before_cast() -> None:
+            gathers.mark_due()
+            te_tensors.locate()
+
+        def before_reading() -> None:
+            gathers.start_due()
+            te_tensors.locate_copies()
+
+        super().__init__(
+            HostAdapter(
+                owner="an attachment to Megatron-Core",
+                group=shards.group,
+                names=shards.names,
+                weights=shards.weights,
+                masters=shards.masters,
+                starts=shards.starts,
+                plain=list(shards.plain.values()),
+                before_cast=before_cast,
+                before_reading=before_reading,
+                gather=lambda _: gathers.start(),
+                guard=guard.writes,
+                advice=ADVICE,
+            )
+        )
+        self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
+        if shards.detached is None or shards.detached.delayed is None:
+            self.plan.delayed.broadcast(shards.group)
+        else:
+            self.plan.delayed.load_state_dict(shards.detached.delayed.state_dict())
+            self.plan.delayed.unseeded = shards.detached.delayed.unseeded
+
+    def patches(self) -> Iterator[Patch]:
+        """What casts and gathers, and delayed scaling in the optimizer's states."""
+        one, delayed, rank, guard = self.shards.optimizer, self.plan.delayed, self.plan.group.rank, self._guard
+        copy_model = followed_by(masters_from_model(self.shards, self._te_tensors.locate), self.refresh)
+        for name, method, what, masters in (
+            ("_copy_main_params_to_model_params", self.cast, "a cast", False),
+            ("_copy_model_params_to_main_params", copy_model, "reading masters from the model", True),
+        ):
+            yield Patch(one, name, guard.writing(method, what, masters=masters))
+        yield Patch(one, "sharded_state_dict", saving_scaling(one, delayed, rank))
+        yield Patch(one, "load_state_dict", loading_scaling(one, delayed, rank, lambda: guard.is_preparing))
+        yield from self.gathers.patches(self.plan.backend)
+        yield Patch(self.plan.freshness, "finish", self.gathers.wait_for)
+
+
+class Attachment:
+    """What `attach` returns.
+
+    `plans` are the CastPlans, one an optimizer, also where all its parameters are plain.
+    """
+
+    def __init__(self, plans: Sequence[OptimizerPlan], guard: MethodGuard) -> None:
+        self.plans: list[CastPlan] = [one.plan for one in plans]
+        self._optimizer_plans, self._guard = list(plans), guard
+        self._optimizers: list[Any] = []  # while this is attached
+        self._patches = Patches()
 
     def refresh(self) -> None:
-        """Cast, gather and transpose from the masters as they are: after they were written by hand. Collective.
+        """Cast, gather and transpose masters that were written by hand. Collective.
 
-        The optimizer does this by itself when it loads a checkpoint or reads its masters from the model. RuntimeError after a step
-        that raised half-way: its masters are not worth a cast.
+        The optimizer does this by itself when it loads a checkpoint or reads its masters from the
+        model. RuntimeError after a step that raised half-way: its masters are not worth a cast.
         """
         self._check_attached()
-        self._guard.refresh(self._refresh)
+        self._guard.refresh([one.refresh for one in self._optimizer_plans])
 
-    def _refresh(self) -> None:
-        for refresh in self._refreshes.values():
-            refresh()
-
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
 
-        Bytes that no gather has brought since the last cast are gathered first, as the next forward pass would.
+        Bytes that no gather has brought since the last cast are gathered first, as the next forward
+        pass would.
         """
         self._check_attached()
-        self._guard.check_whole()
-        for source in self._sources:
-            yield from source.master_sources()
+        self._guard.check_complete()
+        for one in self._optimizer_plans:
+            yield from one.master_views()
 
     def detach(self) -> None:
-        """Give the host its own methods back, but for those that would write over quantized weights: they raise until `attach`.
+        """Give the host its own methods back.
 
-        The model stays as it is and can be read. Collective where gathers overlap: those of the last step are finished first.
+        Those that would write over quantized weights raise until `attach`. The model stays as it is
+        and can be read. Collective where gathers overlap: those of the last step are finished first.
         """
-        torn, remedy = self._guard.torn
-        for source in self._sources if torn is None else ():
-            source.gather_due()
-        left = [(one, Left(self._scaling.get(id(one)), torn, remedy)) for one in self._optimizers]
-        self._give_back()
-        for one, of_this in left:
-            if unattached.owns_quantized_weights(one):
-                unattached.refuse(one, of_this)
+        for one in () if self._guard.writes.is_partial else self._optimizer_plans:
+            one.gathers.start_due()
+        delayed = {id(one.shards.optimizer): one.plan.delayed for one in self._optimizer_plans}
+        self._patches.close()
+        for optimizer in self._optimizers:
+            if unattached.owns_quantized_weights(optimizer):
+                state = unattached.DetachedState(delayed.get(id(optimizer)), self._guard.writes)
+                unattached.refuse(optimizer, state)
+        self.plans, self._optimizers, self._optimizer_plans = [], [], []
 
     def _check_attached(self) -> None:
         if not self._optimizers:
@@ -91,213 +133,88 @@ class Attachment:
                 "this attachment was detached: nothing casts its masters; attach(optimizer, ddp_chunks) again"
             )
 
-    def _give_back(self) -> None:
-        """The host is as it was before `attach`."""
-        for owner, name in self._replaced:
-            del vars(owner)[name]
-        for undo in self._undo:
-            undo()
-        for plan in self.plans:
-            plan.freshness.finish = None
-        self._replaced, self._refreshes, self._undo, self.plans, self._sources = [], {}, [], [], []
-        self._optimizers, self._scaling = [], {}
+    def patch(
+        self,
+        patches: Patches,
+        optimizer: Any,
+        distributed: Sequence[Any],
+        chunks: Sequence[Any],
+        verify_every: int | None,
+    ) -> None:
+        """Replace the methods of the host; `detach` gives them back."""
+        self._optimizers = list({id(one): one for one in (optimizer, *distributed)}.values())
+        for chunk in chunks:
+            for remove in (*load_plain_values(chunk), *check_before_forward(chunk, self._guard.check_complete)):
+                patches.callback(remove)
+        unattached.lift(patches, self._optimizers)
+        for one in self._optimizer_plans:
+            patches.apply(one.patches())
+        refreshes = {id(one.shards.optimizer): one.refresh for one in self._optimizer_plans}
+        patches.apply(self._guard.patches(optimizer, distributed, refreshes, self._after_step(verify_every)))
+        modules = [chunk.module for chunk in chunks]
+        patches.apply(Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules)
+        self._patches = patches.pop_all()
 
-    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
-        if name not in vars(owner):
-            self._replaced.append((owner, name))
-        setattr(owner, name, value)
-
-    def _take_over(self, optimizer: Any, shards: Shards, chunks: Sequence[Any], left: Left | None) -> None:
-        """Replace the methods of one optimizer that cast, and those of the bucket groups of its buffers."""
-        group = Group.of(optimizer.data_parallel_group)
-        scaling = left.scaling if left is not None else None
-        if scaling is None:
-            scaling = ScalingState(optimizer, dict(zip(shards.names, shards.weights, strict=True)), group)
-        self._scaling[id(optimizer)] = scaling
-        theirs = TETensors(zip(shards.names, shards.params, shards.weights, strict=True))
-        self._undo.append(theirs.release)
-        plan = CastPlan(shards.weights, shards.masters, shards.starts, group)
-        plan.freshness.advice = ADVICE
-        self.plans.append(plan)
-        self._guard.watch(plan.freshness)
-        parts, masters = [part for part, _ in shards.plain], [master for _, master in shards.plain]
-        buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
-        mine = [
-            bucket_group
-            for chunk in chunks
-            for bucket_group in host.bucket_groups(chunk)
-            if any(id(bucket) in buckets for bucket in bucket_group.buckets)
-        ]
-        source = Source(plan, shards, theirs, mine, self._turns.finish)
-        plan.freshness.owner = weakref.ref(source)
-        self._sources.append(source)
-
-        @torch.no_grad()
-        def copy_masters(cast: Callable[[CastPlan], None] = scaling.cast) -> None:
-            source.cast()
-            theirs.follow()
-            cast(plan)
-            if parts:
-                torch._foreach_copy_(parts, masters)
-
-        def refresh() -> None:
-            copy_masters(scaling.cast_again)
-            source.gather()
-
-        self._refreshes[id(optimizer)] = refresh
-        copy_model = _then(masters_from_model(optimizer, shards, theirs), refresh)
-        self._replace(optimizer, "_copy_main_params_to_model_params", self._guard.writer(copy_masters, "a cast", AGAIN))
-        self._replace(
-            optimizer,
-            "_copy_model_params_to_main_params",
-            self._guard.writer(copy_model, "reading masters from the model", RELOAD),
-        )
-        self._replace(optimizer, "sharded_state_dict", scaling.saving(optimizer.sharded_state_dict))
-        loading = scaling.loading(optimizer.load_state_dict, self._guard.loads)
-        self._replace(optimizer, "load_state_dict", loading)
-        group_of: dict[int, Any] = {}
-        for bucket_group in mine:
-            params = primary_of(bucket_group)
-            group_of.update((id(weight_of(param).state), bucket_group) for param in params)
-            after_gather = after_gather_of(params, plan.backend, source, bucket_group)
-            if any(map(te_tensors.is_te_tensor, params)):  # Megatron asks TransformerEngine for their copies
-                self._replace(bucket_group, "_post_param_sync", nothing)
-            for name in ("start_param_sync", "finish_param_sync"):
-                gather = completing(bucket_group, name, after_gather)
-                gather = self._guard.writer(gather, "an all-gather", AGAIN)
-                self._replace(bucket_group, name, self._turns.alone(gather))
-        plan.freshness.finish = lambda weight: self._turns.finish(group_of[id(weight.state)])
-
-    def _stand_guard(self, optimizer: Any, distributed: Sequence[Any], verify_every: int | None) -> None:
-        """Around whatever steps, saves and loads, of the optimizer that was given and of those inside it."""
-        guard = self._guard
-        for one in distributed:
-            self._replace(one, "_set_main_param_and_optimizer_states", without_steps(one))
-            self._replace(one, "sharded_state_dict", saving_unpadded(one))
-        for one in {id(one): one for one in (optimizer, *distributed)}.values():
-            of_all = one is optimizer or len(distributed) == 1
-            refresh = self._refresh if of_all else self._refreshes.get(id(one), lambda: None)
-            step = guard.writer(one.step_with_ready_grads, "an optimizer step", RELOAD)
-            if one is optimizer and verify_every is not None:
-                step = _then(step, self._verify_every(verify_every))
-            self._replace(one, "step_with_ready_grads", step)
-            for name in ("step", "state_dict", "save_parameter_state"):
-                self._replace(one, name, guard.checked(getattr(one, name)))
-            self._replace(one, "sharded_state_dict", guard.sharded_state_dict(one.sharded_state_dict, distributed))
-            for name in ("load_state_dict", "load_parameter_state"):
-                loaded = distributed if of_all else [one]
-                self._replace(one, name, guard.loader(getattr(one, name), refresh, loaded, of_all))
-
-    def _verify_every(self, steps: int) -> Callable[[], None]:
-        """What to call after each step: VerificationError on every rank of a group, every so many steps, if bytes differ."""
+    def _after_step(self, verify_every: int | None) -> Callable[[], None]:
+        """What follows a step: VerificationError on every rank, every so many steps, if bytes differ."""
         taken = 0
 
-        def stepped() -> None:
+        def after_step() -> None:
             nonlocal taken
             taken += 1
-            if taken % steps == 0:
+            if verify_every is not None and taken % verify_every == 0:
                 verify(self).raise_for_differences()
 
-        return stepped
+        return after_step
 
 
 def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> Attachment:
-    """Let zerocast cast and transpose the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
+    """Let zerocast cast the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
 
-    `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the DistributedDataParallel or the list of
-    them. Both were made inside `building()`. Call it on every rank, before the first step and before a checkpoint is loaded.
-    `verify_every` compares all live bytes with an unsharded cast of the masters after every so many steps, as `zerocast.verify`
+    `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the
+    DistributedDataParallel or the list of them. Both were made inside `quantized_params()`. Call it on
+    every rank, before the first step and before a checkpoint is loaded. `verify_every` compares all
+    live bytes with an unsharded cast of the masters after every so many steps, as `zerocast.verify`
     does, and raises VerificationError on every rank of the data-parallel group if any differ.
 
-    Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not supported, for a byte that a
-    rank casts and does not send, for elements that nobody owns; TypeError for quantized weights of another library;
-    RuntimeError for a second attachment, an optimizer that has stepped without one, and a host without the names that are
-    looked for.
+    Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not
+    supported, for a byte that a rank casts and does not send, for elements that nobody owns;
+    TypeError for quantized weights of another library; RuntimeError for a second attachment, an
+    optimizer that has stepped without one, and a host without the names that are looked for.
     """
-    if verify_every is not None and verify_every < 1:
-        raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
-    refusal.refuse_layer_wise(optimizer)
-    optimizers = host.distributed_optimizers(optimizer)
-    for chunk in chunks:
-        refusal.refuse_grouped(chunk)
-    host.check_optimizer(optimizer, chained=True)
-    for one in optimizers:
-        refusal.refuse(one)
-        host.check_optimizer(one)
-    names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
-    groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
-    _check_first([optimizer, *optimizers], groups)
-    found = [shards_of(one, names) for one in optimizers]
-    host.check_groups(group for group in groups if any(map(te_tensors.is_te_tensor, primary_of(group))))
-    _check_laid_out(chunks, groups)
-    _check_owned(found, groups, names)
-    left = [unattached.left_by(one) for one in optimizers]
-    for one, shards, before in zip(optimizers, found, left, strict=True):
-        _check_together(one, shards, groups, before)
-    attachment, restore = Attachment(), unattached.lift([optimizer, *optimizers])
-    try:
-        for one, shards, before in zip(optimizers, found, left, strict=True) if any(s.weights for s in found) else ():
-            attachment._take_over(one, shards, chunks, before)
-        attachment._stand_guard(optimizer, optimizers, verify_every)
-        for chunk in chunks:
-            attachment._replace(chunk.module, "sharded_state_dict", refusing_quantized(chunk.module.sharded_state_dict))
-            attachment._undo += load_plain_values(chunk)
-            attachment._undo += te_tensors.check_before_forward(chunk, attachment._guard.check_whole)
-    except Exception:
-        attachment._give_back()
-        restore()
-        raise
-    attachment._optimizers = list({id(one): one for one in (optimizer, *optimizers)}.values())
-    for before in left:
-        if before is not None and before.torn is not None:
-            attachment._guard.tear(before.torn, before.remedy)
+    validate(optimizer, chunks, verify_every)
+    shards = collect(optimizer, chunks)
+    with Patches() as patches:
+        attachment = Attachment(*plan(shards, patches))
+        attachment.patch(patches, optimizer, [one.optimizer for one in shards], chunks, verify_every)
     return attachment
 
 
-def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
-    taken = [one for one in optimizers if "step_with_ready_grads" in vars(one) and not unattached.is_refused(one)]
-    taken += [group for group in groups if "start_param_sync" in vars(group)]
-    if taken:
-        raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")
+def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerPlan], MethodGuard]:
+    """One plan for each optimizer, none where all weights are plain, and their guard. Collective."""
+    for one in shards:
+        _check_together(one)
+    partial = [one.detached.writes for one in shards if one.detached is not None and one.detached.writes.is_partial]
+    guard, lock = MethodGuard(*partial[:1]), GatherLock()
+    if not any(one.weights for one in shards):
+        return [], guard
+    plans = []
+    for one in shards:
+        te_tensors = TETensors(one.names, one.params, one.weights)
+        patches.callback(te_tensors.release)
+        plans.append(OptimizerPlan(one, te_tensors, Gathers(one.bucket_groups, lock, guard), guard))
+    return plans, guard
 
 
-def _check_laid_out(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
-    """ValueError for a quantized weight that is trained and that no gather brings: it was quantized after DDP was built."""
-    gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
-    for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
-        if is_primary(param) and param.requires_grad and id(param) not in gathered:
-            raise ValueError(
-                f"{name} is quantized and in no bucket of DistributedDataParallel, which would never train it: call quantize_ "
-                "before DistributedDataParallel is built"
-            )
-
-
-def _check_owned(found: Sequence[Shards], groups: Sequence[Any], names: dict[int, str]) -> None:
-    owned = {id(param) for shards in found for param in shards.params}
-    orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
-    if orphans:
-        raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
-
-
-def _check_together(optimizer: Any, shards: Shards, groups: Sequence[Any], left: Left | None) -> None:
+def _check_together(shards: OptimizerShards) -> None:
     """What may be wrong on one rank alone is exchanged: all ranks of the group raise, or none does."""
     problem: Exception | None = None
-    if left is None and refusal.has_stepped(optimizer):
+    if shards.detached is None and has_stepped(shards.optimizer):
         problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
-    elif wrong := misplaced(shards, groups):
+    elif wrong := bytes_not_sent(shards):
         problem = ValueError(wrong)
     spans = [shards.span(i) for i in range(len(shards.weights))]
-    group = Group.of(optimizer.data_parallel_group)
-    by_rank = agree(group, shards.names, problem, [(span.start, span.stop) for span in spans])
-    if wrong := uncovered(shards, by_rank):
+    by_rank = validate_across_ranks(shards.group, shards.names, problem, [(span.start, span.stop) for span in spans])
+    if wrong := elements_without_owner(shards, by_rank):
         raise ValueError(wrong)
-
-
-def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = first(*args, **kwargs)
-        second()
-        return result
-
-    return both

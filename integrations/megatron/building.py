@@ -1,22 +1,29 @@
-"""building(): the context in which Megatron-Core lays QuantizedWeights out in its byte buffers and makes their masters.
+"""quantized_params(): the context in which Megatron-Core lays QuantizedWeights out in its byte buffers and makes their masters.
 
-Megatron asks functions and globals of its modules which parameters live in byte buffers and how they move there. They answer for
-QuantizedWeights inside the context only; afterwards every one is the object that it was. TransformerEngine's tensors it knows by
+Megatron asks functions and globals of its modules which parameters live in byte buffers and how
+they move there. They answer for QuantizedWeights inside the context only; afterwards every one is
+the object that it was. TransformerEngine's tensors it knows by
 itself: the context gives them the layout, and refuses what `attach` would.
+
+Wrappers of models, factories of optimizers and the constructor of every optimizer are checked
+before they begin, so that a mistake is an error there and names its remedy. Later the host would
+fail at an operator that a QuantizedWeight does not have, or not at all.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
+from zerocast.integrations.host_adapter import Patch, Patches
 
-from . import host, layout, te_tensors
-from .construction import Construction, Replacement
-from .refusal import two_directions
+from . import host, layout, unattached, validate
+from .primary import check_primary, is_primary, is_te_tensor, two_directions
 
 
 class _FourBitMeta(type):
@@ -29,34 +36,37 @@ class FourBit(metaclass=_FourBitMeta):
 
 
 @contextmanager
-def building() -> Iterator[None]:
+def quantized_params() -> Iterator[None]:
     """Build DistributedDataParallel and the optimizer in here, over a model whose weights `zerocast.quantize_` replaced.
 
-    Or over one whose weights are tensors of TransformerEngine. Masters start from the values before quantization. An optimizer over
-    QuantizedWeights refuses to step and to load until `attach`. RuntimeError for a megatron-core without a name that is needed and
-    for weights that another `building()` laid out, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
+    Or over one whose weights are tensors of TransformerEngine. Masters start from the values before
+    quantization. An optimizer over QuantizedWeights refuses to step and to load until `attach`.
+    `building` is its older name.
+
+    RuntimeError for a megatron-core without a name that is needed and for weights that another such
+    context laid out, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
     identity) and for settings that are not supported.
     """
-    construction = Construction()
-    moved = construction.moved
-    replaced: list[Replacement] = []
+    checks = ConstructionChecks()
     try:
-        for owner, name, value in (*_replacements(moved), *construction.replacements()):
-            replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, value)
-        yield
+        with Patches() as patches:
+            patches.apply([*_layout_patches(checks.moved), *checks.patches()])
+            yield
     finally:
-        for owner, name, value in reversed(replaced):
-            setattr(owner, name, value)
-        for weight in moved:
+        for weight in checks.moved:
             weight.high_precision_init_val = None
             for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
                 vars(weight).pop(name, None)
-        construction.end()
+        checks.end()
 
 
-def _replacements(moved: list[QuantizedWeight]) -> list[Replacement]:
-    """(owner, name, value) of everything that is other inside the context."""
+def building() -> AbstractContextManager[None]:
+    """The older name of `quantized_params`."""
+    return quantized_params()
+
+
+def _layout_patches(moved: list[QuantizedWeight]) -> list[Patch]:
+    """What answers for QuantizedWeights; those that move into a byte buffer are added to `moved`."""
     fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
     host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS"), host.FP4)
@@ -67,22 +77,22 @@ def _replacements(moved: list[QuantizedWeight]) -> list[Replacement]:
                 _move(param, storage)
                 moved.append(param)
             else:
-                if te_tensors.is_te_tensor(param):
-                    te_tensors.check(param)
+                if is_te_tensor(param):
+                    check_primary(param)
                 original(param, storage)
 
         return move
 
     return [
-        (fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
-        (fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
-        (fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
-        *(_of_four_bits(move_with) if host.has_four_bit_buffers() else ()),
+        Patch(fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
+        Patch(fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
+        Patch(fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
+        *(_four_bit_patches(move_with) if host.has_four_bit_buffers() else ()),
     ]
 
 
-def _of_four_bits(move_with: Callable[[Any], Any]) -> list[Replacement]:
-    """What is other where the host's buffers can hold 4-bit weights: also how they are laid out."""
+def _four_bit_patches(move_with: Callable[[Any], Any]) -> list[Patch]:
+    """The same where the host's buffers can hold 4-bit weights, and how these are laid out."""
     fp4, buffer = host.module(host.FP4), host.module(host.BUFFER)
     ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
     grouped, lay_out = buffer.group_params_for_buffers, optimizer.DistributedOptimizer._compute_per_buffer_param_layout
@@ -94,12 +104,12 @@ def _of_four_bits(move_with: Callable[[Any], Any]) -> list[Replacement]:
         return layout.of_one_width(lay_out, *args, **kwargs)
 
     return [
-        (fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
-        (fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
-        (buffer, "modify_nvfp4_rowwise_storage", move_with(buffer.modify_nvfp4_rowwise_storage)),
-        (buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
-        *((place, "group_params_for_buffers", group_by_width) for place in (buffer, ddp, optimizer)),
-        (optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(lay_out_by_width)),
+        Patch(fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
+        Patch(fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
+        Patch(buffer, "modify_nvfp4_rowwise_storage", move_with(buffer.modify_nvfp4_rowwise_storage)),
+        Patch(buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
+        *(Patch(place, "group_params_for_buffers", group_by_width) for place in (buffer, ddp, optimizer)),
+        Patch(optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(lay_out_by_width)),
     ]
 
 
@@ -125,3 +135,93 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
 
 def _initial(weight: QuantizedWeight) -> Tensor:
     return weight.dequantize() if weight.high_precision_init_val is None else weight.high_precision_init_val
+
+
+class ConstructionChecks:
+    """The QuantizedWeights that `moved` into byte buffers, and the optimizers that were made over them."""
+
+    def __init__(self) -> None:
+        self.moved: list[QuantizedWeight] = []
+        self._optimizers: list[Any] = []
+
+    def patches(self) -> Iterator[Patch]:
+        """What builds wrappers and optimizers, after its check."""
+        for kind, others in host.wrappers():
+            wraps = _check_other_wrapper if others else _check_wrapper
+            yield Patch(kind, "__init__", _before(vars(kind)["__init__"], wraps))
+        for owner, name, emerging in host.factories():
+            builds = self._check_emerging if emerging else self._check_factory
+            yield Patch(owner, name, _before(getattr(owner, name), builds))
+        for kind in host.layer_wise():
+            yield Patch(kind, "__init__", _before(vars(kind)["__init__"], _check_layer_wise))
+        for kind in host.optimizer_bases():
+            yield Patch(kind, "__init__", self._remembering(vars(kind)["__init__"]))
+
+    def end(self) -> None:
+        """Optimizers that own no quantized weight are the host's alone."""
+        for one in self._optimizers:
+            if not unattached.owns_quantized_weights(one):
+                unattached.accept(one)
+
+    def _check_factory(self, config: Any, model_chunks: Any, param_groups: Any, **_: Any) -> None:
+        params = [param for group in param_groups for param in group["params"]]
+        if any(map(is_primary, params)):
+            validate.check_settings([config, *(chunk.ddp_config for chunk in model_chunks)])
+            validate.check_distributed(config)
+        self._check_moved(params)
+
+    def _check_emerging(self, config: Any, model_chunks: Any, **_: Any) -> None:
+        if any(map(is_primary, (param for chunk in model_chunks for param in chunk.parameters()))):
+            validate.refuse_whole_layers(f"optimizer={config.optimizer!r}")
+
+    def _check_moved(self, params: Iterable[Any]) -> None:
+        moved = set(map(id, self.moved))
+        for param in params:
+            if isinstance(param, QuantizedWeight) and id(param) not in moved:
+                raise RuntimeError(
+                    f"{param!r} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
+                    "DistributedDataParallel and the optimizer, both inside the same quantized_params()"
+                )
+
+    def _remembering(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(one: Any, *args: Any, **kwargs: Any) -> None:
+            original(one, *args, **kwargs)
+            inner = vars(one).get("optimizer")
+            params = [param for group in getattr(inner, "param_groups", ()) for param in group["params"]]
+            if any(map(is_primary, params)):
+                validate.check_kind(one)
+            self._check_moved(params)
+            self._optimizers.append(one)
+            unattached.refuse(one)
+
+        return init
+
+
+def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """`original`, after `check` has seen its arguments by name."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        check(**given.pop("kwargs", {}), **given)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _check_wrapper(ddp_config: Any, module: Any, **_: Any) -> None:
+    if any(is_primary(param) and param.requires_grad for param in module.parameters()):
+        validate.check_settings([ddp_config])
+        validate.check_distributed(ddp_config)
+
+
+def _check_other_wrapper(module: Any, **_: Any) -> None:
+    if any(map(is_primary, module.parameters())):
+        raise validate.sharded_otherwise()
+
+
+def _check_layer_wise(optimizers: Iterable[Any], **_: Any) -> None:
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+    if any(is_primary(param) for group in groups for param in group["params"]):
+        validate.refuse_whole_layers("LayerWiseDistributedOptimizer")

@@ -1,7 +1,12 @@
-"""Quantized weights in checkpoints: values of the nominal dtype go out and come in; what is exact is the optimizer's masters."""
+"""Checkpoints: what a model and its optimizer save of quantized weights, and load again.
+
+A model's entries are values of the nominal dtype. What is exact are the masters among the optimizer's
+entries, and delayed scaling beside them.
+"""
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -9,21 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.quantize import cast_whole
 from zerocast.weight.weight import define
 
-from . import te_tensors
-from .primary import is_primary, weight_of
+from . import host
+from .primary import is_primary, loaded, weight_of
 
+SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
+logger = logging.getLogger(__name__)
 _ASKED_FIRST = "without_data"  # what every rank asks of every entry before anything is written or read
 
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
     """Replace quantized weights by their values in the nominal dtype, in the entries of a sharded state dict; returns it.
 
-    For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make the optimizer's part first: it
-    finds parameters by identity. `is_loading` for what a load fills: tensors of any content, made without reading a weight.
-    RuntimeError for weights that a step, a cast or a gather has left torn, unless for a load.
+    For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make
+    the optimizer's part first: it finds parameters by identity. `is_loading` for what a load fills:
+    tensors of any content, made without reading a weight. RuntimeError for weights that a step, a
+    cast or a gather has left torn, unless for a load.
     """
     for entry in _entries(sharded_state_dict):
         param = getattr(entry, "data", None)
@@ -72,7 +81,10 @@ def _entries(nested: Any) -> Iterator[Any]:
 
 
 def load_plain_values(chunk: nn.Module) -> list[Callable[[], None]]:
-    """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk. Returns what undoes it."""
+    """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk.
+
+    Returns what undoes it.
+    """
     return [
         module.register_load_state_dict_pre_hook(_cast_in).remove
         for module in chunk.modules()
@@ -90,13 +102,51 @@ def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
                     f"{prefix + name} has shape {tuple(param.shape)}, and {tuple(value.shape)} in the checkpoint"
                 )
             cast_whole(weight_of(param), value.detach().to(param.device))
-            state_dict[prefix + name] = param if isinstance(param, QuantizedWeight) else te_tensors.loaded(param)
+            state_dict[prefix + name] = loaded(param)
+
+
+def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
+    """An optimizer's `sharded_state_dict` with an entry for delayed scaling: one object of the ranks that share the masters."""
+    method = one.sharded_state_dict
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entries = method(*args, **kwargs)
+        state = delayed.state_dict()
+        if entries is not None and state:
+            values = {name: {key: t.cpu().clone() for key, t in tensors.items()} for name, tensors in state.items()}
+            key = f"optimizer.distributed.dp_group_idx_{one.data_parallel_group_idx}.{SCALING}.{next(iter(values))}"
+            replica = (one.distributed_optimizer_instance_id, 0, rank)
+            sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
+            entries[SCALING] = sharded(key, values, (1,), (0,), replica_id=replica)
+        return entries
+
+    return call
+
+
+def loading_scaling(
+    one: Any, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
+) -> Callable[..., Any]:
+    """An optimizer's `load_state_dict`, then delayed scaling; what is not in the state is seeded by the next cast.
+
+    Nothing of it is taken while a load `is_preparing`, when the host loads a state of its own.
+    """
+    method = one.load_state_dict
+
+    def call(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(state_dict, *args, **kwargs)
+        for name in () if is_preparing() else delayed.load_state_dict(state_dict.get(SCALING, {})):
+            if rank == 0:
+                logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
+        return result
+
+    return call
 
 
 def saving_unpadded(one: Any) -> Callable[..., Any]:
     """An optimizer's `sharded_state_dict`, in which parameters have the places that they have in a `fully_reshardable` state.
 
-    Megatron gathers buffers without the padding between their buckets, and takes parameters out by offsets that count the padding.
+    Megatron gathers buffers without the padding between their buckets, and takes parameters out by
+    offsets that count the padding.
     """
     method = one.sharded_state_dict
 

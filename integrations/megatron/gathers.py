@@ -1,7 +1,8 @@
-"""What follows an all-gather of a bucket group: the columnwise copies of its weights, once the bytes are here.
+"""Gathers: the all-gathers of one optimizer's byte buffers, and the columnwise copies that follow each of them.
 
-The host forgets a gather as soon as its bytes have come, before their copies are made. So one thread at a time starts or finishes
-gathers, and whoever reads meanwhile waits for it (`Turns`).
+The host forgets a gather as soon as its bytes have come, before their copies are made. So one
+thread at a time starts or finishes gathers, and whoever reads meanwhile waits for it
+(`GatherLock`).
 """
 
 import contextlib
@@ -11,81 +12,119 @@ from typing import Any
 
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.integrations.host_adapter import Patch
 
-from . import te_tensors
-from .primary import is_primary, weight_of
-from .sources import Source
-
-
-def primary_of(bucket_group: Any) -> list[Any]:
-    """The parameters of a bucket group whose bytes it gathers."""
-    return [param for bucket in bucket_group.buckets for param in bucket.params_list if is_primary(param)]
+from .guard import MethodGuard
+from .primary import is_te_tensor, make_te_copies, primary_of, weight_of
 
 
-def nothing() -> None:
-    """Instead of the host's work after a gather, where `after_gather_of` does it."""
+class GatherLock:
+    """One thread at a time in the gathers of an attachment."""
 
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._calls = 0  # that hold the lock; read without it
 
-def after_gather_of(params: Sequence[Any], backend: str, source: Source, bucket_group: Any) -> Callable[[], None]:
-    """What to call once the bytes of these parameters, all those of a bucket group, are here."""
-    copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)
-    theirs = [param for param in params if not isinstance(param, QuantizedWeight)]
-    weights = [weight_of(param) for param in params]
+    @property
+    def is_held(self) -> bool:
+        """Whether any thread starts or finishes a gather now."""
+        return self._calls > 0
 
-    def after_gather() -> None:
-        copies.make()
-        te_tensors.make_copies(theirs)
-        for weight in weights:
-            weight.state.mark_columnwise()
-        source.gathered(bucket_group)
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Wait for other threads, and let them wait."""
+        with self._lock:
+            self._calls += 1
+            try:
+                yield
+            finally:
+                self._calls -= 1
 
-    return after_gather
-
-
-def completing(bucket_group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
-    """The host's method that starts or finishes a gather, then `after_gather` if the bytes are here now and were not before."""
-    method = getattr(bucket_group, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        pending = bucket_group.param_gather_handle is not None or not bucket_group.param_gather_dispatched
-        result = method(*args, **kwargs)
-        if bucket_group.param_gather_handle is None and (pending or name == "start_param_sync"):
-            after_gather()
-        return result
-
-    return call
-
-
-class Turns:
-    """One thread at a time in the gathers of an attachment. `check_whole` raises if what was waited for died half-way."""
-
-    def __init__(self, check_whole: Callable[[], None]) -> None:
-        self._lock, self._check_whole = threading.RLock(), check_whole
-        self._busy = 0  # by how many calls the lock is held; read without it
-
-    def alone(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`, for which other threads, and readers, wait."""
+    def locked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method`, called by one thread at a time."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._turn():
+            with self.hold():
                 return method(*args, **kwargs)
 
         return call
 
-    def finish(self, bucket_group: Any) -> None:
-        """Wait for a gather in flight, and process what it brought; also for one that another thread is about to finish."""
-        if bucket_group.param_gather_handle is None and not self._busy:
-            return
-        with self._turn():
-            if bucket_group.param_gather_handle is not None:
-                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
-            self._check_whole()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._lock:
-            self._busy += 1
-            try:
-                yield
-            finally:
-                self._busy -= 1
+class Gathers:
+    """The bucket groups that gather the bytes of one optimizer's weights."""
+
+    def __init__(self, bucket_groups: Sequence[Any], lock: GatherLock, guard: MethodGuard) -> None:
+        self._bucket_groups, self._lock, self._guard = list(bucket_groups), lock, guard
+        self._due: set[int] = set()
+        self._group_of = {
+            id(weight_of(param).state): group for group in self._bucket_groups for param in primary_of(group)
+        }
+
+    def mark_due(self) -> None:
+        """A cast begins: every bucket group has a gather before it."""
+        self._due = set(map(id, self._bucket_groups))
+
+    def start(self) -> None:
+        """Gather all bytes now, those on their way first. Collective."""
+        for group in self._bucket_groups:
+            self._finish(group)
+            group.start_param_sync(force_sync=True)
+
+    def start_due(self) -> None:
+        """Gather the bytes of the last cast that no gather has brought, as the next forward pass would. Collective."""
+        for group in self._bucket_groups:
+            self._finish(group)
+            if id(group) in self._due:
+                group.start_param_sync(force_sync=True)
+
+    def wait_for(self, weight: Any) -> None:
+        """Wait for the gather of a weight's bytes, if it is in flight, and for its columnwise copies."""
+        self._finish(self._group_of[id(weight.state)])
+
+    def patches(self, backend: str) -> Iterator[Patch]:
+        """What starts and finishes a gather: columnwise copies follow, and an exception leaves weights partial."""
+        for group in self._bucket_groups:
+            params = primary_of(group)
+            after_gather = self._after_gather(group, params, backend)
+            for name in ("start_param_sync", "finish_param_sync"):
+                gather = self._guard.writing(_followed(group, name, after_gather), "an all-gather", masters=False)
+                yield Patch(group, name, self._lock.locked(gather))
+            if any(map(is_te_tensor, params)):  # Megatron would ask TransformerEngine for their copies
+                yield Patch(group, "_post_param_sync", lambda: None)
+
+    def _finish(self, group: Any) -> None:
+        """Wait for a gather in flight and process what it brought; also for one that another thread is about to finish."""
+        if group.param_gather_handle is None and not self._lock.is_held:
+            return
+        with self._lock.hold():
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+            self._guard.check_complete()
+
+    def _after_gather(self, group: Any, params: Sequence[Any], backend: str) -> Callable[[], None]:
+        copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)
+        te_tensors = [param for param in params if is_te_tensor(param)]
+        weights = [weight_of(param) for param in params]
+
+        def after_gather() -> None:
+            copies.make()
+            make_te_copies(te_tensors)
+            for weight in weights:
+                weight.state.mark_columnwise()
+            self._due.discard(id(group))
+
+        return after_gather
+
+
+def _followed(group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
+    """The host's method that starts or finishes a gather, then `after_gather` if the bytes are here now and were not before."""
+    method = getattr(group, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        pending = group.param_gather_handle is not None or not group.param_gather_dispatched
+        result = method(*args, **kwargs)
+        if group.param_gather_handle is None and (pending or name == "start_param_sync"):
+            after_gather()
+        return result
+
+    return call

@@ -1,17 +1,20 @@
-"""Guard: what a step, a cast, a gather or a load that raised half-way leaves is not used and not saved until it is whole again.
+"""MethodGuard: what a step, a cast, a gather or a load leaves when it raises half-way is neither used nor saved.
 
-All weights of an attachment are torn together, since one step of the host writes them all. Whatever has written masters or moments
-leaves them to a load; a cast or a gather can be made again.
+All weights of an attachment are partial together, since one step of the host writes them all. A
+write of masters or moments that broke off needs a load; a cast or a gather can be repeated.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zerocast.weight.freshness import Freshness
+from zerocast.integrations.host_adapter import Patch
+from zerocast.weight.write_guard import WriteGuard
 
-from .inner_state import make_ready, take_steps
-from .refusal import refuse_checkpoint
+from . import host
+from .checkpoint import saving_unpadded
+from .inner_state import keeping_step, make_ready, take_steps
+from .validate import check_checkpoint
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
 RELOAD = "masters, moments and weights may be of different steps; load a checkpoint, or end the run if ranks have died"
@@ -19,126 +22,114 @@ RELOAD = "masters, moments and weights may be of different steps; load a checkpo
 Method = Callable[..., Any]
 
 
-class Guard:
-    """Over the weights of one attachment; `watch` names their Freshness, one a plan."""
+READ = ("step", "state_dict", "save_parameter_state")  # refused while weights are partial
+LOAD = ("load_state_dict", "load_parameter_state")  # complete them
 
-    def __init__(self) -> None:
-        self._watched: list[Freshness] = []
-        self._remedy = ""
-        self._preparing = self._writing = False
 
-    def watch(self, freshness: Freshness) -> None:
-        """Weights of this plan are torn when any are."""
-        self._watched.append(freshness)
+class MethodGuard:
+    """Wraps methods of the host, which share `writes` with the plans of an attachment."""
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether something died while it wrote, and nothing has been written whole since."""
-        return any(freshness.is_torn for freshness in self._watched)
+    def __init__(self, writes: WriteGuard | None = None) -> None:
+        self.writes = writes or WriteGuard(RELOAD, recast_remedy=AGAIN)
+        self.is_preparing = False  # a load: the host loads of itself what it will overwrite
 
-    def tear(self, torn: str, remedy: str) -> None:
-        """Weights are torn as an attachment before this one has left them."""
-        self._remedy = remedy
-        for freshness in self._watched:
-            freshness.torn = torn
+    def check_complete(self) -> None:
+        """RuntimeError while masters or weights are partial; not while a load is prepared, which reads what it will overwrite."""
+        if not self.is_preparing:
+            self.writes.check_complete()
 
-    @property
-    def torn(self) -> tuple[str | None, str]:
-        """What died while it wrote, and which remedy there is; None and nothing where all is whole."""
-        said = next((freshness.torn for freshness in self._watched if freshness.is_torn), None)
-        return said, self._remedy if said else ""
+    def patches(
+        self,
+        optimizer: Any,
+        distributed: Sequence[Any],
+        refreshes: Mapping[int, Callable[[], None]],
+        after_step: Callable[[], None],
+    ) -> Iterator[Patch]:
+        """Around whatever steps, saves and loads: of `optimizer`, which was given, and of the `distributed` ones inside it.
 
-    def loads(self) -> bool:
-        """Whether what is being loaded is a checkpoint, and not what the host loads of itself to prepare for one."""
-        return not self._preparing
+        `refreshes` cast and gather the weights of one optimizer, by its id.
+        """
+        for one in distributed:
+            yield Patch(one, "_set_main_param_and_optimizer_states", keeping_step(one))
+            yield Patch(one, "sharded_state_dict", saving_unpadded(one))
+        for one in {id(one): one for one in (optimizer, *distributed)}.values():
+            loads_all = one is optimizer or len(distributed) == 1
+            loaded = distributed if loads_all else [one]
+            refreshed = list(refreshes.values()) if loads_all else [refreshes[id(one)]] if id(one) in refreshes else []
+            step = self.writing(one.step_with_ready_grads, "an optimizer step", masters=True)
+            yield Patch(one, "step_with_ready_grads", followed_by(step, after_step) if one is optimizer else step)
+            yield from (Patch(one, name, self.checked(getattr(one, name))) for name in READ)
+            yield Patch(one, "sharded_state_dict", self.saving(one.sharded_state_dict, distributed))
+            yield from (
+                Patch(one, name, self.loading(getattr(one, name), refreshed, loaded, loads_all)) for name in LOAD
+            )
 
-    def check_whole(self) -> None:
-        """RuntimeError while masters or weights are torn; not while a load is prepared, which reads what it will overwrite."""
-        for freshness in () if self._preparing else self._watched:
-            freshness.check_whole()
-
-    @contextlib.contextmanager
-    def writing(self, what: str, remedy: str) -> Iterator[None]:
-        """Within, `what` writes; an exception leaves everything torn, and `remedy` says what makes it whole."""
-        if self._writing:
-            yield  # a part of something larger
-            return
-        self._writing, self._remedy = True, remedy
-        try:
-            with contextlib.ExitStack() as stack:
-                for freshness in self._watched:
-                    stack.enter_context(freshness.writing(what, remedy))
-                yield
-        finally:
-            self._writing = False
+    def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
+        """Cast and gather, also what a cast or a gather has left partial; RuntimeError where masters are partial."""
+        if self.writes.has_partial_masters:
+            self.check_complete()
+        with self.writes.transaction("a cast", masters=False):
+            for refresh in refreshes:
+                refresh()
 
     def checked(self, method: Method) -> Method:
-        """`method`, refused while anything is torn."""
+        """`method`, refused while anything is partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.check_whole()
+            self.check_complete()
             return method(*args, **kwargs)
 
         return call
 
-    def writer(self, method: Method, what: str, remedy: str) -> Method:
-        """`method`, refused while anything is torn; what it raises leaves everything torn."""
+    def writing(self, method: Method, what: str, *, masters: bool) -> Method:
+        """`method`, refused while anything is partial; an exception in it leaves everything partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.check_whole()
-            with self.writing(what, remedy):
+            self.check_complete()
+            with self.writes.transaction(what, masters=masters):
                 return method(*args, **kwargs)
 
         return call
 
-    def refresh(self, method: Method) -> None:
-        """Cast and gather by `method`, also what a cast or a gather has torn; RuntimeError where masters are torn."""
-        if self._remedy == RELOAD:
-            self.check_whole()
-        with self.writing("a cast", AGAIN):
-            method()
-
-    def sharded_state_dict(self, method: Method, optimizers: Sequence[Any]) -> Method:
-        """The host's `sharded_state_dict`: refused while anything is torn, unless it makes what a load fills."""
+    def saving(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
+        """The host's method, refused while anything is partial, unless it makes what a load fills."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for one in optimizers:
-                refuse_checkpoint(one, kwargs.get("metadata"))
-            if not is_loading(args, kwargs):
-                self.check_whole()
-                return method(*args, **kwargs)
-            with contextlib.nullcontext() if self.is_torn else self.writing("preparing a load", RELOAD):
+                check_checkpoint(one, kwargs.get("metadata"))
+            if not host.is_loading(args, kwargs):
+                self.check_complete()
+                return sharded_state_dict(*args, **kwargs)
+            with contextlib.nullcontext() if self.writes.is_partial else self.writes.transaction("preparing a load"):
                 make_ready(optimizers)
-                before, self._preparing = self._preparing, True
+                before, self.is_preparing = self.is_preparing, True
                 try:
-                    template = method(*args, **kwargs)  # which rewrites states, some of them to one tensor
+                    template = sharded_state_dict(*args, **kwargs)  # rewrites states, some of them to one tensor
                 finally:
-                    self._preparing = before
+                    self.is_preparing = before
                 take_steps(optimizers)
                 return template
 
         return call
 
-    def loader(self, method: Method, refresh: Callable[[], None], optimizers: Sequence[Any], of_all: bool) -> Method:
-        """A method of the host that loads `optimizers`, then `refresh`; if those are all it makes whole what is torn."""
+    def loading(
+        self, method: Method, refreshes: Sequence[Callable[[], None]], optimizers: Sequence[Any], loads_all: bool
+    ) -> Method:
+        """A method of the host that loads `optimizers`, then `refreshes`; to load all optimizers completes what is partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._preparing or self._writing or (self.is_torn and not _holds_masters(args[0])):
+            if self.is_preparing or self.writes.is_open or (self.writes.is_partial and not _holds_masters(args[0])):
                 return method(*args, **kwargs)  # a part of a load, or of preparing one
-            if not of_all:
-                self.check_whole()
-            with self.writing("loading a checkpoint", RELOAD):
+            if not loads_all:
+                self.check_complete()
+            with self.writes.transaction("loading a checkpoint"):
                 result = method(*args, **kwargs)
                 take_steps(optimizers)
-                refresh()
+                for refresh in refreshes:
+                    refresh()
                 return result
 
         return call
-
-
-def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `sharded_state_dict` is called for what a load fills."""
-    return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))
 
 
 def _holds_masters(loaded: Any) -> bool:
@@ -148,3 +139,14 @@ def _holds_masters(loaded: Any) -> bool:
     if isinstance(loaded, (list, tuple)):
         return all(map(_holds_masters, loaded))
     return not isinstance(loaded, dict) or "param_state" in loaded
+
+
+def followed_by(first: Method, second: Callable[[], None]) -> Method:
+    """`first`, then `second`, which is not called if `first` raises."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        second()
+        return result
+
+    return both

@@ -4,7 +4,7 @@ Detected by being there, never by version.
 """
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 FP8 = "megatron.core.fp8_utils"
@@ -67,7 +67,10 @@ def module(path: str) -> Any:
 
 
 def has_four_bit_buffers() -> bool:
-    """Whether this megatron-core knows byte buffers of two elements a byte. RuntimeError if it has a part of the names only."""
+    """Whether this megatron-core knows byte buffers of two elements a byte.
+
+    RuntimeError if it has a part of the names only.
+    """
     names = [(owner, name) for owner, names in _four_bit_names() for name in names]
     missing = [f"{owner.__name__}.{name}" for owner, name in names if not hasattr(owner, name)]
     if missing and len(missing) < len(names):
@@ -142,10 +145,22 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
-def check_optimizer(optimizer: Any, chained: bool = False) -> None:
-    """RuntimeError unless this is an optimizer whose shards zerocast can read; `chained` ones own none, and step, save and load."""
-    names = _OF_ANY_OPTIMIZER if chained else (*_OF_A_DISTRIBUTED_OPTIMIZER, *_OF_ANY_OPTIMIZER)
-    require(optimizer, names, f"the optimizer, a {type(optimizer).__name__},")
+def masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """(parameter, FP32 master of the elements that this rank owns) of a DistributedOptimizer."""
+    pairs = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    for models, mains in pairs:
+        for model_group, main_group in zip(models, mains, strict=True):
+            yield from zip(model_group, main_group, strict=True)
+
+
+def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
+    """RuntimeError unless the distributed ones have shards that zerocast can read, and `optimizer` steps, saves and loads."""
+    require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+    for one in distributed:
+        require(one, (*_OF_A_DISTRIBUTED_OPTIMIZER, *_OF_ANY_OPTIMIZER), f"the optimizer, a {type(one).__name__},")
 
 
 def check_groups(groups: Iterable[Any]) -> None:
@@ -157,9 +172,17 @@ def check_groups(groups: Iterable[Any]) -> None:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """The bucket groups of a DistributedDataParallel, those of experts included. RuntimeError for anything else."""
+    """The bucket groups of a DistributedDataParallel, those of experts included.
+
+    RuntimeError for anything else.
+    """
     require(chunk, _OF_A_CHUNK, f"the model chunk, a {type(chunk).__name__},")
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
     for group in groups:
         require(group, _OF_A_BUCKET_GROUP, f"a bucket group, a {type(group).__name__},")
     return groups
+
+
+def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `sharded_state_dict` is called for what a load fills."""
+    return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))

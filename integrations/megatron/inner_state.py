@@ -1,7 +1,7 @@
 """The state of the inner optimizers around a load, where Megatron expects that of fused ones and torch's own Adam has another.
 
-torch's Adam has no state before its first step, and a step a parameter, which Megatron neither saves apart nor loads; it keeps the
-one of the parameter groups, so that is what counts.
+torch's Adam has no state before its first step, and a step a parameter, which Megatron neither
+saves apart nor loads; it keeps the one of the parameter groups, so that is what counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,8 @@ from torch import Tensor
 def make_ready(optimizers: Sequence[Any]) -> None:
     """States that the host can make a template of a load from: there, complete, and of one step, as it asserts.
 
-    RuntimeError where an inner optimizer died in its first step, with states for some parameters only.
+    RuntimeError where an inner optimizer died in its first step, with states for some parameters
+    only.
     """
     counted: list[Any] = []
     for one in optimizers:
@@ -42,7 +43,7 @@ def take_steps(optimizers: Sequence[Any]) -> None:
                     state["step"] = state["step"].new_tensor(float(group["step"]))
 
 
-def without_steps(one: Any) -> Callable[[Any, dict[str, Any]], None]:
+def keeping_step(one: Any) -> Callable[[Any, dict[str, Any]], None]:
     """The host's method that fills the state of a parameter, with the step left as it is: a checkpoint has none a parameter."""
     fill = one._set_main_param_and_optimizer_states
 

@@ -1,9 +1,11 @@
 """Layouts of byte buffers in which a rank's elements and the bytes that it sends are the same part of every bucket.
 
-Megatron cuts each bucket twice into equal slices: its gradients, one element apiece, to say who owns what, and its bytes, to say
-who sends what. The two agree if every byte of a bucket holds the same number of elements, padding included. So a bucket here holds
-4-bit weights or others, never both, and a 4-bit bucket has exactly half as many bytes as elements. Megatron's own layout pads
-elements and bytes apart, and mixes widths: a rank then writes bytes that another rank sends, and they are lost on every rank.
+Megatron cuts each bucket twice into equal slices: its gradients, one element apiece, to say who
+owns what, and its bytes, to say who sends what. The two agree if every byte of a bucket holds the
+same number of elements, padding included. So a bucket here holds 4-bit weights or others, never
+both, and a 4-bit bucket has exactly half as many bytes as elements. Megatron's own layout pads
+elements and bytes apart, and mixes widths: a rank then writes bytes that another rank sends, and
+they are lost on every rank.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ def of_one_width(
 ) -> Any:
     """The layout of a buffer (a PerBufferParamLayout) whose buckets have one width each, by `lay_out`, the host's own.
 
-    Without 4-bit parameters it is the host's, unchanged. Buckets of 4-bit parameters end at multiples of 32 elements a rank.
+    Without 4-bit parameters it is the host's, unchanged. Buckets of 4-bit parameters end at
+    multiples of 32 elements a rank.
     """
     runs = [list(run) for _, run in itertools.groupby(params, elements_per_byte)]
     layouts = [(elements_per_byte(run[0]), lay_out(run, bucket_size, ranks, ddp_config, [])) for run in reversed(runs)]
@@ -75,7 +78,7 @@ def of_one_width(
 def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
     """Set the byte offsets of a buffer with 4-bit parameters, bucket by bucket a whole fraction of the element offsets.
 
-    ValueError for a bucket of two widths: its layout was not made inside `building()`.
+    ValueError for a bucket of two widths: its layout was not made inside `quantized_params()`.
     """
     members: dict[int, list[Any]] = {}
     for param, _ in reversed(params_with_names):
@@ -86,7 +89,9 @@ def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
     for bucket, (start, stop) in enumerate(buffer.bucket_indices):
         widths = {elements_per_byte(param) for param in members[bucket]}
         if len(widths) > 1:
-            raise ValueError(f"bucket {bucket} holds 4-bit weights and others: compute its layout inside building()")
+            raise ValueError(
+                f"bucket {bucket} holds 4-bit weights and others: compute its layout inside quantized_params()"
+            )
         width, begin = widths.pop(), buckets[-1][1] if buckets else 0
         buckets.append((begin, begin + (stop - start) // width))
         for param in members[bucket]:

@@ -1,17 +1,132 @@
-"""Primary weights: the parameters in Megatron's byte buffers, QuantizedWeights or tensors of TransformerEngine, seen alike."""
+"""Primary weights: the parameters in Megatron's byte buffers, QuantizedWeights or tensors of TransformerEngine, seen alike.
 
+A tensor of TransformerEngine is cast through a view, a QuantizedWeight over the tensor's own
+buffers. Only this file knows of them. zerocast's integration of TransformerEngine, and so
+TransformerEngine itself, is imported when a model has such a tensor.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zerocast import QuantizedWeight
+from torch import nn
 
-from . import te_tensors
+from zerocast import QuantizedWeight
+from zerocast.cast.flat_buffer import into_flat_buffer
+
+_INTEGRATION = "zerocast.integrations.transformer_engine"
 
 
 def is_primary(param: Any) -> bool:
     """Whether the bytes of a parameter are what Megatron gathers."""
-    return isinstance(param, QuantizedWeight) or te_tensors.is_te_tensor(param)
+    return isinstance(param, QuantizedWeight) or is_te_tensor(param)
+
+
+def is_te_tensor(param: Any) -> bool:
+    """Whether a parameter is a quantized tensor of TransformerEngine, of a kind that is cast or not. Imports nothing."""
+    of_te = any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__)
+    return of_te and hasattr(param, "_get_quantizer")
+
+
+def primary_of(bucket_group: Any) -> list[Any]:
+    """The parameters of a bucket group whose bytes it gathers."""
+    return [param for bucket in bucket_group.buckets for param in bucket.params_list if is_primary(param)]
 
 
 def weight_of(param: Any) -> QuantizedWeight:
-    """The QuantizedWeight over the bytes of a primary weight: itself, or a twin. TypeError or ValueError for what is not cast."""
-    return param if isinstance(param, QuantizedWeight) else te_tensors.weight_of(param)
+    """The weight over the bytes of a primary weight as they lie now: the parameter itself, or a view.
+
+    TypeError or ValueError for a tensor of TransformerEngine that cannot be cast in a byte buffer.
+    """
+    if isinstance(param, QuantizedWeight):
+        return param
+    view = _view(param)
+    view.locate(param)
+    weight: QuantizedWeight = view.weight
+    return weight
+
+
+def check_primary(param: Any) -> None:
+    """Raise as `weight_of` does, without a look at where the buffers lie."""
+    if not isinstance(param, QuantizedWeight):
+        _view(param)
+
+
+def two_directions(what: str) -> ValueError:
+    """The error for a weight whose directions are both gathered."""
+    return ValueError(
+        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take fp8_block or nvfp4 for it here, "
+        "or mxfp8 under zerocast.ZeroAdamW or zerocast.fsdp2"
+    )
+
+
+class TETensors:
+    """The tensors of TransformerEngine among some weights. Their buffers may move between steps."""
+
+    def __init__(self, names: Iterable[str], params: Iterable[Any], weights: Iterable[QuantizedWeight]) -> None:
+        named = zip(names, params, weights, strict=True)
+        self._tensors = [(name, param, weight) for name, param, weight in named if param is not weight]
+        into_flat_buffer([weight for _, param, weight in self._tensors if _view(param).owns_amax], "amax")
+
+    def locate(self) -> None:
+        """Look where the buffers that a cast writes are now.
+
+        RuntimeError for a tensor that was given a quantizer of another format, ValueError for one
+        whose codes were dropped or whose options changed to what is not cast.
+        """
+        for name, param, weight in self._tensors:
+            view = _view(param)
+            if view.weight is not weight:
+                raise RuntimeError(
+                    f"{name} was attached as {weight.format} and has a quantizer of {view.weight.format} now: build the model anew"
+                )
+            view.locate(param)
+
+    def locate_copies(self) -> None:
+        """Look where all buffers are now, columnwise copies included."""
+        self.locate()
+        for _, param, _ in self._tensors:
+            view = _view(param)
+            if view.derives and view.adapter.copies():
+                view.locate_columnwise(param)
+
+    def release(self) -> None:
+        """Forget the views."""
+        if self._tensors:
+            _module("").release([param for _, param, _ in self._tensors])
+
+
+def make_te_copies(params: Sequence[Any]) -> None:
+    """Make the columnwise copies of gathered tensors, where this GPU's products read any."""
+    if params:
+        _module("").post_all_gather_processing(params)
+
+
+def loaded(param: Any) -> Any:
+    """What a module may copy into a primary weight that was cast whole: the weight, or a TE tensor over the same buffers."""
+    if isinstance(param, QuantizedWeight):
+        return param
+    make_te_copies([param])
+    return param.detach()
+
+
+def check_before_forward(chunk: nn.Module, check: Callable[[], None]) -> list[Callable[[], None]]:
+    """Let modules with TE tensors call `check` before they run. Returns what undoes it."""
+    return [
+        module.register_forward_pre_hook(lambda *_: check()).remove
+        for module in chunk.modules()
+        if any(map(is_te_tensor, module.parameters(recurse=False)))
+    ]
+
+
+def _view(param: Any) -> Any:
+    if _module(".entry").is_hybrid(param):
+        raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
+    view = _module(".weight_view").view_of(param, param.dtype)
+    if view.adapter.two_payloads:
+        raise two_directions(type(param).__name__)
+    return view
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(_INTEGRATION + name)

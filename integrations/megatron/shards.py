@@ -1,66 +1,85 @@
-"""What one DistributedOptimizer owns: shards of quantized weights, plain parameters, and whether their bytes are sent from here."""
+"""The facts of a model in Megatron: what each DistributedOptimizer owns on this rank, and which gathers bring its bytes."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from zerocast import QuantizedWeight, get_format
+from zerocast import QuantizedWeight
+from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
-from zerocast.verification.master_views import OwnedMaster
+from zerocast.integrations.host_adapter import PlainShard
 
-from .primary import is_primary, weight_of
+from . import host
+from .primary import is_primary, is_te_tensor, primary_of, weight_of
+from .unattached import DetachedState, state_left_in
 
-IDENTITY = get_format("identity")
+_UNKNOWN = "a parameter of another model"
 
 
 @dataclass(frozen=True)
-class Shards:
-    """Of one optimizer on this rank, quantized weights in the order of its buffers, the same on every rank.
+class OptimizerShards:
+    """What one DistributedOptimizer owns on this rank, quantized weights in the order of its buffers, the same on every rank.
 
-    `params` are the parameters that `weights` stand for. `masters` and `starts` hold None where this rank owns nothing; `plain`
-    holds (slice of the buffer, FP32 master) of the rest, `others` all parameters that are not quantized, by name, with the master
-    and its start where this rank owns a part.
+    `params` are the parameters that `weights` stand for, `masters` and `starts` hold None where
+    this rank owns nothing, `bucket_groups` gather the bytes of its buffers, and `detached` is what
+    an attachment before this one has left.
     """
 
-    names: list[str]
-    params: list[Any]
-    weights: list[QuantizedWeight]
-    masters: list[Tensor | None]
-    starts: list[int | None]
-    plain: list[tuple[Tensor, Tensor]]
-    others: dict[str, tuple[Tensor, Tensor | None, int]]
+    optimizer: Any
+    detached: DetachedState | None
+    names: list[str] = field(default_factory=list)
+    params: list[Any] = field(default_factory=list)
+    weights: list[QuantizedWeight] = field(default_factory=list)
+    masters: list[Tensor | None] = field(default_factory=list)
+    starts: list[int | None] = field(default_factory=list)
+    plain: dict[int, PlainShard] = field(default_factory=dict)  # by id of the parameter
+    bucket_groups: list[Any] = field(default_factory=list)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the masters."""
+        return Group.of(self.optimizer.data_parallel_group)
 
     def span(self, index: int) -> Span:
         """The elements that this rank owns of a weight."""
         master, start = self.masters[index], self.starts[index]
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
-    def owned(self, scales: Mapping[int, Tensor | None]) -> Iterator[OwnedMaster]:
-        """All parameters with their masters, for `zerocast.verify`; plain ones as they are rounded to their dtype.
 
-        `scales` are what delayed scaling cast weights with, by id of the weight.
-        """
-        for i, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
-            yield OwnedMaster(name, weight, self.masters[i], self.span(i), scales.get(id(weight)))
-        for name, (param, master, start) in self.others.items():
-            shape = tuple(param.shape) or (1,)
-            live = {"rowwise_data": param.detach().view(-1, shape[-1])}
-            weight = QuantizedWeight.of_buffers(shape, IDENTITY, param.dtype, live)
-            yield OwnedMaster(name, weight, master, Span(start, start + (0 if master is None else master.numel())))
+def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
+    """The shards of every DistributedOptimizer inside `optimizer`, whose parameters are those of `chunks`.
 
-
-def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
-    """Read an optimizer's shards; `names` are those of the parameters of the model, by id.
-
-    TypeError or ValueError for a byte buffer with something in it that is not cast.
+    TypeError or ValueError for a byte buffer with something in it that is not cast, for a quantized
+    weight that no gather brings and for one that no optimizer owns; RuntimeError for a host without
+    the names that are read.
     """
-    found = Shards([], [], [], [], [], [], {})
+    names = _unique_names(chunks)
+    groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
+    found = [_shards_of(one, names, groups) for one in host.distributed_optimizers(optimizer)]
+    host.check_groups(group for group in groups if any(map(is_te_tensor, primary_of(group))))
+    _check_gathered(chunks, groups)
+    _check_owned(found, groups, names)
+    return found
+
+
+def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
+    """By id of the parameter. Chunks of one pipeline stage count their layers alike: a later one is named too."""
+    names: dict[str, int] = {}
+    for number, chunk in enumerate(chunks):
+        for name, param in chunk.named_parameters():
+            names[f"chunk {number}: {name}" if name in names else name] = id(param)
+    return {param: name for name, param in names.items()}
+
+
+def _shards_of(optimizer: Any, names: Mapping[int, str], groups: Sequence[Any]) -> OptimizerShards:
+    found = OptimizerShards(optimizer, state_left_in(optimizer))
     index: dict[int, int] = {}
     for buffer in optimizer.buffers:
         for param in buffer.params:
-            name = names.get(id(param), "a parameter of another model")
+            name = names.get(id(param), _UNKNOWN)
             if is_primary(param):
                 index[id(param)] = len(found.weights)
                 found.names.append(name)
@@ -74,22 +93,19 @@ def shards_of(optimizer: Any, names: Mapping[int, str]) -> Shards:
                     "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
                 )
             elif param.numel():
-                found.others[name] = (param, None, 0)
-    pairs = (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    )
-    for models, mains in pairs:
-        for model_group, main_group in zip(models, mains, strict=True):
-            for param, master in zip(model_group, main_group, strict=True):
-                ranges = optimizer._get_model_param_range_map(param)
-                if is_primary(param):
-                    at = index[id(param)]
-                    found.masters[at], found.starts[at] = master, ranges["param"].start
-                else:
-                    name = names.get(id(param), "a parameter of another model")
-                    found.others[name] = (param, master, ranges["param"].start)
-                    found.plain.append((_slice(optimizer, param, ranges["gbuf_world_in_bucket"]), master))
+                found.plain[id(param)] = PlainShard(name, param)
+    for param, master in host.masters(optimizer):
+        ranges = optimizer._get_model_param_range_map(param)
+        start = ranges["param"].start
+        if is_primary(param):
+            at = index[id(param)]
+            found.masters[at], found.starts[at] = master, start
+        else:
+            name = names.get(id(param), _UNKNOWN)
+            rounded = _owned_part(optimizer, param, ranges["gbuf_world_in_bucket"])
+            found.plain[id(param)] = PlainShard(name, param, master, start, rounded)
+    buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+    found.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
     return found
 
 
@@ -100,17 +116,38 @@ def _weight_of(param: Any, name: str) -> QuantizedWeight:
         raise type(error)(f"{name}: {error}") from error
 
 
-def _slice(optimizer: Any, param: Any, place: Any) -> Tensor:
+def _owned_part(optimizer: Any, param: Any, place: Any) -> Tensor:
     """The part of a plain parameter that this rank owns, in the buffer."""
     buffer, _, bucket = optimizer.model_param_gbuf_map[param]
     data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
     return data.view(-1)[place.start : place.end]
 
 
-def misplaced(shards: Shards, bucket_groups: Sequence[Any]) -> str | None:
+def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
+    """ValueError for a quantized weight that is trained and that no gather brings: it was quantized after DDP was built."""
+    gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
+    for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
+        if is_primary(param) and param.requires_grad and id(param) not in gathered:
+            raise ValueError(
+                f"{name} is quantized and in no bucket of DistributedDataParallel, which would never train it: call quantize_ "
+                "before DistributedDataParallel is built"
+            )
+
+
+def _check_owned(found: Sequence[OptimizerShards], groups: Sequence[Any], names: Mapping[int, str]) -> None:
+    owned = {id(param) for shards in found for param in shards.params}
+    orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
+    if orphans:
+        raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
+
+
+def bytes_not_sent(shards: OptimizerShards) -> str | None:
     """What is wrong if bytes of an owned span lie outside the slice of the bucket that this rank sends; None if all is well."""
     places = {
-        param: (group, bucket) for group in bucket_groups for bucket in group.buckets for param in bucket.params_list
+        param: (group, bucket)
+        for group in shards.bucket_groups
+        for bucket in group.buckets
+        for param in bucket.params_list
     }
     for i, (name, param, weight) in enumerate(zip(shards.names, shards.params, shards.weights, strict=True)):
         if param not in places:
@@ -118,7 +155,7 @@ def misplaced(shards: Shards, bucket_groups: Sequence[Any]) -> str | None:
         group, bucket = places[param]
         data, rowwise = bucket.param_data, weight.rowwise_data
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
-            return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside building()"
+            return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
         offset = rowwise.data_ptr() - data.data_ptr()
         span = shards.span(i)
         first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
@@ -129,15 +166,43 @@ def misplaced(shards: Shards, bucket_groups: Sequence[Any]) -> str | None:
             return (
                 f"{name} ({weight.format}): this rank casts elements [{span.start}, {span.stop}), bytes "
                 f"[{offset + first}, {offset + last}) of bucket {bucket.bucket_id}, and sends bytes [{low}, {high}); what "
-                "lies outside would be lost. Build model, DistributedDataParallel and optimizer inside building()"
+                "lies outside would be lost. Build model, DistributedDataParallel and optimizer inside quantized_params()"
             )
     return None
 
 
-def uncovered(shards: Shards, by_rank: Sequence[Sequence[tuple[int, int]]]) -> str | None:
-    """What is wrong if a part of a weight has no owner; None if all is well. `by_rank` holds the spans of every rank."""
+def elements_without_owner(shards: OptimizerShards, by_rank: Sequence[Sequence[tuple[int, int]]]) -> str | None:
+    """What is wrong if a part of a weight has no owner; None if all is well.
+
+    `by_rank` holds the spans of every rank.
+    """
     for i, (name, weight) in enumerate(zip(shards.names, shards.weights, strict=True)):
         owned = sum(stop - start for start, stop in (spans[i] for spans in by_rank))
         if owned != weight.numel():
             return f"{name} has {weight.numel()} elements, and the ranks of its group own {owned}"
     return None
+
+
+def masters_from_model(shards: OptimizerShards, locate: Callable[[], None]) -> Callable[..., None]:
+    """The host's method that makes masters of the model, as at the start of a fine-tuning run.
+
+    From a state dict the host makes them; from quantized weights, which `locate` finds, they are
+    dequantized.
+    """
+    original = shards.optimizer._copy_model_params_to_main_params
+
+    @torch.no_grad()
+    def copy_model(state_dict: Any = None) -> None:
+        if state_dict is not None:
+            original(state_dict=state_dict)
+            return
+        locate()
+        for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
+            if master is not None:
+                span = shards.span(i)
+                master.copy_(weight.dequantize().view(-1)[span.start : span.stop])
+        for part in shards.plain.values():
+            if part.master is not None and part.rounded is not None:
+                part.master.copy_(part.rounded)
+
+    return copy_model

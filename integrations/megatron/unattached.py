@@ -1,19 +1,20 @@
 """What an optimizer over quantized weights refuses while nothing of zerocast's casts its masters: before `attach`, after `detach`.
 
-Once `building()` is over Megatron takes a QuantizedWeight for a plain parameter, and its own copy of masters to parameters would
-write their values over the codes. So every method that writes, loads or prepares to raises, on the optimizer's instance, and the
-host's classes stay as they are.
+Once `quantized_params()` is over Megatron takes a QuantizedWeight for a plain parameter, and its own copy
+of masters to parameters would write their values over the codes. So every method that writes, loads
+or prepares to raises, on the optimizer's instance, and the host's classes stay as they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.integrations.host_adapter import Patches
+from zerocast.weight.write_guard import WriteGuard
 
 from . import host
-from .guard import is_loading
-from .scaling_state import ScalingState
 
 _BEGIN = (
     "_copy_main_params",
@@ -30,77 +31,91 @@ _SAVES = ("save_parameter_state", "state_dict")
 
 
 @dataclass(frozen=True)
-class Left:
-    """What an attachment that was detached leaves to the next one; `torn` says what it was interrupted in, and `remedy`."""
+class DetachedState:
+    """What an attachment that was detached leaves to the next one: delayed scaling, and what it left partial."""
 
-    scaling: ScalingState | None = None
-    torn: str | None = None
-    remedy: str = ""
+    delayed: DelayedScaling | None
+    writes: WriteGuard
 
 
-class Refused:
-    """Stands for a method of one optimizer. It raises if the optimizer, or one in its chain, owns weights that are not attached."""
+class RefusedMethod:
+    """Stands for a method of one optimizer.
 
-    def __init__(self, optimizer: Any, name: str, left: Left | None) -> None:
-        self._optimizer, self._name, self.left = optimizer, name, left
+    It raises if the optimizer, or one in its chain, owns weights that are not attached.
+    """
+
+    def __init__(self, optimizer: Any, name: str, detached: DetachedState | None) -> None:
+        self._optimizer, self._name, self.detached = optimizer, name, detached
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """RuntimeError, or what the host's method gives where all quantized weights of a chain have been attached."""
         one = self._optimizer
-        saves = self._name == _FILLS and not is_loading(args, kwargs) and (self.left is None or self.left.torn is None)
-        if not saves and any(
+        if not self._saves_complete_weights(args, kwargs) and any(
             is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(one)
         ):
             self._raise(f"{self._name} of {type(one).__name__}")
         method = getattr(one, self._name)
         return getattr(type(one), self._name)(one, *args, **kwargs) if method is self else method(*args, **kwargs)
 
+    def _saves_complete_weights(self, args: Any, kwargs: Any) -> bool:
+        partial = self.detached is not None and self.detached.writes.is_partial
+        return self._name == _FILLS and not host.is_loading(args, kwargs) and not partial
+
     def _raise(self, what: str) -> NoReturn:
-        if self.left is None:
+        if self.detached is None:
             raise RuntimeError(
-                f"{what}, which was built in building() and is not attached: Megatron's own copy would write over the codes of "
-                "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
+                f"{what}, which was built in quantized_params() and is not attached: Megatron's own copy would write over the "
+                "codes of its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
             )
-        torn = "" if self.left.torn is None else f" after {self.left.torn}"
+        writes = self.detached.writes
+        after = f" after {writes.partial}" if writes.is_partial else ""
         raise RuntimeError(
-            f"{what}, which was detached{torn}: nothing casts its masters, and Megatron's own copy would write over the codes of "
+            f"{what}, which was detached{after}: nothing casts its masters, and Megatron's own copy would write over the codes of "
             "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
         )
 
 
-def refuse(optimizer: Any, left: Left | None = None) -> None:
-    """From now on what would write raises; after an attachment that was torn what would save too."""
+def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
+    """From now on what would write raises; after an attachment that left weights partial what would save too."""
+    accept(optimizer)
     names = [name for name in dir(type(optimizer)) if name.startswith(_BEGIN)]
-    for name in (*names, _FILLS, *(_SAVES if left is not None and left.torn else ())):
-        vars(optimizer)[name] = Refused(optimizer, name, left)
+    saves = _SAVES if detached is not None and detached.writes.is_partial else ()
+    for name in (*names, _FILLS, *saves):
+        vars(optimizer)[name] = RefusedMethod(optimizer, name, detached)
 
 
-def lift(optimizers: Sequence[Any]) -> Callable[[], None]:
-    """The host's own methods are back; returns what refuses again."""
-    once = {id(one): one for one in optimizers}.values()
-    kept = [(vars(one), name, value) for one in once for name, value in vars(one).items() if isinstance(value, Refused)]
-    for held, name, _ in kept:
-        del held[name]
-
-    def restore() -> None:
-        for held, name, value in kept:
-            held[name] = value
-
-    return restore
+def accept(optimizer: Any) -> None:
+    """The host's own methods are back."""
+    for name in _refused_names(optimizer):
+        delattr(optimizer, name)
 
 
-def left_by(optimizer: Any) -> Left | None:
+def lift(patches: Patches, optimizers: Sequence[Any]) -> None:
+    """The host's own methods are back until `patches` are undone."""
+    for one in optimizers:
+        for name in _refused_names(one):
+            patches.remove(one, name)
+
+
+def _refused_names(optimizer: Any) -> list[str]:
+    return [name for name, value in vars(optimizer).items() if isinstance(value, RefusedMethod)]
+
+
+def state_left_in(optimizer: Any) -> DetachedState | None:
     """What the last attachment of this optimizer has left; None where there was none, or where it is attached."""
     method = vars(optimizer).get("step")
-    return method.left if isinstance(method, Refused) else None
+    return method.detached if isinstance(method, RefusedMethod) else None
 
 
 def owns_quantized_weights(optimizer: Any) -> bool:
-    """Whether QuantizedWeights are in the buffers of an optimizer, or of one in its chain. The same on every rank."""
+    """Whether QuantizedWeights are in the buffers of an optimizer, or of one in its chain.
+
+    The same on every rank.
+    """
     buffers = [buffer for one in host.distributed_optimizers(optimizer) for buffer in getattr(one, "buffers", ())]
     return any(isinstance(param, QuantizedWeight) for buffer in buffers for param in buffer.params)
 
 
 def is_refused(optimizer: Any) -> bool:
     """Whether it refuses at present."""
-    return isinstance(vars(optimizer).get("step"), Refused)
+    return isinstance(vars(optimizer).get("step"), RefusedMethod)

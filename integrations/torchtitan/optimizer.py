@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocast import fsdp2
-from zerocast.fsdp2.prepare import casts_behind, is_prepared
+from zerocast.fsdp2.prepare import is_prepared, managers_behind
 
 from . import host
 
@@ -27,8 +27,8 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
 
     def __init__(self, model_parts: list[nn.Module], options: Mapping[str, Any]) -> None:
         super().__init__(model_parts, fsdp2.FusedAdamW, dict(options))
-        for casts in casts_behind(parameter for part in model_parts for parameter in part.parameters()):
-            casts.measuring.add(self)
+        for manager in managers_behind(parameter for part in model_parts for parameter in part.parameters()):
+            manager.measuring.add(self)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

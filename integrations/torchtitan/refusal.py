@@ -83,8 +83,9 @@ def _of_training(job_config: Any) -> Iterator[str]:
         )
     if job_config.checkpoint.enable and job_config.checkpoint.last_save_in_hf:
         yield (
-            "checkpoint.last_save_in_hf is not supported with zerocast: safetensors cannot read the wrapped masters, and the save "
-            "would fail after the last step; save torchtitan's own checkpoint, which converts as any other"
+            "checkpoint.last_save_in_hf is not supported with zerocast: sharded states hold wrapped masters, by which a load in "
+            "place is noticed, and safetensors cannot read them: the save would fail after the last step. Save torchtitan's own "
+            "checkpoint, which its convert_to_hf.py reads, or a state dict of full_state_dict=True, whose tensors are plain"
         )
 
 

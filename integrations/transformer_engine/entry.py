@@ -1,4 +1,7 @@
-"""Entry: one set of codes that a call casts, a tensor of TransformerEngine or one direction of a Hybrid one."""
+"""Entry: one set of codes that a call casts, a tensor of TransformerEngine or one direction of a Hybrid one.
+
+A Hybrid tensor holds two directions, each a tensor with a quantizer of its own. Both are cast from one master.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,27 +13,27 @@ from torch import Tensor
 from zerocast.cast.partition import ShardData
 from zerocast.formats.layout import Span
 
-from .adapters import adapter_of, is_quantized, quantizer_of
-from .hybrid import check_hybrid, directions, is_hybrid
-from .twin import Twin, twin_of
+from . import host
+from .adapters import adapter_of, hybrid, is_quantized, quantizer_of
+from .weight_view import WeightView, view_of
 
 
 @dataclass(frozen=True)
 class Entry:
-    """`tensor` with its twin, the master of `span` that is owned here, and storage for the codes of that span alone, if given."""
+    """`tensor` with its view, the master of `span` that is owned here, and storage for the codes of that span alone, if given."""
 
     tensor: Any
-    twin: Twin
+    view: WeightView
     master: Tensor | None
     start: int | None
     shard: ShardData | None
 
     def scatter(self) -> None:
         """Put codes that were cast beside the tensor where they belong: into its transpose, in at most three pieces."""
-        if not self.twin.codes_in_transpose or self.master is None or self.start is None or not self.master.numel():
+        if not self.view.codes_in_transpose or self.master is None or self.start is None or not self.master.numel():
             return
         assert isinstance(self.shard, Tensor)
-        matrix, done = self.twin.transpose_of(self.tensor), 0
+        matrix, done = self.view.transpose_of(self.tensor), 0
         for offsets, sizes in Span(self.start, self.start + self.master.numel()).boxes(matrix.shape):
             piece = self.shard[done : done + sizes[0] * sizes[1]].view(sizes)
             matrix[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]].copy_(piece)
@@ -64,6 +67,44 @@ def parts_of(weight: Any) -> list[Any]:
     return [part for _, part in directions(weight)] if is_hybrid(weight) else [weight]
 
 
+def is_hybrid(tensor: Any) -> bool:
+    """Whether a tensor holds its two directions as two tensors."""
+    return type(quantizer_of(tensor)) is hybrid()
+
+
+def directions(tensor: Any) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of the directions that are there."""
+    host.require(tensor, ["_rowwise_storage", "_columnwise_storage"])
+    for name in ("rowwise", "columnwise"):
+        part = getattr(tensor, f"_{name}_storage")
+        if part is not None:
+            yield name, part
+
+
+def _check_hybrid(tensor: Any, master: Tensor | None, start: int | None, shard: Any) -> None:
+    """ValueError with the reason where the directions of a Hybrid tensor are not cast."""
+    held = dict(directions(tensor))
+    if not held:
+        raise ValueError("both directions of the Hybrid tensor were dropped: there is nothing to cast into")
+    for name, part in held.items():
+        reason = adapter_of(quantizer_of(part)).alone
+        if reason:
+            kind = type(quantizer_of(part)).__name__
+            raise ValueError(f"{kind} is not cast as the {name} direction of a Hybrid tensor: {reason}")
+    if "columnwise" in held and getattr(quantizer_of(tensor), "columnwise_source", "original") != "original":
+        raise ValueError(
+            "the columnwise direction of the Hybrid tensor is made from the rowwise one, which is whole only after the "
+            "all-gather; keep the rowwise direction alone, or columnwise_source='original'"
+        )
+    if master is None or len(held) < 2 or (start == 0 and master.numel() == tensor.numel()):
+        return
+    if not (is_quantized(shard) and is_hybrid(shard) and len(dict(directions(shard))) == 2):
+        raise ValueError(
+            f"{master.numel()} of {tensor.numel()} elements are owned here, and an all-gather of one direction's codes leaves "
+            "the other direction of the Hybrid tensor stale: give whole masters, a Hybrid shard, or keep one direction"
+        )
+
+
 def _entries(weight: Any, master: Tensor | None, start: int | None, shard: Any, sharded: bool) -> Iterator[Entry]:
     if master is None or not master.numel():
         master = start = shard = None
@@ -74,21 +115,21 @@ def _entries(weight: Any, master: Tensor | None, start: int | None, shard: Any, 
     if not is_hybrid(weight):
         yield _entry(weight, weight.dtype, master, start, shard)
         return
-    check_hybrid(weight, master, start, shard)
+    _check_hybrid(weight, master, start, shard)
     shards = dict(directions(shard)) if is_quantized(shard) and is_hybrid(shard) else {}
     for name, part in directions(weight):
         yield _entry(part, weight.dtype, master, start, shards.get(name, shard))
 
 
 def _entry(tensor: Any, nominal: torch.dtype, master: Tensor | None, start: int | None, shard: Any) -> Entry:
-    twin = twin_of(tensor, nominal)
-    twin.follow(tensor)
-    storage = _storage(shard, twin.adapter.two_payloads)
-    if twin.codes_in_transpose and master is not None:
+    view = view_of(tensor, nominal)
+    view.locate(tensor)
+    storage = _storage(shard, view.adapter.two_payloads)
+    if view.codes_in_transpose and master is not None:
         if storage is not None:
             raise ValueError("its codes are in its transpose alone, where the codes of a shard do not lie side by side")
-        storage = twin.scratch(master.numel())
-    return Entry(tensor, twin, master, start, storage)
+        storage = view.scratch(master.numel())
+    return Entry(tensor, view, master, start, storage)
 
 
 def _storage(shard: Any, two_payloads: bool) -> ShardData | None:

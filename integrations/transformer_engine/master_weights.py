@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import agree, roll_call
+from zerocast.distributed.agreement import check_same_call, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 
 from .entry import Entry, entries_of, parts_of
-from .kept import Kept, plans
+from .plan_cache import CachedPlan, plans
 from .transposes import forget_copies
-from .twin import Twin, forget_twin
+from .weight_view import WeightView, forget_view
 
 _CALL = "calls quantize_master_weights"
 
@@ -45,24 +45,24 @@ def quantize_master_weights(
     if not model_weights and not master_weights:
         return
     members = Group.of(group)
-    roll_call(members, _CALL)
+    check_same_call(members, _CALL)
     given = model_weights, master_weights, start_offsets
-    again = plans.again(*given, members) if model_weights and fsdp_shard_model_weights is None else None
-    if again is not None:
+    unchanged = plans.find_unchanged(*given, members) if model_weights and fsdp_shard_model_weights is None else None
+    if unchanged is not None:
         if not manual_post_all_gather_processing:
-            _drop_copies(again.parts(model_weights))
-        again.cast_again()
+            _drop_copies(unchanged.parts(model_weights))
+        unchanged.cast_again()
         return
-    kept, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    cached, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     for weight in model_weights:
         if hasattr(weight, "clear_high_precision_init_val"):  # masters exist, so nobody needs it any more
             weight.clear_high_precision_init_val()
     if not manual_post_all_gather_processing:
-        _drop_copies([(entry.tensor, entry.twin) for entry in entries])
-    kept.forget()
-    kept.cast(entries)
+        _drop_copies([(entry.tensor, entry.view) for entry in entries])
+    cached.forget_fingerprint()
+    cached.cast(entries)
     if fsdp_shard_model_weights is None:
-        kept.remember(entries, *given)
+        cached.remember(entries, *given)
 
 
 def cast_master_weights_to_fp8(
@@ -92,39 +92,39 @@ def release(model_weights: Sequence[Any]) -> None:
     for weight in model_weights:
         plans.drop(weight)
         for part in parts_of(weight):
-            forget_twin(part)
+            forget_view(part)
     forget_copies()
 
 
-def _drop_copies(parts: Sequence[tuple[Any, Twin]]) -> None:
+def _drop_copies(parts: Sequence[tuple[Any, WeightView]]) -> None:
     """Columnwise copies are of the last cast: let the host drop them before this one, and hold on to none."""
-    for tensor, twin in parts:
-        twin.adapter.outdate(tensor)
-    held = [twin.forget_columnwise() for _, twin in parts]
+    for tensor, view in parts:
+        view.adapter.outdate(tensor)
+    held = [view.forget_columnwise() for _, view in parts]
     if any(held):
         forget_copies()
 
 
-def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[Kept, list[Entry]]:
+def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[CachedPlan, list[Entry]]:
     """The plan of these weights, and what it casts. Ranks agree only where a list is new, which it is on all of them."""
     entries, problem = [], None
     try:
         entries = entries_of(model_weights, *lists)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        if model_weights and plans.knows(model_weights[0]):
+        if model_weights and model_weights[0] in plans:
             raise
         problem = error
-    kept = None if problem else plans.find(model_weights, [entry.twin for entry in entries], members)
-    changed = None if kept is None else kept.changed(entries)
-    if kept is not None and changed is not None and members.size > 1:
+    cached = None if problem else plans.find(model_weights, [entry.view for entry in entries], members)
+    changed = None if cached is None else cached.changed(entries)
+    if cached is not None and changed is not None and members.size > 1:
         raise RuntimeError(
-            f"this rank owns other elements of {entries[changed].twin.weight!r} than at the first call: other ranks may not know. "
+            f"this rank owns other elements of {entries[changed].view.weight!r} than at the first call: other ranks may not know. "
             "Call release(model_weights) on all ranks, and then this"
         )
-    if kept is None or changed is not None:
-        if kept is not None:
+    if cached is None or changed is not None:
+        if cached is not None:
             plans.drop(model_weights[0])
-        agree(members, [], problem, what=_CALL)
-        kept = Kept(entries, members)
-        plans.keep(model_weights, kept)
-    return kept, entries
+        validate_across_ranks(members, [], problem, what=_CALL)
+        cached = CachedPlan(entries, members)
+        plans.add(model_weights, cached)
+    return cached, entries

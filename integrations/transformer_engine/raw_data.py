@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .adapters import adapter_of, quantizer_of
-from .hybrid import directions, is_hybrid
+from .entry import directions, is_hybrid
 
 
 @torch.no_grad()

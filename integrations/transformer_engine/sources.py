@@ -4,14 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 
-from .entry import parts_of
-from .hybrid import directions, is_hybrid
-from .kept import Kept, plans
-from .twin import Twin, twin_of
+from .entry import directions, is_hybrid, parts_of
+from .plan_cache import CachedPlan, plans
+from .weight_view import WeightView, view_of
 
 
 class MastersOf:
@@ -20,48 +19,48 @@ class MastersOf:
     def __init__(self, model_weights: Sequence[Any], group: Group) -> None:
         self._model_weights, self._group = list(model_weights), group
 
-    def master_sources(self) -> Iterator[MasterSource]:
+    def master_views(self) -> Iterator[MasterViews]:
         """The masters of the last call of these weights, the codes that lie in transposes alone in a source of their own.
 
         Raises on every rank what is wrong on any: ValueError for weights that were not cast as this list, TypeError, ValueError or
         RuntimeError for tensors that a cast would refuse.
         """
-        found: list[MasterSource] = []
+        found: list[MasterViews] = []
         problem = None
         try:
             found = self._sources()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         lines = [_line(owned) for source in found for owned in source.masters]
-        agree(self._group, lines, problem, what="verifies")
+        validate_across_ranks(self._group, lines, problem, what="verifies")
         yield from found
 
-    def _sources(self) -> list[MasterSource]:
+    def _sources(self) -> list[MasterViews]:
         named = [part for index, weight in enumerate(self._model_weights) for part in _named(index, weight)]
-        kept = self._kept([twin for _, _, twin in named])
-        cast = kept.master_source()
+        cached = self._cached([view for _, _, view in named])
+        cast = cached.master_views()
         by_state = {id(owned.weight.state): owned for owned in cast.masters}
-        in_place: list[OwnedMaster] = []
-        copied: list[OwnedMaster] = []
+        in_place: list[MasterView] = []
+        copied: list[MasterView] = []
         left_out = []
-        for name, tensor, twin in named:
-            owned = by_state.get(id(twin.weight.state))
+        for name, tensor, view in named:
+            owned = by_state.get(id(view.weight.state))
             if owned is None:
                 left_out.append(name)
             else:
-                shown = copied if twin.codes_in_transpose else in_place
-                shown.append(dataclasses.replace(owned, name=name, weight=twin.live(tensor)))
-        sources = [MasterSource(self._group, tuple(in_place), tuple(left_out))]
-        return [*sources, MasterSource(self._group, tuple(copied), transient=True)] if copied else sources
+                shown = copied if view.codes_in_transpose else in_place
+                shown.append(dataclasses.replace(owned, name=name, weight=view.live(tensor)))
+        sources = [MasterViews(self._group, tuple(in_place), tuple(left_out))]
+        return [*sources, MasterViews(self._group, tuple(copied), transient=True)] if copied else sources
 
-    def _kept(self, twins: list[Twin]) -> Kept:
-        kept = plans.find(self._model_weights, twins, self._group) if self._model_weights else None
-        if kept is None:
+    def _cached(self, views: list[WeightView]) -> CachedPlan:
+        cached = plans.find(self._model_weights, views, self._group) if self._model_weights else None
+        if cached is None:
             raise ValueError(
                 f"no masters are known of these {len(self._model_weights)} weights: pass the list, in its order, and the group "
                 "that quantize_master_weights was last called with"
             )
-        return kept
+        return cached
 
 
 def masters_of(model_weights: Sequence[Any], group: GroupLike = None) -> MastersOf:
@@ -76,11 +75,11 @@ def masters_of(model_weights: Sequence[Any], group: GroupLike = None) -> Masters
     return MastersOf(model_weights, Group.of(group))
 
 
-def _named(index: int, weight: Any) -> Iterator[tuple[str, Any, Twin]]:
+def _named(index: int, weight: Any) -> Iterator[tuple[str, Any, WeightView]]:
     names = [f" {name}" for name, _ in directions(weight)] if is_hybrid(weight) else [""]
     for name, part in zip(names, parts_of(weight), strict=True):
-        yield f"model weight {index}{name}", part, twin_of(part, weight.dtype)
+        yield f"model weight {index}{name}", part, view_of(part, weight.dtype)
 
 
-def _line(owned: OwnedMaster) -> str:
+def _line(owned: MasterView) -> str:
     return f"{owned.name}: {owned.weight.format} {tuple(owned.weight.shape)} {owned.weight.dtype}"

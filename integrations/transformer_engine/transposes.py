@@ -14,37 +14,36 @@ from zerocast import backends
 from zerocast.cast.columnwise import ColumnwiseCopies
 
 from .adapters import is_quantized
-from .entry import parts_of
-from .hybrid import is_hybrid
-from .seen import Seen
-from .twin import Twin, twin_of
+from .entry import is_hybrid, parts_of
+from .fingerprint import Fingerprint
+from .weight_view import WeightView, view_of
 
-_Found = tuple[int, Any, Twin]  # the place in the list of a tensor that needs a copy, the tensor, its twin
+_Found = tuple[int, Any, WeightView]  # the place in the list of a tensor that needs a copy, the tensor, its view
 
 
 class _Copies:
     """The copies of some tensors of a list, with tables of where everything lies.
 
-    `seen` is what the last call found when it was done, None where the next one looks at every tensor.
+    `fingerprint` is what the last call left behind, None where the next one has to look at every tensor.
     """
 
     def __init__(self, found: list[_Found], device: torch.device | None) -> None:
-        self._twins = [twin for _, _, twin in found]
-        self.seen: Seen | None = None
+        self._views = [view for _, _, view in found]
+        self.fingerprint: Fingerprint | None = None
         self._places = [place for place, _, _ in found]
         self._by_adapter: dict[int, list[int]] = {}
-        for row, twin in enumerate(self._twins):
-            self._by_adapter.setdefault(id(twin.adapter), []).append(row)
+        for row, view in enumerate(self._views):
+            self._by_adapter.setdefault(id(view.adapter), []).append(row)
         if device is not None:
-            self._made = ColumnwiseCopies([twin.weight for twin in self._twins], backends.choose(device))
+            self._made = ColumnwiseCopies([view.weight for view in self._views], backends.choose(device))
 
     def are_of(self, found: list[_Found]) -> bool:
         """Whether these were the tensors, at these places of the list."""
-        before = zip(self._places, map(id, self._twins), strict=True)
-        return list(before) == [(place, id(twin)) for place, _, twin in found]
+        before = zip(self._places, map(id, self._views), strict=True)
+        return list(before) == [(place, id(view)) for place, _, view in found]
 
     def make_again(self, weights: Sequence[Any]) -> None:
-        """For a list that `seen` knows."""
+        """Make the copies of a list that the fingerprint matches."""
         self._make([weights[place] for place in self._places])
 
     def make(self, found: list[_Found]) -> None:
@@ -56,10 +55,10 @@ class _Copies:
             return
         self._made.make()
         if anew:
-            for tensor, twin in zip(tensors, self._twins, strict=True):
-                twin.hand_over_columnwise(tensor)
+            for tensor, view in zip(tensors, self._views, strict=True):
+                view.give_columnwise(tensor)
         for rows in self._by_adapter.values():
-            self._twins[rows[0]].adapter.copied([tensors[row] for row in rows])
+            self._views[rows[0]].adapter.copied([tensors[row] for row in rows])
 
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the first tensor of a list
@@ -74,17 +73,17 @@ def post_all_gather_processing(model_weights: Any) -> None:
     """
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
     before: _Copies | None = _kept.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
-    if before is not None and before.seen is not None and before.seen.again(weights):
+    if before is not None and before.fingerprint is not None and before.fingerprint.matches(weights):
         before.make_again(weights)
         return
     found = list(_copied(weights))
-    devices = {twin.weight.device for _, _, twin in found}
+    devices = {view.weight.device for _, _, view in found}
     if len(devices) > 1:
         raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
     copies = _copies_of(weights, found, before, *devices)
-    copies.seen = None
+    copies.fingerprint = None
     copies.make(found)
-    copies.seen = _seen(weights, found)
+    copies.fingerprint = _fingerprint(weights, found)
 
 
 def forget_copies() -> None:
@@ -103,14 +102,14 @@ def _copies_of(
     return copies
 
 
-def _seen(weights: Sequence[Any], found: list[_Found]) -> Seen | None:
+def _fingerprint(weights: Sequence[Any], found: list[_Found]) -> Fingerprint | None:
     """What another call of these weights can recognise; None where one has directions, which come and go."""
     if not all(isinstance(weight, Tensor) for weight in weights) or any(map(_has_directions, weights)):
         return None
     watched: list[tuple[str, ...]] = [()] * len(weights)
-    for place, tensor, twin in found:
-        watched[place] = twin.watched_by_a_copy(tensor)
-    return Seen(weights, watched)
+    for place, tensor, view in found:
+        watched[place] = view.copy_attributes(tensor)
+    return Fingerprint(weights, watched)
 
 
 def _has_directions(weight: Any) -> bool:
@@ -125,12 +124,12 @@ def _copied(weights: Any) -> Iterator[_Found]:
             continue
         try:
             for part in parts_of(weight):
-                twin = twin_of(part, weight.dtype)
-                key = id(twin.adapter)
+                view = view_of(part, weight.dtype)
+                key = id(view.adapter)
                 if key not in needed:
-                    needed[key] = twin.adapter.copies()
-                if needed[key] and twin.derives and not twin.codes_in_transpose:
-                    twin.follow_columnwise(part)
-                    yield index, part, twin
+                    needed[key] = view.adapter.copies()
+                if needed[key] and view.derives and not view.codes_in_transpose:
+                    view.locate_columnwise(part)
+                    yield index, part, view
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"model weight {index}: {error}") from error

@@ -78,7 +78,7 @@ class Repeated:
                 run.optimizer.step()
             run.optimizer.zero_grad()
         except torch.OutOfMemoryError:
-            outcome = "load" if run.optimizer._weights.is_torn else "again"
+            outcome = "load" if run.optimizer._plan.guard.is_partial else "again"
             if outcome == "load":
                 refused(run)
                 self.load()  # forgets the gradients too
@@ -136,7 +136,7 @@ def while_loading() -> list[str]:
                     repeated.load()
                 break
             except torch.OutOfMemoryError:
-                if repeated.run.optimizer._weights.is_torn:
+                if repeated.run.optimizer._plan.guard.is_partial:
                     refused(repeated.run)
             repeated.load()
             _, found = repeated.attempt(OutOfMemory(-1))
@@ -178,7 +178,7 @@ def dies(path: str, collective: str, place: str) -> None:
         start = time.monotonic()
         with pytest.raises(RuntimeError):
             list(map(run.step, (2, 3)))  # the bytes of the last collective may have been sent before
-        waited, torn = time.monotonic() - start, run.optimizer._weights.is_torn
+        waited, torn = time.monotonic() - start, run.optimizer._plan.guard.is_partial
         if torn:
             refused(run)
         raise RuntimeError(f"rank 0 was told after {waited:.0f} s; torn: {torn}")
@@ -222,7 +222,7 @@ def comes_late(path: str, collective: str) -> tuple[float, bool, dict[str, Any]]
         start = time.monotonic()
         with _late(collective, run.rank), pytest.raises(RuntimeError):
             run.step(2)
-        waited, torn = time.monotonic() - start, run.optimizer._weights.is_torn
+        waited, torn = time.monotonic() - start, run.optimizer._plan.guard.is_partial
         if torn:
             refused(run)
         dist.barrier()

@@ -16,7 +16,7 @@ from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.optim import probe
 from tests.optim.probe import Probe, Spec
 from tests.optim.runs import TWO_GROUPS
-from zerocast import QuantizedWeight
+from zerocast import CastPlan, QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.optim.bucket import Bucket
 
@@ -118,15 +118,14 @@ def damaged() -> tuple[list[str], list[str]]:
     with host_on_cpu():
         run = Run(Case())
         run.step(0)
-        weights = run.optimizer._weights
-        with mock.patch.object(type(weights), "cast"):
+        with mock.patch.object(CastPlan, "cast"):
             run.step(1)
         uncast = run.wrong()
         run.optimizer.refresh()
         assert not run.wrong()
         other = 1 - run.rank if run.rank < 2 else 0
-        for wire in weights.wires.values():
-            for flat in wire.bytes.flats:
+        for bucket in run.optimizer._quantized.values():
+            for flat in bucket.bytes.flats:
                 flat.view(dist.get_world_size(), -1)[other].zero_()
         return uncast, run.wrong()
 
@@ -137,8 +136,8 @@ def traffic() -> tuple[int, list[int], list[int]]:
         run = Run(Case())
         run.probe.backward(0, run.rank)
         run.optimizer.grad_sync()
-        wires = run.optimizer._weights.wires
-        wholes = {flat.data_ptr() for wire in wires.values() for flat in wire.bytes.flats}
+        buckets = run.optimizer._quantized.values()
+        wholes = {flat.data_ptr() for bucket in buckets for flat in bucket.bytes.flats}
         sent, reduce, gather = [], mock.Mock(wraps=dist.all_reduce), apex.all_gather_into_tensor
 
         def counted(whole: Tensor, part: Tensor, **kwargs: Any) -> Any:
@@ -151,7 +150,7 @@ def traffic() -> tuple[int, list[int], list[int]]:
             mock.patch.object(apex, "all_gather_into_tensor", counted),
         ):
             run.optimizer.step()
-        return reduce.call_count, sorted(sent), sorted(_bytes(wire.bytes.bucket) for wire in wires.values())
+        return reduce.call_count, sorted(sent), sorted(_bytes(bucket.bytes.bucket) for bucket in buckets)
 
 
 def _bytes(bucket: Bucket) -> int:

@@ -13,8 +13,7 @@ import torch
 from tests.stages import row, table
 from zerocast import get_format
 from zerocast.backends import _C
-from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.backends.extension import format_of
+from zerocast.backends.extension import format_of, why_no_kernels
 
 pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda"), reason="zerocast.backends._C was built without CUDA kernels")
 

@@ -129,13 +129,13 @@ def test_a_repeated_cast_brings_nothing_from_the_host(monkeypatch: pytest.Monkey
     plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS, backend="triton")
     skip = torch.tensor([False])
     for _ in range(2):  # the first gives columnwise copies their storage
-        plan.cast(skip)
+        plan.cast(skip=skip)
         plan.post_all_gather()
     launched: list[str] = []
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
     monkeypatch.setattr(executor, "__call__", lambda self, *_, **__: launched.append(self.fn.__name__))
     with HostTraffic() as traffic:
-        plan.cast(skip)
+        plan.cast(skip=skip)
         plan.post_all_gather()
     assert traffic.found == []
     assert len(launched) > len(casts.FORMATS)

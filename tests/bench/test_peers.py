@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zerocast.bench.job import Place
 from zerocast.bench.peers import transformer_engine, usable
-from zerocast.bench.workload import C
+from zerocast.bench.workload import C, Place
 
 CPU = torch.device("cpu")
 SMALL = C.scaled(64)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 import zerocast.bench.run as bench_run
 from zerocast.backends import ops
 from zerocast.bench import Bench, BenchConfig, trace
-from zerocast.bench.check import WrongBytesError, check
 from zerocast.bench.clock import Clock, launches
-from zerocast.bench.job import Job, Place
 from zerocast.bench.row import CAST, Row, Work, all_rows
+from zerocast.bench.run import WrongBytesError, check
 from zerocast.bench.shard import Shard
-from zerocast.bench.workload import A, Workload
+from zerocast.bench.workload import A, Job, Place, Workload
 from zerocast.cli import main
 
 CPU = torch.device("cpu")
@@ -61,7 +60,7 @@ def test_only_ours_is_measured_without_peers():
 def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
     place = Place(CPU, "cpu", seed=0)
     shard = Shard(SMALL, fmt, place)
-    assert len(shard.plan.packed.places) == len(SMALL.shapes)  # amaxes and scales of every weight, owned or not
+    assert len(shard.plan.packed.offsets) == len(SMALL.shapes)  # amaxes and scales of every weight, owned or not
     before = [weight.rowwise_data.clone() for weight in shard.weights]
     shard.plan.cast()
     for weight, old, span in zip(shard.weights, before, SMALL.spans(SMALL.rank), strict=True):

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 import zerocast
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.formats.layout import BUFFERS
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity")
@@ -25,7 +25,7 @@ def plan_of(count: int, shape: tuple[int, int], fmt: str, flat: bool) -> zerocas
     masters = torch.randn(count, shape[0] * shape[1])
     if flat:
         for name in BUFFERS:
-            into_arena([weight for weight in weights if weight.state.buffers[name] is not None], name)
+            into_flat_buffer([weight for weight in weights if weight.state.buffers[name] is not None], name)
         return zerocast.CastPlan(weights, list(masters), [0] * count)
     return zerocast.CastPlan(weights, [master.clone() for master in masters], [0] * count)
 

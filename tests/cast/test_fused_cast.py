@@ -63,13 +63,13 @@ class Trainee:
         rows, clip = torch.from_numpy(scalars(number)), torch.tensor([0.7])
         self.plan.ready()
         if fused:
-            self.plan.launch(skip, AdamUpdate(self.grad_shard, *self.moments, rows, clip))
+            self.plan.launch(skip=skip, update=AdamUpdate(self.grad_shard, *self.moments, rows, clip))
         else:
             segments = torch.tensor(self.segments, dtype=torch.int64).view(-1, 3)
             exp_avg, exp_avg_sq = self.moments
             state = {"master": self.master, "grad": self.grad_shard, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             ops.adam_step(self.plan.backend, **state, segments=segments, scalars=rows, clip=clip, skip=skip)
-            self.plan.launch(skip)
+            self.plan.launch(skip=skip)
         self.plan.freshness.cast += 1
 
     def held(self) -> list[casts.Bytes]:
@@ -111,7 +111,7 @@ def traffic_of_a_cast(cases: tuple[Weight, ...]) -> list[str]:
     trainee.step(1, True, None)
     rows, clip, skip = torch.from_numpy(scalars(2)), torch.ones(1), torch.tensor([False])
     with HostTraffic() as traffic:
-        trainee.plan.launch(skip, AdamUpdate(trainee.grad_shard, *trainee.moments, rows, clip))
+        trainee.plan.launch(skip=skip, update=AdamUpdate(trainee.grad_shard, *trainee.moments, rows, clip))
     return traffic.found
 
 

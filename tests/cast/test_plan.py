@@ -123,7 +123,7 @@ def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:
     old, moved = weight.rowwise_data, torch.zeros(16, 32, dtype=torch.uint8)
     expected = old.clone()
     old.zero_()
-    weight.state.repoint({"rowwise_data": moved})
+    weight.state.set_storage({"rowwise_data": moved})
     plan.cast()
     assert torch.equal(moved, expected) and not old.any()
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from zerocast import interrupts
 from zerocast.checkpoint import export
 from zerocast.cli import main
 from zerocast.cli import plan as plan_module
@@ -121,7 +122,7 @@ COMMANDS: dict[str, list[str]] = {
     "doctor": ["doctor", "--seconds", "60"],
     "bench": ["bench", "--scale", "8", "--out", "reports"],
     "bench, trace": ["bench", "--scale", "8", "--trace", "trace.json"],
-    "plan": ["plan", "--model", "llama3-405b", "--format", "nvfp4", "--png", "plan.png"],
+    "plan": ["plan", "--model", "deepseek-v3", "--format", "nvfp4", "--png", "plan.png"],
     "inspect": ["inspect", "masters.pt", "--format", "nvfp4", "--weights", "*", "--png", "inspect.png"],
     "convert": ["convert", "masters.pt", "out", "--format", "nvfp4", "--weights", "*"],
     "convert to a checkpoint": ["convert", "masters.pt", "out", "--to", "checkpoint"],
@@ -161,7 +162,7 @@ def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: 
         press()
         path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(plan_module, "_plot", plot)
     (tmp_path / "plan.png").write_bytes(b"an older one")
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
@@ -176,11 +177,45 @@ def test_nothing_half_written_is_left_of_a_conversion(tmp_path: Path, monkeypatc
         monkeypatch.setattr(export, "_parts", press)
     else:
         monkeypatch.setattr(
-            "zerocast.inspection.converted._master", press
+            "zerocast.inspection.convert._master", press
         )  # within a save of torch, which takes it for a failure
     assert main(["convert", str(tmp_path / "masters.pt"), str(tmp_path / "out"), "--to", to]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
     assert [path.name for path in tmp_path.iterdir()] == ["masters.pt"]
+
+
+def press_for_a_failure(*_: Any) -> None:
+    """What torch's writer makes of it when the KeyboardInterrupt comes out of its C++."""
+    try:
+        press()
+    except KeyboardInterrupt:
+        raise ValueError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598") from None
+
+
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ("convert._converted", ["masters.pt", "out"]),
+        ("doctor._examine", []),
+        ("inspect.Contents.of", ["masters.pt"]),
+        ("plan.read_model", ["--model", "llama3-8b"]),
+    ],
+)
+def test_an_interrupt_that_a_library_takes_for_a_failure(
+    monkeypatch: Any, capfd: Any, inside: str, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(f"zerocast.cli.{inside}", press_for_a_failure)
+    assert main([inside.partition(".")[0], *arguments]) == 130
+    assert capfd.readouterr().err == "zerocast: interrupted\n"
+
+
+@pytest.mark.parametrize("handler", [interrupts._raise, interrupts._end, signal.default_int_handler])
+def test_nothing_interrupts_the_end(monkeypatch: Any, handler: Any) -> None:
+    """Whatever was set when the first Ctrl-C came: the second one would kill a process that is being finalised."""
+    monkeypatch.setattr(interrupts, "_COMMAND_LINE", True)
+    signal.signal(signal.SIGINT, handler)
+    interrupts.over()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
@@ -194,7 +229,7 @@ def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypat
         path.write_bytes(b"half")
         press()
 
-    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(plan_module, "_plot", plot)
     monkeypatch.setattr(Path, "unlink", slow_unlink)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert list(tmp_path.iterdir()) == []
@@ -210,7 +245,7 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
         except KeyboardInterrupt:
             path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_module, "plot", plot)
+    monkeypatch.setattr(plan_module, "_plot", plot)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 

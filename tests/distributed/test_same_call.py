@@ -33,7 +33,7 @@ def plans_in_another_order() -> tuple[str, str, bool]:
         first[0].weights[0].dequantize()
     for each in (*plans, *plans):
         each.cast()
-    return str(caught.value), str(torn.value), not any(each.freshness.is_torn for each in plans)
+    return str(caught.value), str(torn.value), not any(each.guard.is_partial for each in plans)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -127,7 +127,7 @@ def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
         group["lr"] = LR
     for _ in range(3):
         trained.step()
-    return str(caught.value), said, trained.optimizer._weights.plan.freshness.is_torn
+    return str(caught.value), said, trained.optimizer._weights.plan.guard.is_partial
 
 
 def _copy(value: Any) -> Any:

@@ -36,7 +36,7 @@ SILENT = {
 THEIRS = {
     ("zerocast/fsdp2/torch_fsdp.py", "Work"),  # FSDP2's own gathers
     ("zerocast/fsdp2/torch_fsdp.py", "redistribute"),  # DTensor's, which a prepared model has wrapped
-    ("zerocast/cli/world.py", "barrier"),
+    ("zerocast/cli/bench.py", "barrier"),
 }
 SUBMODULES = {"checkpoint", "device_mesh", "fsdp", "tensor", "distributed_c10d", "algorithms", "nn"}
 BELOW = {

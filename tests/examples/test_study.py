@@ -160,7 +160,7 @@ def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
     tokens = torch.arange(64).view(2, 32)
     model.loss(tokens, tokens).backward()
     optimizer.step()
-    (source,) = optimizer.master_sources()
+    (source,) = optimizer.master_views()
     before = [owned.master.clone() for owned in source.masters]
     forget_masters(optimizer)
     found = []

@@ -14,7 +14,7 @@ from tests import casts
 from tests.formats import model, own_goldens
 from tests.formats.test_goldens import GOLDENS
 from tests.matrices import CONTENTS, TINY, lcg_matrix, matrix
-from zerocast.backends.reference.roll_history import rolled
+from zerocast.backends.reference.stages import rolled
 from zerocast.formats import get_format
 
 OWN: list[dict[str, Any]] = json.loads(own_goldens.PATH.read_text())

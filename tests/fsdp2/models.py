@@ -16,8 +16,10 @@ import zerocast
 from tests import casts
 from zerocast import QuantizedWeight
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.master import Master
-from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.prepare import managers_of
+from zerocast.fsdp2.weight import FSDPWeight
 
 DELAYED = "fp8_delayed:amax_history_len=4"
 FORMATS = tuple(fmt for fmt in casts.FORMATS if fmt != "identity")
@@ -109,10 +111,16 @@ def held(model: nn.Module) -> list[DTensor]:
     return [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
 
 
-def masters(model: nn.Module) -> dict[str, tuple[DTensor, Master]]:
+def masters(model: nn.Module) -> dict[str, tuple[DTensor, FSDPWeight]]:
     """The prepared parameters by name, with what zerocast knows of them."""
     locals_ = ((parameter, parameter._local_tensor) for parameter in held(model))
-    return {local.owner.name: (p, local.owner) for p, local in locals_ if isinstance(local, MasterParameter)}
+    return {local.weight.name: (p, local.weight) for p, local in locals_ if isinstance(local, MasterParameter)}
+
+
+def manager(model: nn.Module) -> CastManager:
+    """Who casts a prepared model."""
+    (found,) = managers_of(model)
+    return found
 
 
 def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -134,10 +142,15 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
     return {name: casts.raw(tensor.clone()) for name, tensor in found.items() if tensor is not None}
 
 
-def expected(master: Tensor, owner: Master) -> casts.Bytes:
+def cast_scale(owner: FSDPWeight) -> float:
+    """The delayed scale that the last cast had; 1 for other formats."""
+    scale = owner.scaling.cast_scale(owner.name) if owner.scaling else None
+    return 1.0 if scale is None else float(scale)
+
+
+def expected(master: Tensor, owner: FSDPWeight) -> casts.Bytes:
     """The unsharded cast of a whole master, by the scale that the last cast had."""
-    scale = float(owner.delayed["cast_scale"]) if owner.delayed else 1.0
-    return casts.unsharded(str(owner.format), master.cpu(), owner.shard.nominal, scale)
+    return casts.unsharded(str(owner.format), master.cpu(), owner.geometry.nominal, cast_scale(owner))
 
 
 def complaints(model: nn.Module, what: str) -> list[str]:

@@ -17,7 +17,7 @@ def complaints(model: nn.Module, when: str) -> list[str]:
     whole = {name: (p.full_tensor().cpu(), owner, p.placements[-1]) for name, (p, owner) in tensors.items()}
     for name, weight in models.unsharded(model):
         master, owner, placement = whole[name.replace("_orig_mod.", "")]
-        scale = torch.tensor([float(owner.delayed["cast_scale"]) if owner.delayed else 1.0])
+        scale = torch.tensor([models.cast_scale(owner)])
         expected = reference.quantize(owner.format, master, torch.bfloat16, scale)
         codes = casts.raw(expected.rowwise_data).reshape(*master.shape[:-1], -1)
         codes = np.array_split(codes, 2, placement.dim)[local]

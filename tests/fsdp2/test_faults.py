@@ -18,8 +18,8 @@ from tests.fsdp2.test_freshness import load_and_assign
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks, RanksFailed
 from zerocast import fsdp2, verify
-from zerocast.fsdp2.amax_group import AmaxGroup
-from zerocast.fsdp2.master import Master
+from zerocast.fsdp2.amax_reduction import CastGroup
+from zerocast.fsdp2.weight import FSDPWeight
 
 
 def trained(formats: tuple[str, ...] = FORMATS) -> Any:
@@ -63,11 +63,11 @@ def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[in
             (model, optimizer), (other, twin) = trained(formats), trained(formats)
             for one in (model, other):
                 CHANGES[kind](one)
-            (casts_of,) = {master.casts for _, master in models.masters(model).values()}
+            manager = models.manager(model)
             memory = OutOfMemory(at, afterwards)
             try:
                 with memory:
-                    casts_of.refresh(repeat=kind != "step")
+                    manager.refresh(repeat=kind != "step")
             except torch.OutOfMemoryError:
                 died += 1
             for one, its in ((model, optimizer), (other, twin)):
@@ -105,15 +105,16 @@ def begun_halfway() -> list[str]:
     missing = next(iter(saved))
     with pytest.warns(UserWarning, match=missing):
         zerocast.fsdp2.load_state_dict(model, {name: state for name, state in saved.items() if name != missing})
-    cast = AmaxGroup.cast
+    cast = CastGroup.cast
 
-    def breaks_off(group: AmaxGroup, repeat: bool) -> None:
+    def breaks_off(group: CastGroup, repeat: bool) -> None:
         cast(group, repeat)
         raise MemoryError
 
-    with mock.patch.object(AmaxGroup, "cast", breaks_off), pytest.raises(MemoryError):
+    with mock.patch.object(CastGroup, "cast", breaks_off), pytest.raises(MemoryError):
         zerocast.fsdp2.refresh(model)
-    held = {owner.name: owner.delayed for _, owner in models.masters(model).values() if owner.name != missing}
+    states = [group.delayed.state_dict() for group in models.manager(model).cast_groups]
+    held = {name: state for found in states for name, state in found.items() if name != missing}
     return [
         f"{name} {key}"
         for name, state in held.items()
@@ -150,9 +151,9 @@ def test_masters_that_are_not_finite(ranks: Ranks, value: float) -> None:
 def dies_in(what: str) -> None:
     """Rank 1 dies in the forward pass after its third step, when it casts or when it sends; rank 0 raises what it was told."""
     model, _ = trained(("nvfp4", "fp8_current"))
-    (of_model,) = {master.casts for _, master in models.masters(model).values()}
+    manager = models.manager(model)
     if dist.get_rank() == 1:
-        owner: Any = of_model if what == "refresh" else Master
+        owner: Any = manager if what == "refresh" else FSDPWeight
         setattr(owner, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError) as caught, torch.no_grad():
         model(models.batch(3, 64))

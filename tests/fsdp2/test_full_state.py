@@ -25,7 +25,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
 from tests.workers import Ranks
-from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.parameter import MasterParameter
 
 FULL = [
     StateDictOptions(full_state_dict=True),

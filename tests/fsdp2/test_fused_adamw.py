@@ -205,3 +205,31 @@ def test_masters_are_fp32_on_one_device() -> None:
         FusedAdamW([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
     with pytest.raises(ValueError, match="lie on one device"):
         FusedAdamW([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
+
+
+class Scalars(TorchDispatchMode):
+    """Counts how often the host waits for a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what runs."""
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def numbers_read(layers: int) -> int:
+    """How many numbers a step reads whose tables are made anew, after a load."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    optimizer = FusedAdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with Scalars() as scalars:
+        optimizer.step()
+    return scalars.count
+
+
+def test_step_numbers_are_read_at_once() -> None:
+    assert numbers_read(1) == numbers_read(8)

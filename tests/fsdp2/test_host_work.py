@@ -15,10 +15,8 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED
 from tests.workers import Ranks
-from zerocast.fsdp2.casts import Casts
-from zerocast.fsdp2.held import Places
-from zerocast.fsdp2.master_memory import PIECES, MasterMemory
-from zerocast.fsdp2.prepare import casts_of
+from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2.torch_fsdp import PIECES, MasterAddresses, MasterMemory
 
 ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
 
@@ -48,22 +46,22 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-def refreshed(count: int, fmt: str, device: str) -> tuple[int, Casts]:
-    """How many calls a refresh makes, and the casts."""
+def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:
+    """How many calls a refresh makes, and the manager."""
     model = models.sharded(Layers(count, device), {"*.weight": fmt})
     if device == "meta":
         model.to_empty(device=models.place())
         for parameter in model.parameters():
             nn.init.normal_(parameter)
     zerocast.fsdp2.refresh(model)
-    with mock.patch.object(Places, "moved", side_effect=AssertionError("looked at every weight")):
-        return calls_of(lambda: zerocast.fsdp2.refresh(model)), casts_of(model)[0]
+    with mock.patch.object(MasterAddresses, "moved", side_effect=AssertionError("looked at every weight")):
+        return calls_of(lambda: zerocast.fsdp2.refresh(model)), models.manager(model)
 
 
 def compared(fmt: str, device: str) -> tuple[int, int, int]:
     """Calls of a refresh of few weights and of many, and the number of storages that the masters of the many lie in."""
-    (few, _), (many, casts) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
-    return few, many, len({master.shard.master.untyped_storage().data_ptr() for master in casts.masters})
+    (few, _), (many, manager) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
+    return few, many, len({weight.master.untyped_storage().data_ptr() for weight in manager.weights})
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -98,7 +96,7 @@ def other_tensors() -> int:
     fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
     zerocast.fsdp2.refresh(model)
     del kept
-    return len({master.shard.master.untyped_storage().data_ptr() for master in casts_of(model)[0].masters})
+    return len({weight.master.untyped_storage().data_ptr() for weight in models.manager(model).weights})
 
 
 def test_tensors_like_a_parameter_take_no_place(ranks: Ranks) -> None:

@@ -226,8 +226,7 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
         with torch.no_grad():
             loss(model, 100)
         found += models.complaints(model, f"step {step}")
-    (of_model,) = {owner.casts for _, owner in models.masters(model).values()}
-    return found, digests(model), of_model.generation
+    return found, digests(model), models.manager(model).record.generation
 
 
 MAKERS = {"sgd": torch.optim.SGD, "fused": zerocast.fsdp2.FusedAdamW}

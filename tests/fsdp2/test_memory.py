@@ -92,7 +92,7 @@ def most_gathered(blocks: int) -> float:
     levels: list[int] = []
 
     def look(_: Any) -> None:
-        gathered = (owner._gathered.weight.state.buffers for owner in owners if owner._gathered)
+        gathered = (owner.unsharded.state.buffers for owner in owners if owner.unsharded is not None)
         storages = {b.untyped_storage() for buffers in gathered for b in buffers.values() if b is not None}
         levels.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
 

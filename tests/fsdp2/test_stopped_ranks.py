@@ -23,12 +23,12 @@ TORCH = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 PLACES = [
     *(Place(REDUCTION, "all_reduce_max", when) for when in ("before", "during", "after")),
     *(
-        Place("zerocast.fsdp2.master:Master", name, when)
-        for name in ("send", "receive")
+        Place("zerocast.fsdp2.weight:FSDPWeight", name, when)
+        for name in ("send", "receive", "unshard")
         for when in ("before", "after")
     ),
     *(Place(TORCH, name, when) for name in ("foreach_all_gather", "foreach_reduce") for when in ("before", "after")),
-    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
+    Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
     Place("zerocast.checkpoint.checkpoint", "_hash_files"),
     Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
 ]

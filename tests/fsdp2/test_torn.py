@@ -18,7 +18,7 @@ from tests.fsdp2.models import Net
 from tests.fsdp2.test_fused_adamw import digests, put_gradients
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks
-from zerocast.fsdp2 import FusedAdamW, TrainingState, torn
+from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.optim import Checkpoints
 
 FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3")  # each cast has another scale
@@ -99,7 +99,7 @@ class Trained:
 
     def is_torn(self) -> bool:
         """Whether anything here is."""
-        return any(torn.wholeness(owner).is_torn for owner in self.state._owners())
+        return any(guard.is_partial for guard in self.state._guards())
 
 
 def stepping(trained: Trained, memory: OutOfMemory) -> tuple[str, list[str]]:

@@ -83,8 +83,8 @@ def flipped(buffer: str, fmt: str, on_wire: bool) -> list[tuple[str, int, str, i
     name = "blocks.0.1.weight"
     if dist.get_rank() == 1:
         if on_wire:
-            shard = models.masters(model)[name][1].shard
-            shard.outputs(False)[0].view(-1)[3] ^= 1
+            weight = models.masters(model)[name][1]
+            weight.outputs(False)[0].view(-1)[3] ^= 1
         else:
             tensor = dict(model.named_parameters())[name].state.buffers[buffer]
             tensor.view(-1).view(torch.uint8)[3] ^= 1
@@ -170,14 +170,14 @@ def every_other_step(every: int) -> list[bool]:
 
 
 def _break_the_cast(model: Any) -> None:
-    _, master = models.masters(model)["blocks.1.3.weight"]
-    casts, refresh = master.casts, master.casts.refresh
+    _, weight = models.masters(model)["blocks.1.3.weight"]
+    manager, refresh = models.manager(model), models.manager(model).refresh
 
     def broken(repeat: bool) -> None:
         refresh(repeat)
-        master.shard.outputs(False)[0].view(-1)[0] ^= 1
+        weight.outputs(False)[0].view(-1)[0] ^= 1
 
-    casts.refresh = broken
+    manager.refresh = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, [0, 0, 0, 1, 1, 1]), (2, [0, 0, 0, 1, 0, 1])])
@@ -197,9 +197,9 @@ def sliced() -> tuple[bool, list[Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     models.train(model, optimizer, range(1), 64, both["fsdp"].get_local_rank())
     before = verify(model, dist.group.WORLD)
-    shard = models.masters(model)["blocks.1.1.weight"][1].shard
+    weight = models.masters(model)["blocks.1.1.weight"][1]
     if dist.get_rank() == 3:
-        shard.outputs(False)[0].view(-1)[0] ^= 1
+        weight.outputs(False)[0].view(-1)[0] ^= 1
     return before.ok, said(verify(model, dist.group.WORLD))
 
 
@@ -221,9 +221,9 @@ def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
     models.sharded(model, prepare=False)
     models.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2), 64)
     quiet = verify(model)
-    shard = models.masters(model)["blocks.0.3.weight"][1].shard
+    weight = models.masters(model)["blocks.0.3.weight"][1]
     if dist.get_rank() == 0:
-        shard.outputs(False)[0].view(-1)[7] ^= 1
+        weight.outputs(False)[0].view(-1)[7] ^= 1
     return quiet.ok, said(verify(model))
 
 

@@ -1,6 +1,6 @@
 """A write to a master through any view of it is a write to the master: every operator of this torch, by its schema."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,34 +13,30 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
 from tests.workers import Ranks
 from zerocast.fsdp2 import FusedAdamW
-from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.manager import CastManager
+from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.weight import FSDPWeight
+from zerocast.weight.freshness import Freshness
 
 
-class Recorder:
+class Recorder(FSDPWeight):
     """A weight that keeps what it is told of."""
 
-    name, casts, is_cast = "weight", None, True
+    def __init__(self, manager: CastManager) -> None:
+        super().__init__("weight", zerocast.get_format("nvfp4"), manager.record, Freshness(), False, False)
+        self.is_cast, self.found = True, list[Tensor]()
 
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-    def written(self, data: Tensor) -> None:
+    def note_write(self, data: Tensor) -> None:
         """Keep it."""
         self.found.append(data)
-
-    def wrapped(self) -> None:
-        """Nothing."""
-
-    def memory(self, size: Sequence[int], device: torch.device) -> Tensor | None:
-        """None."""
-
-    send = receive = memory
 
 
 def a_master(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MasterParameter, Recorder]:
     """A wrapper, and who is told of writes to it."""
-    recorder = Recorder()
-    return MasterParameter(torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype), recorder), recorder
+    manager = CastManager(nn.Module(), None)
+    recorder = Recorder(manager)
+    plain = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+    return MasterParameter(plain, recorder, manager), recorder
 
 
 def operators() -> Iterator[Any]:
@@ -352,12 +348,12 @@ def written_later() -> list[str]:
             view.mul_(-3)
         found += found_after(model, "kept")
         assert not torch.equal(before, parameter.full_tensor())
-    generation = models.masters(model)["blocks.0.1.weight"][1].casts.generation
+    generation = models.manager(model).record.generation
     if dist.get_rank() == 0:  # other memory by now: nothing is noticed, nor need it be
         of_the_whole.zero_()
         before_sharding.zero_()
     found += found_after(model, "memory of before")
-    assert models.masters(model)["blocks.0.1.weight"][1].casts.generation == generation
+    assert models.manager(model).record.generation == generation
     return found
 
 
@@ -372,8 +368,9 @@ def step_then_write(form: str) -> tuple[list[str], int]:
     models.train(model, optimizer, range(1), 64)
     with torch.no_grad():
         FORMS[form](a_weight(model))
-    casts = models.masters(model)["blocks.0.1.weight"][1].casts
-    measured = sum(bool(group.measured) for group in casts.groups)
+    manager = models.manager(model)
+    manager.forget_old_amaxes()
+    measured = sum(bool(group.amaxes.measured) for group in manager.cast_groups)
     return found_after(model, form), measured
 
 

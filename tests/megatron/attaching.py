@@ -15,14 +15,15 @@ from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.integrations import host_adapter
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams
-from zerocast.integrations.megatron.unattached import Refused
+from zerocast.integrations.megatron.unattached import RefusedMethod
 
 
 def _built(case: Case) -> Run:
-    with integration.building():
+    with integration.quantized_params():
         return build(case)
 
 
@@ -175,20 +176,24 @@ def left_behind() -> list[str]:
 def _methods(owner: Any) -> set[tuple[str, Any]]:
     """What is replaced on an instance; what refuses there is a new object after each attachment."""
     held = [(name, value) for name, value in vars(owner).items() if callable(value)]
-    return {(name, Refused if isinstance(value, Refused) else id(value)) for name, value in held}
+    return {(name, RefusedMethod if isinstance(value, RefusedMethod) else id(value)) for name, value in held}
 
 
-def interrupted() -> tuple[str, bool]:
-    """Where the plan of the second optimizer fails: the error, and whether the first was attached nevertheless."""
+def interrupted() -> list[tuple[str, bool]]:
+    """Where the plan of the second optimizer fails, and where methods were replaced: the error, and whether any still are."""
     with host():
         run = _built(Case(MIXED, experts=True))
-        plans = mock.patch.object(
-            attachment, "CastPlan", side_effect=[attachment.CastPlan([], [], []), ValueError("no")]
-        )
-        with plans:
-            said = _error(lambda: _attach(run))
-        own = run.optimizer.chained_optimizers
-        return said, any(not isinstance(vars(one)["_copy_main_params_to_model_params"], Refused) for one in own)
+        owners = [run.optimizer, *run.optimizer.chained_optimizers, *run.ddp.bucket_groups, run.ddp.module]
+        before, found = [_methods(owner) for owner in owners], []
+        plans = [host_adapter.CastPlan([], [], []), ValueError("no")]
+        for failing in (
+            mock.patch.object(host_adapter, "CastPlan", side_effect=plans),
+            mock.patch.object(attachment, "refusing_quantized", side_effect=ValueError("no")),
+        ):
+            with failing:
+                said = _error(lambda: _attach(run))
+            found.append((said, [_methods(owner) for owner in owners] != before))
+        return found
 
 
 def forced_sync() -> SimpleNamespace:

@@ -47,7 +47,7 @@ def load(run: Run, folder: str, kind: str) -> None:
 
 def attached(case: Case) -> Run:
     """Built and attached."""
-    with integration.building():
+    with integration.quantized_params():
         run = build(case)
     integration.attach(run.optimizer, run.ddp)
     return run

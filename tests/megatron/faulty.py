@@ -37,7 +37,7 @@ class Attached:
     """A run with its attachment, and its optimizers' state in memory, which goes back by the host's own `load_state_dict`."""
 
     def __init__(self, case: Case) -> None:
-        with integration.building():
+        with integration.quantized_params():
             self.run = build(case)
         self.attachment = integration.attach(self.run.optimizer, self.run.ddp)
         self.own = self.run.optimizer.chained_optimizers
@@ -79,7 +79,7 @@ class Attached:
 
     def is_torn(self) -> bool:
         """As the weights say."""
-        return any(plan.freshness.is_torn for plan in self.attachment.plans)
+        return any(plan.guard.is_partial for plan in self.attachment.plans)
 
     def refused(self, folder: str, masters: bool) -> list[str]:
         """What goes on although something is torn: nothing should."""
@@ -176,7 +176,7 @@ def _attempt(attached: Attached, memory: OutOfMemory, where: str, state: Any, fo
     except torch.OutOfMemoryError:
         outcome = "again"
         if attached.is_torn():
-            said = next(p.freshness.torn for p in attached.attachment.plans if p.freshness.torn)
+            said = next(p.guard.partial for p in attached.attachment.plans if p.guard.partial)
             outcome = "refresh" if "attachment.refresh()" in said else "load"
             wrong += attached.refused(folder, masters=outcome == "load")
             attached.attachment.refresh() if outcome == "refresh" else attached.load(state)

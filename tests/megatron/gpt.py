@@ -100,7 +100,7 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
         num_distributed_optimizer_instances=parallel.instances,
     )
     case = Case(overlap=parallel.overlap)
-    with integration.building():
+    with integration.quantized_params():
         zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(FORMATS))
         ddp = DistributedDataParallel(config, ddp_config, model)
         optimizer = build_optimizer(case, [ddp])

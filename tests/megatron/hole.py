@@ -28,7 +28,7 @@ if KNOWS_FOUR_BITS:
 
 @contextlib.contextmanager
 def hosts_own_layout() -> Iterator[None]:
-    """Inside `building()`: byte buffers as Megatron lays them out by itself."""
+    """Inside `quantized_params()`: byte buffers as Megatron lays them out by itself."""
     kept = {}
     for owner, name, original in HOSTS_LAYOUT:
         kept[owner, name] = vars(owner)[name]
@@ -43,7 +43,7 @@ def hosts_own_layout() -> Iterator[None]:
 def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
     """With Megatron's own layout: what `attach` says, and the stale bytes where its check is left out."""
     with host(case.te):
-        with integration.building(), hosts_own_layout():
+        with integration.quantized_params(), hosts_own_layout():
             run = build(case)
         try:
             integration.attach(run.optimizer, run.ddp)
@@ -51,6 +51,6 @@ def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
             said = str(error)
         else:
             said = ""
-        with mock.patch.object(attachment, "misplaced", return_value=None):
+        with mock.patch.object(attachment, "bytes_not_sent", return_value=None):
             integration.attach(run.optimizer, run.ddp)
         return said, trained(run)[1]

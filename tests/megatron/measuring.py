@@ -9,7 +9,7 @@ from zerocast.metrics import Meter, Sample
 def steps(overlap: bool, every: int | None, te: str = "") -> tuple[list[float], list[Sample | None], dict[str, float]]:
     """Losses and samples of four steps, and the largest magnitudes of the quantized weights' masters in the end."""
     with host(te):
-        with integration.building():
+        with integration.quantized_params():
             run = build(Case(MIXED, overlap, experts=True, te=te))
         attached = integration.attach(run.optimizer, run.ddp)
         meter, losses, samples = None if every is None else Meter(attached, every), [], []

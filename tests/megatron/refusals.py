@@ -29,7 +29,7 @@ def _options(ddp: dict[str, Any] | None = None, **options: Any) -> Callable[[], 
     """A run with these settings, attached and stepped."""
 
     def run() -> None:
-        with integration.building():
+        with integration.quantized_params():
             built = build(Case("fp8_current", options=options, ddp_options=ddp or {}))
         integration.attach(built.optimizer, built.ddp)
         built.step(0)
@@ -42,7 +42,7 @@ def _wrapped_by(name: str) -> Callable[[], Any]:
         config = training.configuration()
         model = training.Model(config)
         zerocast.quantize_(model, zerocast.Recipe(FORMATS["fp8_current"]))
-        with integration.building():
+        with integration.quantized_params():
             getattr(wrappers, name)(config=config, ddp_config=DistributedDataParallelConfig(), module=model)
 
     return run
@@ -50,22 +50,22 @@ def _wrapped_by(name: str) -> Callable[[], Any]:
 
 def _in_a_format(fmt: str) -> Callable[[], Any]:
     def run() -> None:
-        with integration.building():
+        with integration.quantized_params():
             build(Case(fmt))
 
     return run
 
 
 def two_blocks() -> None:
-    with integration.building():
+    with integration.quantized_params():
         ddp = build_chunk(Case("fp8_current"))
-    with integration.building():
+    with integration.quantized_params():
         build_optimizer(Case(), [ddp])
 
 
 def nested_blocks() -> None:
-    with integration.building():
-        with integration.building():
+    with integration.quantized_params():
+        with integration.quantized_params():
             ddp = build_chunk(Case("fp8_current"))
         build_optimizer(Case(), [ddp])
 
@@ -75,20 +75,20 @@ def without_a_block() -> None:
 
 
 def optimizer_without_a_block() -> None:
-    with integration.building():
+    with integration.quantized_params():
         ddp = build_chunk(Case("fp8_current"))
     build_optimizer(Case(), [ddp])
 
 
 def quantized_after_ddp() -> None:
-    with integration.building():
+    with integration.quantized_params():
         ddp = build_chunk(Case("plain"))
         zerocast.quantize_(ddp, zerocast.Recipe(FORMATS["fp8_current"]))
         build_optimizer(Case(), [ddp])
 
 
 def quantized_after_the_optimizer() -> None:
-    with integration.building():
+    with integration.quantized_params():
         run = build(Case("plain"))
     zerocast.quantize_(run.ddp, zerocast.Recipe(FORMATS["fp8_current"]))
     integration.attach(run.optimizer, run.ddp)
@@ -98,7 +98,7 @@ def _by_hand(kind: str) -> Callable[[], Any]:
     """An optimizer of the host's that is made without its factory."""
 
     def run() -> None:
-        with integration.building():
+        with integration.quantized_params():
             ddp = build_chunk(Case("fp8_current"))
             config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
             inner = torch.optim.AdamW([{"params": list(ddp.parameters()), "is_expert_parallel": False}])

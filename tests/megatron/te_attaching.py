@@ -22,7 +22,7 @@ from zerocast.integrations.megatron.primary import weight_of
 
 
 def _attached(case: Case) -> tuple[Run, Any]:
-    with integration.building():
+    with integration.quantized_params():
         run = build(case)
     return run, integration.attach(run.optimizer, run.ddp)
 
@@ -145,7 +145,7 @@ def torn() -> list[str]:
 def detached() -> list[str]:
     """What differs in the host afterwards from what was there before, and whose copies a gather makes then."""
     with host(ALL_LAYERS):
-        with integration.building():
+        with integration.quantized_params():
             run = build(Case("mixed", te=ALL_LAYERS))
         owners = [*run.optimizer.chained_optimizers, *run.ddp.bucket_groups]
         before = [{name: id(value) for name, value in vars(one).items() if callable(value)} for one in owners]
@@ -189,7 +189,7 @@ def of_a_kind(kind: str) -> str:
 def grouped_experts() -> str:
     """What is said of a tensor that holds several experts, as with moe_single_grouped_weight."""
     with host(ALL_LAYERS):
-        with integration.building():
+        with integration.quantized_params():
             run = build(Case("nvfp4", te=ALL_LAYERS))
         kind: Any = importlib.import_module("transformer_engine.pytorch.tensor.grouped_tensor").GroupedTensor
         data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
@@ -221,7 +221,7 @@ def changed_afterwards(what: str) -> str:
 def without_a_seam() -> str:
     """A megatron-core whose work after a gather has no name."""
     with host(ALL_LAYERS):
-        with integration.building():
+        with integration.quantized_params():
             run = build(Case("nvfp4", te=ALL_LAYERS))
         kind = type(run.ddp.bucket_groups[0])
         with mock.patch.object(kind, "_post_param_sync"):

@@ -87,7 +87,7 @@ def train(
     """Losses; in the end the bytes of FP8 weights, what is stale, whether verify is content, and how many weights there are."""
     with host("all"):
         if by_zerocast:
-            with integration.building():
+            with integration.quantized_params():
                 run = _build(recipe, overlap, experts)
             attached = integration.attach(run.optimizer, run.ddp)
         else:

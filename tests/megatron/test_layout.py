@@ -7,7 +7,7 @@ import pytest
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, needs_four_bits, needs_megatron
 from zerocast import QuantizedWeight
 from zerocast.formats.layout import Span, byte_range
-from zerocast.integrations.megatron import building, layout
+from zerocast.integrations.megatron import layout, quantized_params
 
 if KNOWS_FOUR_BITS:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -28,7 +28,7 @@ def test_what_a_rank_owns_is_what_it_sends(
 ) -> None:
     weights = [QuantizedWeight.empty(shape, fmt).requires_grad_() for shape, fmt in kinds]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=busbw)
-    with building():
+    with quantized_params():
         ((params, indices),) = layout.by_width(group_params_for_buffers(weights, True)).values()
         found = DistributedOptimizer._compute_per_buffer_param_layout(params, bucket_size, ranks, config, indices)
         buffer = SimpleNamespace(param_index_map=found.param_index_map, bucket_indices=found.bucket_indices)
@@ -56,7 +56,7 @@ def test_fp8_alone_keeps_the_layout_of_the_host() -> None:
     weights = [QuantizedWeight.empty(shape, "fp8_current").requires_grad_() for shape, _ in TWO_WIDTHS]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     theirs = DistributedOptimizer._compute_per_buffer_param_layout(weights, 10_000, 3, config, [])
-    with building():
+    with quantized_params():
         assert DistributedOptimizer._compute_per_buffer_param_layout(weights, 10_000, 3, config, []) == theirs
 
 
@@ -64,5 +64,5 @@ def test_a_bucket_of_two_widths_is_refused() -> None:
     weights = [QuantizedWeight.empty((16, 16), fmt).requires_grad_() for fmt in ("nvfp4", "fp8_current")]
     places = {weight: (256 * i, 256 * (i + 1), 0) for i, weight in enumerate(weights)}
     buffer = SimpleNamespace(param_index_map=places, bucket_indices=[(0, 512)])
-    with building(), pytest.raises(ValueError, match=r"bucket 0 holds 4-bit weights and others"):
+    with quantized_params(), pytest.raises(ValueError, match=r"bucket 0 holds 4-bit weights and others"):
         layout.pack(buffer, [(weight, "") for weight in weights])

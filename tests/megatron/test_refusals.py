@@ -7,7 +7,7 @@ import pytest
 from tests.megatron import refusals
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.workers import Ranks
-from zerocast.integrations.megatron import refusal
+from zerocast.integrations.megatron import validate
 
 pytestmark = needs_megatron
 
@@ -40,8 +40,8 @@ TABLE = {
     "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take fp8_block or nvfp4",
     "two blocks": BLOCK,
     "nested blocks": BLOCK,
-    "no block": r"RuntimeError: cannot set the data of QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
-    "no block around the optimizer": r"RuntimeError: cannot view QuantizedWeight.* zerocast.integrations.megatron.building\(\)",
+    "no block": r"RuntimeError: cannot set the data of QuantizedWeight.*integrations.megatron.quantized_params\(\)",
+    "no block around the optimizer": r"RuntimeError: cannot view QuantizedWeight.*integrations.megatron.quantized_params\(\)",
     "quantized after DDP": BLOCK,
     "quantized after the optimizer": "ValueError: .* is quantized and in no bucket .* call quantize_ before Distributed",
     "saved as it is": AS_IT_IS,
@@ -62,5 +62,5 @@ def test_refused_in_the_real_host_with_what_to_do(ranks: Ranks, name: str) -> No
 
 def test_every_case_and_every_setting_is_in_the_table() -> None:
     assert TABLE.keys() == refusals.CASES.keys()
-    for setting, _ in refusal._SETTINGS:
+    for setting, _ in validate.SETTINGS:
         assert any(f"ValueError: {setting} " in message for message in TABLE.values()), setting

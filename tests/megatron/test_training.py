@@ -40,6 +40,10 @@ def test_model_chunks_of_one_optimizer(ranks: Ranks, overlap: bool) -> None:
     assert ranks(3)(train_chunks, Case(MIXED, overlap, bucket_size=10_000)) == [[{}, {}]] * 3
 
 
+def test_model_chunks_with_scaling_of_their_own(ranks: Ranks) -> None:
+    assert ranks(2)(train_chunks, Case("delayed")) == [[{}, {}]] * 2
+
+
 @pytest.mark.parametrize("formats", [NARROW, MIXED])
 @pytest.mark.parametrize("world", [2, 4])
 def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) -> None:
@@ -51,7 +55,7 @@ def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) ->
 @pytest.mark.notices(
     "a rank casts bytes that Megatron's layout does not send from it",
     where="Megatron",
-    answer="`attach` raises; `building()` makes a layout that sends them",
+    answer="`attach` raises; `quantized_params()` makes a layout that sends them",
 )
 @pytest.mark.parametrize(
     ("world", "case"),

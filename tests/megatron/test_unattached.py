@@ -19,7 +19,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.notices(
-    "an optimizer that was built in building() steps without attach",
+    "an optimizer that was built in quantized_params() steps without attach",
     where="Megatron",
     answer="raises on every rank, before anything is written, and names `attach`",
 )
@@ -27,9 +27,9 @@ SLOW = pytest.mark.slow
     "an optimizer steps after detach()", where="Megatron", answer="raises on every rank, and says to attach again"
 )
 @pytest.mark.notices(
-    "DistributedDataParallel or the optimizer is built outside of building(), or in another one",
+    "DistributedDataParallel or the optimizer is built outside of quantized_params(), or in another one",
     where="Megatron",
-    answer="raises where it is built, and names `building()`",
+    answer="raises where it is built, and names `quantized_params()`",
 )
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", [*(pytest.param(f, marks=SLOW) for f in ALL[:3]), ALL[3]])
@@ -40,7 +40,7 @@ def test_right_bytes_or_an_error_before_any_changes(ranks: Ranks, formats: str, 
             _, ddp, optimizer, state = key
             assert not outcome.changed and not outcome.stale, (key, outcome)
             if ddp != INSIDE or optimizer != INSIDE:
-                assert "building()" in outcome.error, (key, outcome)
+                assert "quantized_params()" in outcome.error, (key, outcome)
             else:
                 expected = {NEVER: NOT_ATTACHED, DETACHED: WAS_DETACHED, ATTACHED: ""}[state]
                 assert expected in outcome.error and bool(expected) == bool(outcome.error), (key, outcome)
@@ -126,7 +126,7 @@ def test_two_model_chunks(ranks: Ranks) -> None:
 
 def test_a_block_that_an_exception_leaves(ranks: Ranks) -> None:
     for step, outside, changed in ranks(2)(unattached.interrupted):
-        assert NOT_ATTACHED in step and "building()" in outside and not changed
+        assert NOT_ATTACHED in step and "quantized_params()" in outside and not changed
 
 
 def test_a_step_inside_the_block(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from tests.megatron.here import device, host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.primary import is_primary
+from zerocast.integrations.megatron.primary import is_primary, weight_of
 
 if not WHY_NOT:
     from megatron.core.distributed import (
@@ -160,9 +160,11 @@ class Run:
         ours = (weight for weight in self.weights.values() if isinstance(weight, QuantizedWeight))
         owners = {id(weight.master_owner): weight.master_owner for weight in ours}
         shown = [
-            owned for owner in owners.values() if owner for source in owner.master_sources() for owned in source.masters
+            owned for owner in owners.values() if owner for source in owner.master_views() for owned in source.masters
         ]
-        return {str(o.name).removeprefix("module."): float(o.scale) for o in shown if o.scale is not None}
+        names = {id(weight_of(param).state): name for name, param in self.weights.items()}
+        scales = {names.get(id(o.weight.state), ""): float(o.scale) for o in shown if o.scale is not None}
+        return {name: scale for name, scale in scales.items() if name}
 
     def stale_bytes(self, scales: Mapping[str, float] | None = None) -> dict[str, int]:
         """By weight and buffer, how many live bytes differ from the unsharded cast of the masters, where any does.
@@ -233,7 +235,7 @@ def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = Fa
 
 
 def build(case: Case) -> Run:
-    """Inside `host_on_cpu` and `building`."""
+    """Inside `host_on_cpu` and `quantized_params`."""
     ddp = build_chunk(case)
     return Run(ddp, build_optimizer(case, [ddp]), case)
 
@@ -247,7 +249,7 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
 def train(case: Case) -> tuple[list[float], dict[str, int]]:
     """Losses by step, and the stale bytes of the weights in the end."""
     with host(case.te):
-        with integration.building():
+        with integration.quantized_params():
             run = build(case)
         attached = integration.attach(run.optimizer, run.ddp)
         assert len(attached.plans) == (2 if case.experts else 1)
@@ -257,10 +259,10 @@ def train(case: Case) -> tuple[list[float], dict[str, int]]:
 def train_chunks(case: Case) -> list[dict[str, int]]:
     """Of two model chunks under one optimizer: the stale bytes of each."""
     with host():
-        with integration.building():
+        with integration.quantized_params():
             chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
             optimizer = build_optimizer(case, chunks)
-        integration.attach(optimizer, chunks)
+        attached = integration.attach(optimizer, chunks)
         runs = [Run(chunk, optimizer, case) for chunk in chunks]
         for number in range(case.steps):
             for run in runs:
@@ -268,6 +270,10 @@ def train_chunks(case: Case) -> list[dict[str, int]]:
             optimizer.step()
         for run in runs:
             run.force_sync()
+        names = [owned.name for source in attached.master_views() for owned in source.masters]
+        assert len(names) == len(set(names)) == sum(len(list(chunk.parameters())) for chunk in chunks)
+        attached.refresh()
+        assert zerocast.verify(attached).ok
         return [run.stale_bytes() for run in runs]
 
 

@@ -16,9 +16,9 @@ from tests.megatron.here import host
 from tests.megatron.training import FORMATS, MIXED, Case, Run, build, build_chunk, build_optimizer
 from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.unattached import Refused
+from zerocast.integrations.megatron.unattached import RefusedMethod
 
-INSIDE, ANOTHER, OUTSIDE = "inside building()", "inside another building()", "outside"
+INSIDE, ANOTHER, OUTSIDE = "inside quantized_params()", "inside another quantized_params()", "outside"
 NEVER, ATTACHED, DETACHED = "never attached", "attached", "detached"
 COMBINATIONS = list(
     itertools.product((INSIDE, OUTSIDE), (INSIDE, OUTSIDE), (INSIDE, ANOTHER, OUTSIDE), (NEVER, ATTACHED, DETACHED))
@@ -53,7 +53,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 class _Blocks(contextlib.ExitStack):
-    """Enters and leaves `building()` as what is built next asks for."""
+    """Enters and leaves `quantized_params()` as what is built next asks for."""
 
     place = OUTSIDE
 
@@ -61,7 +61,7 @@ class _Blocks(contextlib.ExitStack):
         if place == ANOTHER or place != self.place:
             self.close()
             if place != OUTSIDE:
-                self.enter_context(integration.building())
+                self.enter_context(integration.quantized_params())
         self.place = INSIDE if place == ANOTHER else place
 
 
@@ -132,7 +132,7 @@ def every_call(case: Case, detached: bool, folder: str) -> dict[str, tuple[str, 
         attached.run.step(0)
         state = attached.saved()
         if not detached:
-            with integration.building():
+            with integration.quantized_params():
                 run = build(case)
             attached = Attached.__new__(Attached)
             attached.run, attached.own = run, run.optimizer.chained_optimizers
@@ -204,7 +204,7 @@ def detached_torn(case: Case) -> tuple[list[str], list[str], list[str]]:
 def one_of_two(formats: str) -> tuple[str, str]:
     """Just one of two optimizers of a chain is attached: what that says, and a step of the chain."""
     with host():
-        with integration.building():
+        with integration.quantized_params():
             run = build(Case(formats, experts=True))
         dense, _ = run.optimizer.chained_optimizers
         error = said(lambda: integration.attach(dense, run.ddp))
@@ -217,12 +217,12 @@ def one_of_two(formats: str) -> tuple[str, str]:
 
 
 def nothing_quantized() -> tuple[int, list[float]]:
-    """An optimizer of plain parameters that was built in `building()`: what is left on it, and its losses."""
+    """An optimizer of plain parameters that was built in `quantized_params()`: what is left on it, and its losses."""
     with host():
-        with integration.building():
+        with integration.quantized_params():
             run = build(Case("plain"))
         optimizers = [run.optimizer, *run.optimizer.chained_optimizers]
-        left = sum(isinstance(value, Refused) for one in optimizers for value in vars(one).values())
+        left = sum(isinstance(value, RefusedMethod) for one in optimizers for value in vars(one).values())
         return left, [run.step(number) for number in range(3)]
 
 
@@ -230,7 +230,7 @@ def two_chunks() -> tuple[str, list[tuple[str, ...]]]:
     """Two model chunks under one optimizer that is not attached."""
     with host():
         case = Case(MIXED)
-        with integration.building():
+        with integration.quantized_params():
             chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
             optimizer = build_optimizer(case, chunks)
         for chunk in chunks:
@@ -241,10 +241,10 @@ def two_chunks() -> tuple[str, list[tuple[str, ...]]]:
 
 
 def interrupted() -> tuple[str, str, tuple[str, ...]]:
-    """`building()` is left by an exception after the optimizer was made: a step of it; and one of an optimizer made outside."""
+    """An exception leaves `quantized_params()`: a step of the optimizer made inside, and of one made outside."""
     with host():
         runs: list[Run] = []
-        with contextlib.suppress(ZeroDivisionError), integration.building():
+        with contextlib.suppress(ZeroDivisionError), integration.quantized_params():
             runs.append(build(Case()))
             raise ZeroDivisionError
         (run,) = runs
@@ -255,8 +255,8 @@ def interrupted() -> tuple[str, str, tuple[str, ...]]:
 
 
 def inside_the_block(attach: bool) -> Outcome:
-    """A step while `building()` is still open, attached there or not."""
-    with host(), integration.building():
+    """A step while `quantized_params()` is still open, attached there or not."""
+    with host(), integration.quantized_params():
         run = build(Case())
         if attach:
             integration.attach(run.optimizer, run.ddp)
@@ -269,7 +269,7 @@ def inside_the_block(attach: bool) -> Outcome:
 def torch_optimizer(case: Case) -> tuple[str, tuple[str, ...]]:
     """torch's AdamW over the parameters, given gradients by hand as without it."""
     with host():
-        with integration.building():
+        with integration.quantized_params():
             run = build(case)
         run.forward_and_backward(0)
         for param in run.ddp.parameters():

@@ -17,7 +17,7 @@ Found = tuple[str, int, str, int, int]
 
 
 def _attached(case: Case, **options: Any) -> tuple[Run, Any]:
-    with integration.building():
+    with integration.quantized_params():
         run = build(case)
     return run, integration.attach(run.optimizer, run.ddp, **options)
 

@@ -20,7 +20,7 @@ from zerocast import QuantizedWeight, get_format
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.metrics import CastCounts, CastMeter, owned_part
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 
 SHAPE = (160, 160)
 FORMATS = (
@@ -93,10 +93,10 @@ class Owner:
         for number, (case, masters, weights) in enumerate(held):
             span = case.span(self.group.rank, self.group.size, number)
             part = torch.from_numpy(masters[1]).view(-1)[span.start : span.stop].clone()
-            self.masters.append(OwnedMaster(case.name, weights[0], part if span.numel else None, span))
+            self.masters.append(MasterView(case.name, weights[0], part if span.numel else None, span))
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
-        return (MasterSource(self.group, tuple(self.masters)),)
+    def master_views(self) -> tuple[MasterViews, ...]:
+        return (MasterViews(self.group, tuple(self.masters)),)
 
     def cast_again(self) -> None:
         for before, now in self.weights.values():

@@ -26,8 +26,8 @@ def buffers(model: Any) -> tuple[dict[str, Any], Found]:
     masters, found = {}, {}
     for name, (parameter, owner) in models.masters(model).items():
         masters[name] = parameter.full_tensor().detach().numpy().copy()
-        scale = float(owner.delayed["cast_scale"]) if owner.delayed else 1.0
-        cast = casts.cast_whole(str(owner.format), torch.from_numpy(masters[name]), owner.shard.nominal, scale=scale)
+        scale = models.cast_scale(owner)
+        cast = casts.cast_whole(str(owner.format), torch.from_numpy(masters[name]), owner.geometry.nominal, scale=scale)
         found[name] = plain.buffers_of(cast)
     return masters, found
 

@@ -15,7 +15,7 @@ from tests.optim.traffic import recorded
 from tests.workers import Ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
 from zerocast.metrics import Meter, Sample
-from zerocast.metrics.clock import Clock
+from zerocast.metrics.step_trace import Clock
 
 
 class Operators(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -320,9 +321,25 @@ def test_torchs_average_of_quantized_weights_raises(how):
         average.update_parameters(model)
 
 
-def test_a_taken_over_optimizer_swaps_nothing_in():
+@pytest.mark.parametrize("same", ["parameters", "storage"])
+def test_a_taken_over_optimizer_swaps_nothing_in(same):
     averaged = Averaged()
-    second = ZeroAdamW(averaged.trainer.probe.named_parameters(), config=EAGER)
+    probe = averaged.trainer.probe
+    nv = nn.Parameter(probe.get_parameter("nv").share())
+    second = ZeroAdamW([("nv", nv)] if same == "storage" else probe.named_parameters(), config=EAGER)
     with pytest.raises(RuntimeError, match="another optimizer"), averaged.ema.swapped():
         pass
     assert zerocast.verify(second).ok
+
+
+def test_an_average_without_memory_follows_no_step(monkeypatch):
+    """Whoever kept the exception keeps the object that was not finished."""
+    averaged = Averaged()
+    optimizer = averaged.trainer.optimizer
+    monkeypatch.setattr(optimizer.averages, "count", mock.Mock(clone=mock.Mock(side_effect=torch.OutOfMemoryError)))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        EMA(optimizer)
+    monkeypatch.undo()
+    averaged.step(0)
+    averaged.check("a step later")
+    assert caught.value.__traceback__ is not None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from tests.optim.probe import BF16
 from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
-from zerocast import QuantizedWeight, ZeroConfig, backends
-from zerocast.optim import captured
+from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
+from zerocast.optim import device_step
+from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import state as weight_state
 
 CASES = {
@@ -130,7 +132,7 @@ def test_only_on_a_cuda_device():
 def test_not_with_the_reference_backend():
     """Which looks at the device in every stage."""
     with pytest.raises(RuntimeError, match="reference backend"):
-        captured.check_capturable(torch.device("cuda"), "reference")
+        device_step.check_capturable(torch.device("cuda"), "reference")
 
 
 def test_moved_storage_is_refused_and_then_captured_anew(device):
@@ -138,7 +140,7 @@ def test_moved_storage_is_refused_and_then_captured_anew(device):
     step = trainee.capture()
     trainee.gradients(0)
     scale = trainee.probe.get_parameter("block").state.buffers["rowwise_scale_inv"]
-    trainee.probe.get_parameter("block").state.rehome({"rowwise_scale_inv": torch.empty_like(scale)})
+    trainee.probe.get_parameter("block").state.move_to({"rowwise_scale_inv": torch.empty_like(scale)})
     before = trainee.held()
     with pytest.raises(RuntimeError, match="moved since the step was captured"):
         step()
@@ -193,6 +195,36 @@ def test_what_is_recorded_was_run_before():
     seen = {id(table) for table in warm.found}
     assert recorded.found
     assert all(id(table) in seen for table in recorded.found)
+
+
+def graph(work: device_step.Work) -> device_step.Work:
+    """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
+
+    def replay() -> None:
+        with mock.patch.object(BucketBytes, "note"):
+            work()
+
+    return replay
+
+
+def test_debug_copies_follow_replayed_graphs(device):
+    """Else the second step would take what the first one's graph wrote for a write by somebody else."""
+    set_debug(True)
+    try:
+        trainee, eager = Trainee(Case(device=device)), Trainee(Case(device=device))
+        step = trainee.capture(record=graph)
+        for number in range(3):
+            for each, take in ((trainee, step), (eager, eager.ordinary_step)):
+                each.gradients(number)
+                take()
+        casts.assert_same_bytes(trainee.held(), eager.held())
+        with torch.no_grad():
+            trainee.probe.get_parameter("norm").data.add_(1)
+        trainee.gradients(3)
+        with pytest.raises(RuntimeError, match="parameters were written since the last step, among norm"):
+            step()
+    finally:
+        set_debug(False)
 
 
 def test_schedulers_see_the_step():

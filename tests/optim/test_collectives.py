@@ -124,7 +124,7 @@ def construction() -> dict[str, int]:
 
 def test_construction(ranks):
     for calls in ranks(2)(construction):
-        assert calls["broadcast"] == 5 + 2, "one a bucket, and the delayed scales with their histories"
+        assert calls["broadcast"] == 5 + 1, "one a bucket, and the delayed scales with their histories"
         assert calls["all-reduce"] == 1
         assert calls["all-gather"] == 5 + 1
 

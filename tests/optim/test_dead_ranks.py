@@ -77,7 +77,7 @@ def dies(folder: str, collective: str, place: str) -> None:
     for go_on in (trainer.optimizer.step, lambda: trainer.step(3), lambda: checkpoints.save(trainer.optimizer, 3)):
         with pytest.raises(RuntimeError):
             go_on()
-    raise RuntimeError(f"rank 0 was told; torn: {trainer.optimizer._weights.plan.freshness.is_torn}")
+    raise RuntimeError(f"rank 0 was told; torn: {trainer.optimizer._weights.plan.guard.is_partial}")
 
 
 def finished(folder: str | None, steps: int) -> casts.Bytes:
@@ -151,7 +151,7 @@ def fails_alone(folder: str, collective: str, fault: str) -> tuple[float, str, b
     start = time.monotonic()
     with FAULTS[fault](COLLECTIVES[collective], trainer.rank), pytest.raises(RuntimeError) as caught:
         trainer.step(1)
-    waited, torn = time.monotonic() - start, trainer.optimizer._weights.plan.freshness.is_torn
+    waited, torn = time.monotonic() - start, trainer.optimizer._weights.plan.guard.is_partial
     with pytest.raises(RuntimeError, match=SAID if torn else ""):
         trainer.optimizer.step()
     dist.barrier()

@@ -68,7 +68,7 @@ class Repeated:
         except torch.OutOfMemoryError:
             trainer.optimizer.zero_grad()
             outcome = "again" if where != "read" else "nothing"
-            if trainer.optimizer._weights.plan.freshness.is_torn:
+            if trainer.optimizer._weights.plan.guard.is_partial:
                 outcome = "load"
                 self._is_refused()
                 self.load()
@@ -157,8 +157,8 @@ def test_a_cast_is_cast_again() -> None:
             with memory:
                 plan.cast()
         except torch.OutOfMemoryError:
-            torn += plan.freshness.is_torn
-            if plan.freshness.is_torn:
+            torn += plan.guard.is_partial
+            if plan.guard.is_partial:
                 with pytest.raises(RuntimeError, match=r"a cast raised half-way: .* cast again"):
                     weights[0].dequantize()
             plan.cast()

@@ -23,8 +23,8 @@ PLACES = [
         for name in ("reduce_scatter_mean", "all_reduce_max", "all_gather_into")
         for when in ("before", "during", "after")
     ),
-    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data"),
-    Place("zerocast.checkpoint.clear_writer:ClearWriter", "write_data", "after"),
+    Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
+    Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data", "after"),
     Place("zerocast.checkpoint.checkpoint", "_hash_files"),
     Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
     Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data", "after"),

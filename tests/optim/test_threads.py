@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from tests import casts
 from tests.optim.probe import MIXED
+from tests.optim.replayed import Case, Trainee
 from tests.optim.runs import Run, Trainer, weight_bytes
 from zerocast import ZeroConfig
 from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
+from zerocast.optim.bucket_bytes import BucketBytes
 
 SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))
 EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
@@ -130,7 +132,7 @@ def test_a_second_stream_waits_too(monkeypatch):
     arrival = gathers.Arrival.now(torch.device("cuda", 0))
     assert arrival is not None
     trainer = Trainer(Run(SPECS, config=OVERLAP))
-    flight = trainer.optimizer._weights._gather
+    flight = trainer.optimizer._weights.gathers
     monkeypatch.setattr(gathers.Arrival, "now", staticmethod(lambda device: gathers.Arrival(device)))
     trainer.step(0)
     weight = trainer.probe.get_parameter("nv")
@@ -145,3 +147,37 @@ def test_a_second_stream_waits_too(monkeypatch):
     Stream.current = first
     _ = trainer.probe.get_parameter("norm")
     assert [len(flight._arrivals), trainer.optimizer._weights.plan.freshness.finish is None] == [0, True]
+
+
+def test_a_gather_that_another_thread_completes_between_two_looks():
+    weight, waited = casts.cast_whole("nvfp4", torch.randn(32, 32)), []
+    looks = iter([waited.append, None])
+    weight.state.freshness = type("Landing", (), {"finish": property(lambda self: next(looks))})()
+    weight.wait()
+    assert len(waited) == 1
+    assert waited[0] is weight
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_thread_on_another_stream_waits_on_a_gpu(monkeypatch):
+    """Columnwise copies follow the gather on the stream of the thread that waited first, here late: the second stream waits too."""
+    trainee, eager = Trainee(Case("cuda", OVERLAP)), Trainee(Case("cuda", EAGER))
+    for number in range(2):  # the copies have storage, and hold another step
+        for each in (trainee, eager):
+            each.gradients(number)
+            each.ordinary_step()
+        monkeypatch.setattr(BucketBytes, "wait", lambda self: torch.cuda._sleep(500_000_000))
+    torch.cuda.synchronize()
+    weight, wanted = (each.probe.get_parameter("nv") for each in (trainee, eager))
+
+    def second() -> tuple[Any, Any]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            unguarded = weight.state.buffers["columnwise_data"].cpu()
+            return unguarded, weight.columnwise_data.cpu()
+
+    _ = weight.rowwise_data  # the first thread waits, and launches the copies behind the delay
+    with ThreadPoolExecutor(1) as pool:
+        early, found = pool.submit(second).result()
+    assert torch.equal(found, wanted.columnwise_data.cpu())
+    assert not torch.equal(early, found)  # the delay was long enough to show a thread that does not wait

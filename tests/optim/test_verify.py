@@ -189,14 +189,14 @@ def a_wrong_rank_raises(every: int) -> list[str]:
 
 def _break_the_cast(trainer: Trainer, step: int) -> None:
     """From now on this rank flips a byte after every cast, as a faulty kernel would."""
-    weights = trainer.optimizer._weights
-    gather: Callable[[], None] = weights.gather
+    gathers = trainer.optimizer._weights.gathers
+    start: Callable[[], None] = gathers.start
 
     def broken() -> None:
-        gather()
+        start()
         flip(live(trainer.probe.get_parameter("nv"))["rowwise_data"].data, 5)  # which moves no counter
 
-    weights.gather = broken  # type: ignore[method-assign]
+    gathers.start = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -251,8 +251,8 @@ def other_weights() -> str:
     trainer = Trainer(Run(specs), group=group)
 
     class Owner:
-        def master_sources(self) -> object:
-            (source,) = trainer.optimizer.master_sources()
+        def master_views(self) -> object:
+            (source,) = trainer.optimizer.master_views()
             return [dataclasses.replace(source, group=zerocast.distributed.group.Group.of(None))]
 
     with pytest.raises(ValueError, match="all pass the same list") as caught:

@@ -51,10 +51,6 @@ OPTIONS = {
         "needs a TrainSpec with zerocast's optimizers, and corpus has",
     ),
     "delayed scaling that nobody saves": (Case("fp8_delayed", "for-loop"), "has scales to checkpoint"),
-    "safetensors at the end": (
-        Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf")),
-        "would fail after the last step",
-    ),
     "no format": (Case("layers.*=,output.*=nvfp4"), r"is a list of pattern=format.*'layers.\*='"),
     "another format": (Case("layers.*=fp3"), "fp3"),
     "no recipe": (Case(options=("--quantize.linear.zerocast.recipe=",)), "is a list of pattern=format"),
@@ -66,6 +62,19 @@ def test_options(name: str) -> None:
     case, said = OPTIONS[name]
     with pytest.raises(ValueError, match=said):
         converter_of(case)
+
+
+@pytest.mark.notices(
+    "checkpoint.last_save_in_hf, which hands the sharded masters to safetensors",
+    where="torchtitan",
+    answer="raises before training, and names the checkpoints that convert",
+)
+def test_a_last_save_in_safetensors() -> None:
+    """Sharded states keep the wrapper, by which a load in place is noticed; safetensors reads addresses, and it has none."""
+    asked = Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf"))
+    with pytest.raises(ValueError, match=r"sharded states hold wrapped masters.*full_state_dict=True"):
+        converter_of(asked)
+    converter_of(Case(options=("--checkpoint.last-save-in-hf",)))  # nothing is saved
 
 
 @pytest.mark.parametrize(("name", "why"), [("ep", "torchtitan deals out the experts"), ("pp", "torchtitan copies")])

@@ -114,10 +114,11 @@ def amaxes_are_measured(case: Case, folder: str) -> bool:
     """Whether the next cast finds the amaxes of all weights measured."""
     with trainer(case, folder) as run:
         run.train()
-        casts = {owner.casts for _, owner in models.masters(run.model_parts[0]).values()}
-        groups = [group for one in casts for group in one.groups]
+        manager = models.manager(run.model_parts[0])
+        manager.forget_old_amaxes()
+        groups = manager.cast_groups
         assert groups
-        return all(len(group.measured) == len(group.weights) for group in groups)
+        return all(len(group.amaxes.measured) == len(group.weights) for group in groups)
 
 
 def refused(case: Case, folder: str) -> str:

@@ -60,7 +60,7 @@ def cut_anew(case: Weight, spans: tuple[tuple[int, int], ...]) -> list[Any]:
 def calls_out_of_step(cases: tuple[Weight, ...]) -> str:
     """In debug mode: what a rank hears when the other makes another call."""
     import zerocast
-    from zerocast.distributed.agreement import agree
+    from zerocast.distributed.agreement import validate_across_ranks
     from zerocast.distributed.group import Group
 
     with host_on_cpu():
@@ -70,6 +70,6 @@ def calls_out_of_step(cases: tuple[Weight, ...]) -> str:
         try:
             if casting.rank == 0:
                 return said(casting.cast)
-            return said(lambda: agree(Group.of(None), [], None, what="does something else"))
+            return said(lambda: validate_across_ranks(Group.of(None), [], None, what="does something else"))
         finally:
             zerocast.set_debug(False)

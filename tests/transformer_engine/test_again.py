@@ -167,7 +167,7 @@ def test_nothing_is_looked_at_again_where_nothing_changed() -> None:
     loop.step(0)
     with (
         mock.patch(f"{module}.master_weights.entries_of", side_effect=AssertionError),
-        mock.patch(f"{module}.transposes.twin_of", side_effect=AssertionError),
+        mock.patch(f"{module}.transposes.view_of", side_effect=AssertionError),
     ):
         loop.step(1)
     loop.check(fresh(2))

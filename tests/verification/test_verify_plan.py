@@ -89,7 +89,7 @@ def test_delayed_scales_are_those_of_the_cast(fmt: str) -> None:
     weight, master = QuantizedWeight.empty(SHAPE, fmt), torch.randn(SHAPE[0] * SHAPE[1])
     plan = CastPlan([weight], [master], [0])
     for skip in (None, torch.tensor([False]), torch.tensor([True])):
-        plan.cast(skip)
+        plan.cast(skip=skip)
         plan.post_all_gather()
         assert verify(plan).ok
         if skip is None:

@@ -19,7 +19,7 @@ from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, quantize_
 from zerocast.checkpoint import export
 from zerocast.distributed.group import ONE_PROCESS, Group
-from zerocast.optim import idle
+from zerocast.optim import reduction
 from zerocast.weight import owners
 
 ORPHANS = "quantized weights got gradients and no optimizer trains them"
@@ -156,7 +156,7 @@ def test_a_step_without_torchs_hooks_looks_too() -> None:
     optimizer = assigned(model)
     backward(model)
     with pytest.raises(RuntimeError, match=ORPHANS):
-        optimizer._before()  # type: ignore[attr-defined]
+        optimizer._prepare()  # type: ignore[attr-defined]
 
 
 def on_every_rank() -> str:
@@ -365,7 +365,7 @@ def test_a_step_looks_at_no_weight_that_has_an_owner() -> None:
 def test_parameters_without_gradients_are_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle, "PATIENCE", 10)
+    monkeypatch.setattr(reduction, "PATIENCE", 10)
     model = network()
     optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
     backward(model)
@@ -481,7 +481,7 @@ def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
     weight = casts.cast_whole("nvfp4", torch.randn(32, 32))
     product, x = torch.compile(nn.functional.linear, backend="aot_eager"), torch.randn(2, 32, dtype=weight.dtype)
     product(x, weight)
-    with contextlib.suppress(KeyError), weight.state.freshness.writing("a cast", "cast again"):
+    with contextlib.suppress(KeyError), weight.state.freshness.guard.transaction("a cast"):
         raise KeyError
     with pytest.raises(RuntimeError, match="raised half-way"):
         product(x, weight)
@@ -520,6 +520,19 @@ def test_two_attached_plans() -> None:
     assert not second.optimizer._optimizer_step_post_hooks
     handle.remove()
     second.attach()
+
+
+def test_a_plan_trains_weights_whose_data_was_replaced() -> None:
+    """The optimizer's hook asks who trains them before the plan's cast looks where they lie now."""
+    w, inputs = weight(), torch.randn(2, 32, dtype=torch.bfloat16)
+    plan = Plan(w)
+    plan.attach()
+    w.data = copy.deepcopy(weight())  # which no plan has cast
+    nn.functional.linear(inputs, w).sum().backward()
+    plan.master.grad = torch.ones_like(plan.master)
+    plan.optimizer.step()
+    plan.plan.post_all_gather()
+    casts.assert_same_bytes(casts.bytes_of(w), casts.unsharded("nvfp4", plan.master.detach().view(32, 32), w.dtype))
 
 
 def test_plans_of_other_elements_stand_beside_each_other() -> None:
@@ -702,7 +715,7 @@ def test_an_optimizer_that_was_taken_over_writes_no_weights(through: str, tmp_pa
         "load_masters": lambda: zerocast.optim.load_masters(first, masters),
         "step": first.step,
         "capture": first.capture,
-        "replay": first._before,  # the host's part, which comes first
+        "replay": first._prepare,  # the host's part, which comes first
     }
     with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
         calls[through]()

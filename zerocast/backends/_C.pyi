@@ -1,4 +1,5 @@
-# The compiled extension. A base is an address; a typed base is (address, dtype name); a table is (address, rows).
+# The compiled extension. A base is an address, a typed base (address, dtype name), a table
+# (address, rows).
 from typing import Any
 
 class Format:

@@ -1,8 +1,10 @@
-"""The backends and the choice between them. One module a backend, found by its file name; ../backends/README.md is the contract.
+"""The backends, the choice between them, and a report of both.
 
-A backend module says for which devices it is (`DEVICES`, None for any), how much it is preferred (`PREFERENCE`) and, where that is
-not all, what keeps it from a device (`why_not`). One that cannot run here fails at import and says why. `ZEROCAST_BACKEND` names
-one for the whole process; a wish that cannot be met raises.
+A backend is one module of this folder, found by its file name; ../backends/README.md is the
+contract. It names the device types that it serves (`DEVICES`, None for any) and its rank among the
+usable ones (`PREFERENCE`); an optional `why_not` gives a reason against a device. A backend that
+cannot run here raises ImportError with the reason. The environment variable `ZEROCAST_BACKEND`
+chooses one for the whole process; a choice that cannot be met raises.
 """
 
 import functools
@@ -10,31 +12,41 @@ import importlib
 import logging
 import os
 import pkgutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
+__all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
+
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
-NO_BACKENDS = ("_C", "descriptor", "extension", "ops", "report")  # what lies beside them and is shared by them
+# modules of this folder that the backends share
+NO_BACKENDS = ("_C", "descriptor", "extension", "ops")
 
 
 @functools.cache
 def backend_names() -> tuple[str, ...]:
-    """The backends that this version has, usable here or not."""
+    """The names of all backends of this version, whether or not they can run here."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NO_BACKENDS))
 
 
 @functools.cache
 def load(name: str) -> ModuleType:
-    """The backend module called `name`; ValueError for an unknown one, ImportError with the reason for an unusable one."""
+    """Import the backend module called `name`.
+
+    Raises ValueError for an unknown name, ImportError with the reason for a backend that cannot
+    run.
+    """
     if name not in backend_names():
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(backend_names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """None when the backend runs on this device, else the reason that it does not."""
+    """The reason why the backend cannot run on this device, or None if it can."""
     try:
         module = load(name)
     except ImportError as error:
@@ -45,17 +57,17 @@ def why_not(name: str, device: torch.device) -> str | None:
     return reason
 
 
-def choose(device: torch.device, wish: str | None = None) -> str:
-    """The backend for tensors on `device`: `wish`, else the environment's, else the most preferred usable one.
+def choose(device: torch.device, preference: str | None = None) -> str:
+    """The backend for `device`: `preference`, else the environment's, else the most preferred one.
 
-    Raises ValueError for an unknown wish and RuntimeError for one that cannot run here.
+    Raises ValueError for an unknown name and RuntimeError for a backend that cannot run here.
     """
-    wish = wish or os.environ.get(ENVIRONMENT_VARIABLE)
-    if wish:
-        reason = why_not(wish, device)
+    preference = preference or os.environ.get(ENVIRONMENT_VARIABLE)
+    if preference:
+        reason = why_not(preference, device)
         if reason:
-            raise RuntimeError(f"backend {wish!r} was asked for and cannot be used on {device}: {reason}")
-        return wish
+            raise RuntimeError(f"backend {preference!r} was asked for and cannot be used on {device}: {reason}")
+        return preference
     return _automatic(device.type)
 
 
@@ -70,6 +82,65 @@ def _automatic(device_type: str) -> str:
     return str(usable[0])
 
 
-from zerocast.backends.report import Report, report  # noqa: E402  (it asks the functions above)
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend on one device type; `reason` is empty if it is usable."""
 
-__all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
+    device: str
+    backend: str
+    usable: bool
+    chosen: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One quantized weight and the path that computes its products.
+
+    `reason` says why the path is not one on FP8 tensor cores; it is empty for one that is.
+    """
+
+    name: str
+    format: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `zerocast.backends.report`; `str()` makes a table of it."""
+
+    backends: tuple[BackendRow, ...]
+    layers: tuple[LayerRow, ...]
+
+    def __str__(self) -> str:
+        lines = ["device  backend     state"]
+        for row in self.backends:
+            state = "chosen" if row.chosen else "usable" if row.usable else f"not usable: {row.reason}"
+            lines.append(f"{row.device:<8}{row.backend:<12}{state}")
+        lines += [f"{row.name}  {row.format}  {row.path}{row.reason and f' ({row.reason})'}" for row in self.layers]
+        return "\n".join(lines)
+
+
+def report(model: torch.nn.Module | None = None) -> Report:
+    """The backends for each device type of this machine, and the path of each layer of `model`."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    rows = tuple(_row(torch.device(device), name) for device in devices for name in backend_names())
+    return Report(rows, tuple(_layers(model.named_parameters() if model else ())))
+
+
+def _row(device: torch.device, name: str) -> BackendRow:
+    reason = why_not(name, device)
+    chosen = choose(device) == name
+    return BackendRow(device.type, name, reason is None, chosen, reason or "")
+
+
+def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
+    for name, parameter in parameters:
+        fmt = getattr(parameter, "format", None)
+        if fmt is None:
+            continue
+        path, reason = parameter.gemm_choice()
+        if path == "dequantize":
+            path += f" to {str(parameter.dtype).removeprefix('torch.')}, {choose(parameter.device)} backend"
+        yield LayerRow(name, str(fmt), path or "refused", reason)

@@ -1,7 +1,8 @@
-"""The CPU backend: the stages in C++ (`csrc/cpu`), with OpenMP over torch's thread count and SIMD chosen at run time.
+"""The CPU backend: the stages in C++ (`csrc/cpu`), with OpenMP and SIMD chosen at run time.
 
-This module turns tensors into addresses and values into plain data, as the table of stages (`ops.py`) says, and decides nothing.
-See README.md for what each stage does.
+This module converts tensors to addresses and values to plain data, as the table of stages
+(`ops.py`) prescribes; it makes no decisions. It uses torch's number of threads. README.md describes
+each stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 def _stage(name: str) -> Callable[..., None]:
-    """The stage of the extension, given tensors in place of plain data."""
+    """The extension's stage, wrapped to take tensors instead of addresses."""
     plain = {argument.name: _PLAIN[argument.kind] for argument in ops.arguments_of(name)}
 
     def run(*arguments: Any, **named: Any) -> None:

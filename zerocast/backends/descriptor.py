@@ -1,15 +1,19 @@
-"""The descriptor table: what a stage must know of every weight, as one int64 tensor, one row a weight.
+"""The descriptor table: everything a stage needs to know about each weight, one int64 row a weight.
 
-A stage gets base tensors (whole storages, seen as one-dimensional tensors of the role's dtype) and this table, so that the number
-of tensors does not change the number of launches and an op never sees a bare address. `csrc/descriptor.h` names the same columns;
-the extension is refused at import if the two disagree.
+A stage takes base tensors (whole storages, viewed as one-dimensional tensors of the role's dtype)
+and this table. The number of launches then does not depend on the number of weights, and no op
+takes a bare address. `csrc/descriptor.h` names the same columns; an extension whose columns differ
+is refused at import.
 """
 
 import enum
 
 
 class Column(enum.IntEnum):
-    """Columns of a descriptor row. Offsets count elements of the base's dtype, except data, which counts bytes; -1 where absent."""
+    """Columns of a descriptor row; -1 marks an absent buffer.
+
+    Offsets count elements of the base's dtype, except data offsets, which count bytes.
+    """
 
     ROWS = 0  # of the weight as a matrix
     COLUMNS = 1
@@ -17,10 +21,10 @@ class Column(enum.IntEnum):
     NUMEL = 3  # owned elements; 0 when this rank owns nothing
     MASTER_BASE = 4  # index into the list of masters
     MASTER_OFFSET = 5  # of element START
-    ROW_AMAX = 6  # of the first rowwise amax in the packed buffer; rows of blocks follow each other unpadded
+    ROW_AMAX = 6  # of the first rowwise amax in the packed buffer; the grid is not padded
     COLUMN_AMAX = 7  # of the first amax of an own columnwise grid
     ROW_DATA_BASE = 8
-    ROW_DATA_OFFSET = 9  # of element 0 of the weight, even when only a shard is stored: may be negative
+    ROW_DATA_OFFSET = 9  # of element 0 of the weight; negative if only a later shard is stored
     COLUMN_DATA_BASE = 10
     COLUMN_DATA_OFFSET = 11
     ROW_SCALE_BASE = 12

@@ -1,4 +1,4 @@
-"""The compiled extension `zerocast.backends._C`, and how its callers tell it tensors and formats."""
+"""The compiled extension `zerocast.backends._C`: loading it, its GPU targets and its arguments."""
 
 import functools
 from types import ModuleType
@@ -16,9 +16,11 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @functools.cache
 def load() -> ModuleType:
-    """The extension; ImportError with the remedy where it is missing or of other sources."""
+    """Import the extension; ImportError with the remedy if it is missing or built from other
+    sources.
+    """
     try:
-        from zerocast.backends import _C  # noqa: PLC0415  (whoever asks gets the reason)
+        from zerocast.backends import _C  # noqa: PLC0415  (so that the caller gets the reason)
     except ImportError as error:
         raise ImportError(
             "zerocast.backends._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in "
@@ -33,8 +35,8 @@ def load() -> ModuleType:
 
 
 def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is
-    """The format as plain data."""
-    key = str(fmt)  # hashes faster than its many fields
+    """The format as the plain data that the extension takes."""
+    key = str(fmt)  # faster to hash than the fields
     if key not in _FORMATS:
         _FORMATS[key] = _plain(fmt)
     return _FORMATS[key]
@@ -57,11 +59,36 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
 
 
 def typed(tensor: Tensor) -> tuple[int, str]:
-    """Address and name of the dtype."""
+    """The address of a tensor and the name of its dtype."""
     return tensor.data_ptr(), DTYPES[tensor.dtype]
 
 
 def data(tensor: Tensor) -> tuple[int, str]:
-    """The same of one direction of a weight: codes, whose dtype no stage reads, or values of the nominal dtype."""
+    """The same for one direction of a weight: codes, whose dtype is ignored, or nominal values."""
     assert tensor.is_contiguous(), tensor.stride()
     return tensor.data_ptr(), DTYPES.get(tensor.dtype, "float32")
+
+
+def why_no_kernels(targets: str, device: torch.device) -> str | None:
+    """The reason why no target of the build runs on this GPU, or None if one does.
+
+    `targets` is text such as "90a 100f 90+PTX": "90a" runs on compute capability 9.0 alone, "100f"
+    on 10.x, "80" on 8.x, and PTX on its own capability and all above.
+    """
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if any(_serves(target, capability) for target in targets.split()):
+        return None
+    return (
+        f"zerocast.backends._C was built for the targets {targets}, none of which runs on {torch.cuda.get_device_name(device)}, "
+        f"compute capability {capability[0]}.{capability[1]}: install again on this machine, or with ZEROCAST_CUDA=1"
+    )
+
+
+def _serves(target: str, capability: tuple[int, int]) -> bool:
+    number, _, ptx = target.partition("+")
+    built = divmod(int(number.rstrip("af")), 10)
+    if number.endswith("a"):
+        return capability == built
+    return capability >= built and (bool(ptx) or capability[0] == built[0])

@@ -1,8 +1,9 @@
-"""The stages: what each is given, and each as a torch.library op that hands over to a backend.
+"""The stages: a table of their arguments, and each stage as a torch.library op.
 
-Ops take base tensors that are declared mutable, and the descriptor table. An op on bare addresses would pass opcheck and then be
-compiled into wrong results, since nothing tells the compiler what it writes. Formats travel as text (`str(fmt)`); the backend is
-chosen where a plan is built and named in the call.
+Ops take base tensors, declared mutable where a stage writes them, and the descriptor table. An op
+on bare addresses would pass opcheck and still compile into wrong results, since nothing would tell
+the compiler what it writes. A format is passed as text (`str(fmt)`). The backend is chosen when a
+plan is built and passed by name.
 """
 
 import functools
@@ -19,8 +20,9 @@ from zerocast.formats import get_format, layout
 
 LIBRARY = torch.library.Library("zerocast", "DEF")
 
-# The stages, by their arguments: a kind and a name each, "!" where the stage writes it. Schemas, fakes, and the calls of the
-# compiled backends follow from this; README.md says what each stage reads and writes.
+# The arguments of each stage as "kind name"; "!" marks an argument that the stage writes. Schemas,
+# fake kernels and the calls of the compiled backends are derived from this table; README.md
+# describes what each stage reads and writes.
 STAGES = {
     "partial_amax": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
     "compute_scales": (
@@ -46,7 +48,8 @@ STAGES = {
     ),
 }
 
-# What a schema calls each kind. "bases" are whole storages of a dtype that the stage knows, "typed" ones come in several.
+# The schema type of each kind. The dtype of "bases" follows from the stage; "typed" bases have one
+# of several dtypes.
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
 _TYPES |= dict.fromkeys(("typed", "data", "table", "segments", "groups", "scalars", "clip"), "Tensor")
@@ -63,13 +66,13 @@ class Argument:
 
 @functools.cache
 def arguments_of(stage: str) -> tuple[Argument, ...]:
-    """The arguments of a stage, in order."""
+    """The arguments of a stage in the order of its table entry."""
     words = [item.split() for item in STAGES[stage].split(", ")]
     return tuple(Argument(kind, name.rstrip("!"), name.endswith("!")) for kind, name in words)
 
 
 def schema_of(stage: str) -> str:
-    """The schema of the op of a stage: the backend and the format by position, all else by keyword."""
+    """The op schema of a stage: backend and format are positional, all other arguments keywords."""
     aliases = iter("abcdefgh")
     head, rest = ["str backend"], []
     for argument in arguments_of(stage):
@@ -98,7 +101,10 @@ def _run(stage: str) -> Callable[..., None]:
 def _transposed(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """New columnwise data and scales of one weight; where a tensor has one scale, that is the rowwise one and none are made."""
+    """New columnwise data and scales of one weight.
+
+    A per-tensor scale serves both directions, so then the scales are empty.
+    """
     data, scale = _transposed_fake(backend, format, row_data, row_scale, rows, columns)
     _implementation("transpose", backend, format)(
         table=_whole_weight(rows, columns, row_data.device),
@@ -122,7 +128,7 @@ def _transposed_fake(
 
 @functools.lru_cache(maxsize=1024)
 def _whole_weight(rows: int, columns: int, device: torch.device) -> Tensor:
-    """The table of one weight that begins where each of its bases begins."""
+    """The descriptor table of one weight whose offsets are all 0."""
     row = [0] * WIDTH
     row[Column.ROWS], row[Column.COLUMNS] = rows, columns
     return torch.tensor([row], dtype=torch.int64, device=device)
@@ -166,7 +172,7 @@ def _writes_only(*args: object, **arguments: object) -> None:
 def define(
     name: str, schema: str, run: Callable[..., object] | None = None, fake: Callable[..., object] | None = None
 ) -> torch._ops.OpOverload:
-    """The op `zerocast::name`; without `run` its arguments say what it does, by `__torch_dispatch__`."""
+    """Define the op `zerocast::name`; without `run`, tensor subclasses implement it by dispatch."""
     LIBRARY.define(name + schema)
     if run is not None:
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")

@@ -1,7 +1,8 @@
-"""The benchmark: casts, Adam steps and columnwise copies at the size of a large model, held against a copy of memory.
+"""The benchmark: casts, Adam steps and columnwise copies of a large model against a memory copy.
 
-`zerocast bench` is its command line; README.md says what is measured and how. A workload, a row, a measurement and a report are
-values: nothing is allocated until a row is measured, and a row is measured alone.
+`zerocast bench` is its command line; README.md describes what is measured and how. Workloads, rows,
+measurements and reports are plain values. Memory is allocated only while a row is measured, one row
+at a time.
 """
 
 from zerocast.bench.config import BenchConfig

@@ -1,8 +1,9 @@
-"""Clock: how long a call takes on the device, on the host, and from end to end.
+"""Clock: the time of a call on the device, on the host, and from end to end.
 
-Device time lies between two CUDA events around one call, median of many. Before each call the L2 is overwritten by copying a buffer
-several times its size: a call finds nothing of its own there, and pays for writing back what came before it, as it would in a
-training step. The copy also lets the host run ahead, so that launch gaps are not part of device time.
+Device time is measured between two CUDA events around one call; the median of many calls counts.
+Before each call a copy of several times the size of the L2 overwrites it, so that a call finds none
+of its data there and pays for writing back dirty lines, as in a training step. The copy also lets
+the host run ahead, so that launch gaps are not part of device time.
 """
 
 import time
@@ -21,10 +22,14 @@ L2_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one call: medians over `calls` calls, and the 10th and 90th percentile of the device time.
+    """Milliseconds of one call: medians over `calls` calls, and percentiles of the device time.
 
-    `host_ms` is until the call returns with nothing queued before it; `wall_ms` is a call's share of calls made back to back, up to
-    the end of the last one, median of five such windows. On a CPU, which does the work itself, device and host time are one.
+    Attributes:
+        host_ms: time until the call returns, on an idle device.
+        wall_ms: time of calls made back to back, up to the end of the last one, divided by their
+            number; the median of five such windows.
+
+    On a CPU, device and host time are the same.
     """
 
     calls: int
@@ -36,7 +41,7 @@ class Times:
 
 
 class Clock:
-    """Times calls on `device`, each kind of measurement for about `seconds`."""
+    """Times calls on `device`; each kind of measurement takes about `seconds`."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device, self._seconds = device, seconds
@@ -44,7 +49,7 @@ class Clock:
         self._flush = [torch.zeros(self.flushed // 4, device=device) for _ in range(2)]
 
     def time(self, run: Run) -> Times:
-        """Warm up, then measure."""
+        """Measure a call after some calls to warm up."""
         for _ in range(WARM_UP):
             run()
         calls = self._calls(run)
@@ -94,12 +99,14 @@ class Clock:
 
 
 def _l2_bytes(device: torch.device) -> int:
-    """0 on a CPU: nothing is flushed there."""
+    """The size of the L2; 0 on a CPU, where nothing is flushed."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
 def launches(run: Run, device: torch.device) -> int | None:
-    """Kernels, fills and copies that one call puts on the device, by torch.profiler; None where it sees none."""
+    """The kernels, fills and copies of one call, counted by torch.profiler; None if it sees
+    none.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -110,7 +117,7 @@ def launches(run: Run, device: torch.device) -> int | None:
 
 
 def copy_rate(clock: Clock, device: torch.device, nbytes: int) -> float:
-    """GB/s of a copy on the device, bytes read plus bytes written; `nbytes` are copied."""
+    """GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes written."""
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / clock.time(lambda: target.copy_(source)).device_ms / 1e6

@@ -1,4 +1,4 @@
-"""BenchConfig: everything that can be chosen about a run of the benchmark; the command line is made from it."""
+"""BenchConfig: the options of a benchmark run, from which its command line is built."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +8,20 @@ CPU_SCALE = 16
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside TransformerEngine where it is installed."""
+    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
+    TransformerEngine where it is installed.
+    """
 
     backend: str | None = None
-    """Backend to time: cuda, triton, cpu or reference. By default the one that zerocast would choose."""
+    """Backend to time: cuda, triton, cpu or reference. By default the one that zerocast would
+    choose.
+    """
     only: tuple[str, ...] = ()
     """Rows to measure: those whose name contains one of these texts."""
     scale: int | None = None
-    """Divide rows, columns and layers of every workload by this. By default 1 on a GPU (about 20 GB), 16 on a CPU."""
+    """Divide rows, columns and layers of every workload by this. By default 1 on a GPU (about 20
+    GB), 16 on a CPU.
+    """
     check_scale: int = 32
     """Compare with the reference backend on workloads that are this much smaller."""
     peers: bool = True
@@ -23,20 +29,24 @@ class BenchConfig:
     seconds: float = 0.3
     """Time to spend on each kind of measurement of each row."""
     seed: int = 0
-    """Of all inputs."""
+    """Seed of all random inputs."""
     out: Path = Path("zerocast-bench")
     """Folder for the report as JSON, Markdown and a plot, named by date and device."""
     compare: Path | None = None
-    """A stored report: exit with status 1 if a row's time over its floor grew by more than `threshold`."""
+    """A stored report: exit with status 1 if a row's ratio to its floor grew by more than
+    `threshold`.
+    """
     threshold: float = 0.05
     """Growth that `compare` allows."""
     json: bool = False
     """Print the report as JSON in place of the table."""
     trace: Path | None = None
-    """Measure nothing; write a Chrome trace of two optimizer steps with the all-gather overlapped. For torchrun."""
+    """Measure nothing; write a Chrome trace of two optimizer steps with the all-gather
+    overlapped. For torchrun.
+    """
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work before anything is allocated."""
+        """Raise ValueError for values out of range, before anything is allocated."""
         for name in ("scale", "check_scale"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""What a report was measured on: hardware, driver and versions, as plain data."""
+"""The machine of a measurement: hardware, driver and package versions, as plain data."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ QUERY = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
-    """Names, sizes in bytes and versions; None for what is not there."""
+    """Hardware names, sizes in bytes and versions; None for a package that is not installed."""
     found: dict[str, str | int | None] = {
         "device": _processor(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,4 +1,4 @@
-"""Measurement: one row as one implementation did it; Failure: what could not be measured, and why."""
+"""Measurement: one row by one implementation; Failure: a row without one; Verdict: its target."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +9,13 @@ from zerocast.bench.row import Row, Target
 
 @dataclass(frozen=True)
 class Measurement:
-    """`by` is a backend of ours, or a peer. `checked` names the workload on which ours wrote the bytes of the reference."""
+    """One row measured by one implementation.
+
+    Attributes:
+        by: the name of a backend of ours, or of a peer.
+        launches: kernels, fills and copies of one call.
+        checked: the workload on which our bytes were compared with those of the reference.
+    """
 
     row: Row
     by: str
@@ -19,31 +25,33 @@ class Measurement:
 
     @property
     def ms(self) -> float:
-        """The time that the row is about."""
+        """The time that the row reports: wall time or device time."""
         return self.times.wall_ms if self.row.clock == "wall" else self.times.device_ms
 
     @cached_property
     def moved(self) -> int:
-        """Bytes that must move, whoever does the work."""
+        """The bytes that any implementation must move."""
         return self.row.moved
 
     @property
     def rate(self) -> float:
-        """GB/s of the bytes that must move; what an implementation moves beyond them does not count."""
+        """GB/s of the bytes that must move; any further traffic does not count."""
         return self.moved / self.ms / 1e6
 
     def floor_ms(self, copy_rate: float) -> float:
-        """The time in which a copy at `copy_rate` GB/s moves as many bytes."""
+        """The milliseconds in which a copy at `copy_rate` GB/s moves as many bytes."""
         return self.moved / copy_rate / 1e6
 
     def over_floor(self, copy_rate: float) -> float:
-        """Time over floor; below 1 where reads prevail, which run faster than a copy."""
+        """The time divided by its floor; it can be below 1, as reads are faster than a copy."""
         return self.ms / self.floor_ms(copy_rate)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A row that `by` did not do, with its reason. Of a peer it is a fact, of ours an error."""
+    """A row that `by` could not do, and the reason; an error if `ours`, a fact about a peer if
+    not.
+    """
 
     row: Row
     by: str
@@ -53,7 +61,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, in words and as figures: `reached` must be at most `limit`, and `host_ms` at most its limit where there is one."""
+    """A target in words, its limit, the value reached and whether the target is met."""
 
     text: str
     limit: float
@@ -62,7 +70,11 @@ class Verdict:
 
 
 def judge(measurement: Measurement, target: Target, copy_rate: float, other_ms: float | None) -> Verdict | None:
-    """Hold a measurement against its target; `other_ms` is the time of the row that the target names. None without that time."""
+    """Compare a measurement with its target.
+
+    `other_ms` is the time of the row that the target refers to; None is returned if that is
+    missing.
+    """
     if target.row is None:
         text, reached = f"≤ {target.limit:g} x floor", measurement.over_floor(copy_rate)
     elif other_ms is not None:

@@ -1,4 +1,4 @@
-"""Report: all measurements of one run with the copy rate that they are held against, as a value that becomes JSON."""
+"""Report: all measurements of one run as JSON, and their comparison with a stored report."""
 
 import json
 from collections.abc import Mapping
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from zerocast.bench.measurement import Failure, Measurement, Verdict, judge
+from zerocast.checkpoint.regular_file import read_bounded
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class CopyRate:
-    """GB/s of a device-to-device copy of `nbytes` before and after the rows, bytes read plus bytes written."""
+    """GB/s of a copy of `nbytes` on the device, before and after the rows; reads plus writes."""
 
     nbytes: int
     before: float
@@ -22,15 +23,15 @@ class CopyRate:
 
     @property
     def rate(self) -> float:
-        """What the rows are held against: the mean of the two."""
+        """The mean of the two, by which the floors of the rows are computed."""
         return (self.before + self.after) / 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run. `backend` is ours; measurements by others stand beside those of the same row by ours.
+    """All results of one run; `backend` is the one of ours that was measured.
 
-    `full` tells whether targets apply: they are set for workloads at full size on a GPU.
+    `full` is True if targets apply, which are set for full-size workloads on a GPU.
     """
 
     date: str
@@ -48,7 +49,7 @@ class Report:
         return {m.row.name: m for m in self.measurements if m.by == self.backend}
 
     def verdict(self, measurement: Measurement) -> Verdict | None:
-        """Whether one of ours meets its target; None where there is none, or none for this size."""
+        """The verdict on one of our measurements; None if no target applies to it."""
         target = measurement.row.target
         if target is None or not self.full or measurement.by != self.backend:
             return None
@@ -56,17 +57,17 @@ class Report:
         return judge(measurement, target, self.copy.rate, other.ms if other else None)
 
     def over_ours(self, measurement: Measurement) -> float | None:
-        """How many times as long as ours a peer takes for the same row."""
+        """A peer's time divided by ours for the same row; None for our own measurements."""
         ours = self._ours.get(measurement.row.name)
         return None if measurement.by == self.backend or ours is None else measurement.ms / ours.ms
 
     @property
     def failed(self) -> bool:
-        """Whether a row of ours could not be measured, or wrote wrong bytes."""
+        """True if a row of ours could not be measured or wrote wrong bytes."""
         return any(failure.ours for failure in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every number, measured and derived; see README.md for the keys."""
+        """All numbers, measured and derived, as JSON types; README.md lists the keys."""
         return {
             "schema": SCHEMA,
             "date": self.date,
@@ -105,5 +106,41 @@ class Report:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write `as_dict`."""
+        """Write the result of `as_dict` to a file."""
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+MOST_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A row's time divided by its floor, in the stored report and now."""
+
+    row: str
+    before: float
+    now: float
+
+    def __str__(self) -> str:
+        return f"{self.row}: {self.before:.3f} x floor stored, {self.now:.3f} now ({self.now / self.before - 1:+.1%})"
+
+
+def stored_ratios(path: Path) -> dict[str, float]:
+    """Time divided by floor for each row of a stored report's own backend.
+
+    Raises ValueError for a file that is no report of this benchmark.
+    """
+    stored = json.loads(read_bounded(path, MOST_BYTES))
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a report of this benchmark (schema {SCHEMA})")
+    return {line["row"]: line["over_floor"] for line in stored["rows"] if line["by"] == stored["backend"]}
+
+
+def regressions(report: Report, stored: dict[str, float], threshold: float) -> list[Regression]:
+    """The rows whose ratio grew by more than the fraction `threshold`; only rows in both are
+    compared.
+    """
+    rate = report.copy.rate
+    own = {m.row.name: m.over_floor(rate) for m in report.measurements if m.by == report.backend}
+    pairs = [Regression(row, stored[row], now) for row, now in own.items() if row in stored]
+    return [pair for pair in pairs if pair.now > pair.before * (1 + threshold)]

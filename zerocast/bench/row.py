@@ -1,13 +1,12 @@
-"""Row: a line of the report, before it is measured. Which work on which workload, what it moves, and what it must reach."""
+"""Row: a line of the report before it is measured, with its work, workload and target."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerocast.bench import adam_work, cast_work
-from zerocast.bench.job import Job, Place
+from zerocast.bench import work
 from zerocast.bench.traffic import Traffic
-from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Workload
+from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Job, Place, Workload
 from zerocast.formats import get_format
 
 Build = Callable[[Workload, str, Place], Job]
@@ -15,7 +14,7 @@ Build = Callable[[Workload, str, Place], Job]
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work: its name, how to set it up on a workload in a format, and the bytes that it must move there."""
+    """A piece of work: its name, the function that sets it up, and the bytes that it must move."""
 
     name: str
     build: Build
@@ -24,7 +23,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Target:
-    """At most `limit` times the row's floor; or, with `row`, `limit` times `share` of that row's time. And a host time."""
+    """A limit on a row's time: `limit` times its floor, or times `share` of the time of `row`.
+
+    `host_ms` limits the host time as well.
+    """
 
     limit: float
     row: str | None = None
@@ -34,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """`clock` says which of its times the row is about."""
+    """One work on one workload in one format; `clock` is the time that the row reports."""
 
     workload: Workload
     work: Work
@@ -44,23 +46,23 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the row is called in tables and stored reports, whatever its scale."""
+        """The name in tables and stored reports, which does not depend on the scale."""
         return f"{self.workload.name.partition('/')[0]} {self.work.name} {self.fmt}".strip()
 
     @property
     def moved(self) -> int:
-        """Bytes read plus bytes written, at least."""
+        """The least number of bytes read plus written."""
         return self.work.moved(Traffic(self.workload, get_format(self.fmt or "identity")))
 
 
-CAST = Work("cast", cast_work.cast, lambda traffic: traffic.cast)
-PARTIAL_AMAX = Work("partial_amax", cast_work.partial_amax, lambda traffic: traffic.partial_amax)
-COMPUTE_SCALES = Work("compute_scales", cast_work.compute_scales, lambda traffic: traffic.compute_scales)
-PARTIAL_CAST = Work("partial_cast", cast_work.partial_cast, lambda traffic: traffic.partial_cast)
-AMAX_AND_CAST = Work("amax and cast", cast_work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
-TRANSPOSE = Work("transpose", cast_work.transpose, lambda traffic: traffic.transpose)
-ADAM = Work("Adam", adam_work.adam, lambda traffic: traffic.adam)
-STEP = Work("whole step", adam_work.step, lambda traffic: traffic.step)
+CAST = Work("cast", work.cast, lambda traffic: traffic.cast)
+PARTIAL_AMAX = Work("partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax)
+COMPUTE_SCALES = Work("compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales)
+PARTIAL_CAST = Work("partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast)
+AMAX_AND_CAST = Work("amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
+TRANSPOSE = Work("transpose", work.transpose, lambda traffic: traffic.transpose)
+ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam)
+STEP = Work("whole step", work.step, lambda traffic: traffic.step)
 
 FORMATS = ("fp8_block", "fp8_current", "mxfp8", "nvfp4")
 CAST_LIMIT = {"fp8_block": 1.05, "fp8_current": 1.05, "mxfp8": 1.12, "nvfp4": 1.08}
@@ -92,17 +94,18 @@ def all_rows() -> Iterator[Row]:
 
 
 def select(only: Sequence[str], scale: int) -> list[Row]:
-    """The rows whose name contains one of `only`, or all, on workloads shrunk by `scale`.
+    """The rows whose names contain one of `only`, or all rows, on workloads shrunk by `scale`.
 
-    A row that another one is held against comes along. ValueError for a text that no name contains.
+    Rows that the target of a selected row refers to are included. Raises ValueError for a text that
+    no name contains.
     """
     rows = list(all_rows())
     for text in only:
         if not any(text in row.name for row in rows):
             raise ValueError(f"no row is called {text!r}; there are: {', '.join(row.name for row in rows)}")
-    wanted = {row.name for row in rows if not only or any(text in row.name for text in only)}
-    wanted |= {row.target.row for row in rows if row.name in wanted and row.target and row.target.row}
-    return [_scaled(row, scale) for row in rows if row.name in wanted]
+    selected = {row.name for row in rows if not only or any(text in row.name for text in only)}
+    selected |= {row.target.row for row in rows if row.name in selected and row.target and row.target.row}
+    return [_scaled(row, scale) for row in rows if row.name in selected]
 
 
 def _scaled(row: Row, scale: int) -> Row:

@@ -1,30 +1,65 @@
-"""One run of the benchmark: copy, every row by us and by its peers, copy again, and a report of it."""
+"""One run of the benchmark: a copy, every row by us and by the peers, and the copy again.
+
+Before a row is timed, what it writes is compared with the reference backend byte for byte: nobody
+times a wrong kernel.
+"""
 
 import datetime
 import gc
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
 from zerocast import backends
 from zerocast.bench import machine
-from zerocast.bench.check import REFERENCE, check
 from zerocast.bench.clock import Clock, copy_rate, launches
 from zerocast.bench.config import CPU_SCALE, BenchConfig
-from zerocast.bench.job import Place
 from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.peers import usable
 from zerocast.bench.report import CopyRate, Report
 from zerocast.bench.row import Build, Row, select
+from zerocast.bench.workload import Place, Workload
+
+REFERENCE = "reference"
+
+
+class WrongBytesError(Exception):
+    """A backend wrote other bytes than the reference; the message names the buffer."""
+
+
+def check(row: Row, workload: Workload, place: Place) -> None:
+    """Run the row's work once by its backend and once by the reference, from the same inputs.
+
+    All buffers start with the same random bytes for both. Raises WrongBytesError if a buffer
+    differs.
+    """
+    written = []
+    for backend in (place.backend, REFERENCE):
+        job = row.work.build(workload, row.fmt, place.with_backend(backend))
+        job.run()
+        written.append(job.written())
+    for index, (found, expected) in enumerate(zip_longest(*written)):
+        if found is None or expected is None or not torch.equal(_bytes(found), _bytes(expected)):
+            raise WrongBytesError(
+                f"{row.name} by {place.backend} on {workload.name}: buffer {index} of {len(written[1])} differs from the reference"
+            )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
 
 COPY_BYTES, FEWEST_COPY_BYTES = 4 << 30, 1 << 20
 Progress = Callable[[Measurement | Failure], None]
 
 
 class Bench:
-    """A place, a clock, and the rows to measure.
+    """A run of the benchmark: the device and backend, the clock, and the selected rows.
 
-    Raises RuntimeError for a backend that cannot be used here, ValueError for an unknown backend or row.
+    Raises RuntimeError for a backend that cannot be used here, ValueError for an unknown backend or
+    row.
     """
 
     def __init__(self, config: BenchConfig) -> None:
@@ -37,7 +72,7 @@ class Bench:
         self._peers = usable(device.type) if config.peers else []
 
     def run(self, progress: Progress = lambda _: None) -> Report:
-        """Measure the chosen rows; `progress` hears of each."""
+        """Measure the selected rows; `progress` is called with each result."""
         nbytes = max(FEWEST_COPY_BYTES, COPY_BYTES // self._scale**2)
         before = self._copy_rate(nbytes)
         measured: list[Measurement] = []
@@ -54,13 +89,13 @@ class Bench:
         return self._report(copy, measured, failures)
 
     def _contenders(self, row: Row) -> list[tuple[str, Build]]:
-        """Ours, then the peers; those keep flat masters, so scattered ones are ours alone."""
+        """(name, build) of our backend, then of the peers, which take flat masters only."""
         peers = self._peers if row.workload.flat else []
         others = [(peer.name, peer.works[row.work.name]) for peer in peers if row.work.name in peer.works]
         return [(self._place.backend, row.work.build), *others]
 
     def _attempt(self, row: Row, by: str, build: Build) -> Measurement | Failure:
-        """Whatever goes wrong belongs in the report: one row that cannot run does not cost the others."""
+        """Measure a row; any error becomes a Failure, so that the other rows still run."""
         ours = by == self._place.backend
         try:
             return self._measure(row, by, build, ours)
@@ -102,7 +137,7 @@ class Bench:
 
 
 def _device(backend: str | None) -> torch.device:
-    """The GPU, if there is one and the wished backend runs there."""
+    """The GPU, if there is one on which the requested backend runs; else the CPU."""
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     if gpu is not None and (backend is None or backends.why_not(backend, gpu) is None):
         return gpu

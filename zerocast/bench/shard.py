@@ -1,28 +1,59 @@
-"""Shard: the tensors of a workload in one format, and what zerocast makes of them: a plan, and the stages one by one."""
+"""One rank's share of a workload: its tensors, the plan over them, and the stages.
 
+A Seat stands in for the other ranks, so that one device does exactly one rank's share of a cast.
+"""
+
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from zerocast.bench.job import Place
-from zerocast.bench.seat import Seat
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.workload import Workload
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.bench.workload import Place, Workload
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.weight_table import Batch, Batches
+from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.distributed.agreement import Reply
+from zerocast.distributed.group import Group
 from zerocast.formats.layout import BUFFERS
 from zerocast.weight import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Seat(Group):
+    """A group whose other members are simulated: same weights, the other shards.
+
+    A plan in it has amaxes and scales for every weight, as on a cluster. Collectives move nothing:
+    their time belongs to the network and is not measured here.
+    """
+
+    workload: Workload
+
+    @staticmethod
+    def at(workload: Workload) -> "Seat":
+        """The seat of the workload's rank."""
+        return Seat(None, workload.rank, workload.world, workload)
+
+    def all_gather_object(self, value: Reply, what: str = "") -> list[Reply]:
+        """The replies when a plan is built: no rank has a problem, all have these weights."""
+        spans = [[(s.start, s.stop) for s in self.workload.spans(rank)] for rank in range(self.size)]
+        others = [replace(value, problem=None, payload=theirs) for theirs in spans]
+        return [value if rank == self.rank else reply for rank, reply in enumerate(others)]
+
+    def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
+        """Do nothing: the amaxes stay those of this rank."""
+
 
 STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight
 
 
 class Shard:
-    """Weights full of random bytes and random masters of the owned spans, on `place.device`.
+    """Weights of random bytes, and random masters of the owned spans, on `place.device`.
 
-    Flat: `flat` holds all masters and every kind of weight buffer lies in one arena. Scattered: each weight has its own.
+    A flat workload has all masters in `flat` and each kind of weight buffer in one tensor; a
+    scattered one has separate tensors for each weight.
     """
 
     def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
@@ -31,7 +62,7 @@ class Shard:
         self.weights = [QuantizedWeight.empty(shape, fmt, NOMINAL, place.device) for shape in workload.shapes]
         if workload.flat:
             for name in BUFFERS:
-                into_arena([weight for weight in self.weights if weight.state.buffers[name] is not None], name)
+                into_flat_buffer([weight for weight in self.weights if weight.state.buffers[name] is not None], name)
         for tensor in self.written():
             _fill(tensor, random)
         self.flat = torch.empty(workload.owned, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
@@ -42,26 +73,28 @@ class Shard:
 
     @property
     def packed(self) -> Tensor:
-        """The buffer of all amaxes."""
+        """The packed buffer of all amaxes."""
         return self.plan.packed.buffer
 
     def written(self) -> list[Tensor]:
-        """Every buffer of every weight."""
+        """All buffers of all weights, in a fixed order."""
         buffers = chain.from_iterable(weight.state.buffers.values() for weight in self.weights)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def batch(self) -> Batch:
-        """The stages of the plan's cast, to be called one by one."""
-        batches = Batches(self.flat.device, self.plan.backend)
+    def table(self) -> WeightTable:
+        """The plan's weights as a table, to run the stages of a cast one by one."""
+        tables = WeightTables(self.flat.device, self.plan.backend)
         for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
             owned = master if span.numel else None
-            batches.of(weight).add_shard(MasterShard(weight, owned, span), self.plan.packed.places[index])
-        (batch,) = batches.freeze()
-        return batch
+            tables.of(weight).add_shard(MasterShard(weight, owned, span), self.plan.packed.offsets[index])
+        (table,) = tables.freeze()
+        return table
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:
-    """Bytes of any value, floats of a harmless one: a kernel that leaves them shows."""
+    """Fill with random bytes, or floats around 1, so that a kernel that skips an element is
+    found.
+    """
     if tensor.dtype is torch.uint8:
         tensor.random_(0, 256, generator=random)
     else:

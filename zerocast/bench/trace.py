@@ -1,6 +1,7 @@
-"""A Chrome trace of two optimizer steps in which the all-gather of one step runs beside the forward pass of the next.
+"""A Chrome trace of two optimizer steps, with the all-gather overlapping the next forward pass.
 
-With several ranks, a GPU each, the collectives are NCCL kernels on a stream of their own. One rank has no collective to show.
+With several ranks, one GPU each, the collectives are NCCL kernels on their own stream. A single
+rank has no collective to show.
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,9 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Microseconds that all-gathers took on this rank's device, and during how many of them something else ran."""
+    """Microseconds of all-gathers on this rank's device, and how many of them other kernels
+    overlap.
+    """
 
     gathered: float
     hidden: float
@@ -33,16 +36,18 @@ class Overlap:
 def write_trace(
     path: Path, device: torch.device, scale: int = 1, fmt: str = "nvfp4", backend: str | None = None
 ) -> Overlap | None:
-    """Train a stack of linear layers over the default process group and write rank 0's trace to `path`.
+    """Train a stack of linear layers over the default process group and write rank 0's trace.
 
-    `scale` divides the width. Returns rank 0's overlap; None on other ranks, and on a CPU, whose trace has no device.
+    The trace goes to `path`. `scale` divides the width. Returns the overlap on rank 0 of GPUs, None
+    on other ranks and on CPUs.
     """
     trainer = _Trainer(device, max(32, WIDTH // scale), fmt, backend)
     for _ in range(WARM_UP):
         trainer.step()
     _synchronize(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:  # on every rank: profiling slows all of them alike
+    # on every rank: profiling slows all of them alike
+    with profile(activities=activities) as profiler:
         for _ in range(TRACED):
             trainer.step()
         trainer.land()
@@ -54,7 +59,9 @@ def write_trace(
 
 
 class _Trainer:
-    """A model whose every layer is a bucket, so that the gather of a layer can run beside the layers before it."""
+    """A model with one bucket for each layer, so that a layer's gather can overlap the layers
+    before.
+    """
 
     def __init__(self, device: torch.device, width: int, fmt: str, backend: str | None) -> None:
         torch.manual_seed(0)
@@ -67,7 +74,7 @@ class _Trainer:
         self._inputs = torch.randn(TOKENS * width // WIDTH, width, device=device, dtype=torch.bfloat16)
 
     def step(self) -> None:
-        """Forward, backward, optimizer; each under its name in the trace."""
+        """Run forward, backward and optimizer, each under its name in the trace."""
         with record_function("forward"):
             loss = self._model(self._inputs).float().square().mean()
         with record_function("backward"):
@@ -77,7 +84,10 @@ class _Trainer:
             self._optimizer.zero_grad()
 
     def land(self) -> None:
-        """Wait for the last gathers: one that outlives the profiler it was started under crashes the process (gloo, torch 2.13)."""
+        """Wait for the last gathers.
+
+        With gloo and torch 2.13, a gather that outlives its profiler crashes the process.
+        """
         for weight in self._model.parameters():
             if isinstance(weight, QuantizedWeight):
                 weight.wait()
@@ -102,7 +112,7 @@ def _overlap(profiler: profile) -> Overlap:
 
 
 def overlap(gathers: Iterable[Interval], others: Iterable[Interval]) -> Overlap:
-    """The length of the union of `gathers`, and of its part that the union of `others` covers."""
+    """The length of the union of `gathers`, and of the part of it that `others` cover."""
     gathered, busy = _union(gathers), _union(others)
     hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in gathered for b in busy)
     return Overlap(sum(stop - start for start, stop in gathered), hidden)

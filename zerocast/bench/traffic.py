@@ -1,9 +1,9 @@
-"""Bytes that must move: what each piece of work reads and writes at least, counted from shapes and layouts alone.
+"""Traffic: the bytes that each piece of work must at least read and write, from shapes and layouts.
 
-A master is read once for the amaxes and once for the cast, rounded to the nominal dtype in
-registers. Whatever every rank does alike counts in full: packed amaxes of all weights (stored and read), scale buffers of all
-weights (written). Per element of the shard that is 9 bytes for FP8, 8.5 for nvfp4 and 10 for mxfp8; per element of the whole
-0.3125 more for mxfp8 and 0.078 for nvfp4.
+A master is read once for the amaxes and once for the cast, and rounded to the nominal dtype in
+registers. Work that every rank repeats counts in full: the packed amaxes of all weights (stored and
+read) and their scale buffers (written). An element of the shard takes 9 bytes for FP8, 8.5 for
+nvfp4 and 10 for mxfp8; an element of the whole model adds 0.3125 for mxfp8 and 0.078 for nvfp4.
 """
 
 import math
@@ -19,11 +19,11 @@ from zerocast.formats.layout import Buffer, amax_counts, amax_grid, buffers
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize
-ADAM = 7 * FP32  # reads master, gradient and two moments, writes all but the gradient
+ADAM = 7 * FP32  # reads master, gradient and both moments; writes all but the gradient
 
 
 def nbytes(buffer: Buffer | None) -> int:
-    """Bytes of a buffer with its padding; none where there is no buffer."""
+    """The bytes of a buffer with its padding; 0 if there is no buffer."""
     return math.prod(buffer.shape) * buffer.dtype.itemsize if buffer else 0
 
 
@@ -35,7 +35,7 @@ class Traffic:
     fmt: FormatSpec
 
     def _whole(self, count: Callable[[int, int], int]) -> int:
-        """A count of one weight, over all weights."""
+        """The sum over all weights of a count for one weight."""
         return self.workload.layers * sum(count(*shape) for shape in self.workload.layer)
 
     @cached_property
@@ -45,45 +45,47 @@ class Traffic:
 
     @cached_property
     def scales(self) -> int:
-        """What compute_scales writes: scale buffers with their padding and tensor amaxes of all weights."""
+        """The bytes that compute_scales writes: padded scale buffers and tensor amaxes of all
+        weights.
+        """
         own = ("columnwise_scale_inv",) if self.fmt.columnwise is Columnwise.OWN_GRID else ()
         names = ("rowwise_scale_inv", "amax", *own)
         return self._whole(lambda m, k: sum(nbytes(buffers(self.fmt, (m, k), NOMINAL)[name]) for name in names))
 
     @property
     def masters(self) -> int:
-        """The owned masters, once."""
+        """The owned masters, counted once."""
         return FP32 * self.workload.owned
 
     @property
     def codes(self) -> int:
-        """The codes of the owned elements, in both directions where both are cast."""
+        """The codes of the owned elements, of both directions if both are cast."""
         directions = 2 if self.fmt.columnwise is Columnwise.OWN_GRID else 1
         return directions * self.workload.owned * (self.fmt.bits or 16) // 8
 
     @property
     def owned_amaxes(self) -> int:
-        """The amaxes of the owned elements, pro rata."""
+        """The share of the packed amaxes that the owned elements have."""
         return self.packed * self.workload.owned // self.workload.numel
 
     @property
     def partial_amax(self) -> int:
-        """Masters in, their amaxes out."""
+        """Masters are read, their amaxes written."""
         return self.masters + self.owned_amaxes
 
     @property
     def compute_scales(self) -> int:
-        """All amaxes in, all scales out."""
+        """All amaxes are read, all scales written."""
         return self.packed + self.scales
 
     @property
     def partial_cast(self) -> int:
-        """Masters and their amaxes in, codes out."""
+        """Masters and their amaxes are read, codes written."""
         return self.masters + self.owned_amaxes + self.codes
 
     @property
     def amax_and_cast(self) -> int:
-        """The two stages that are a shard's work."""
+        """The two stages whose work is proportional to the shard."""
         return self.partial_amax + self.partial_cast
 
     @property
@@ -98,12 +100,16 @@ class Traffic:
 
     @property
     def step(self) -> int:
-        """Adam with the amaxes in the same pass, then scales and cast: the master is read once more only."""
+        """Adam with the amaxes in the same pass, then scales and cast, which read the master
+        once more.
+        """
         return self.adam + self.cast - self.masters
 
     @property
     def transpose(self) -> int:
-        """Columnwise copies of all weights: codes in and out, each scale in once, the columnwise scale buffer out."""
+        """Columnwise copies of all weights: codes read and written, scales read once and written
+        padded.
+        """
         return self._whole(self._transpose_of)
 
     def _transpose_of(self, rows: int, columns: int) -> int:

@@ -1,19 +1,28 @@
-"""Workload: whose weights are cast, of what shapes, and which part of them one rank owns. A value; no tensor is made here."""
+"""The values of a benchmark: what is cast (Workload), where (Place), and what is timed (Job).
 
-from collections.abc import Iterator
+Nothing is allocated here: a workload is shapes and one rank's share of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from zerocast.formats.layout import Span, round_up
 
-MULTIPLE = 32  # every format takes rows and columns that are multiples of it
+MULTIPLE = 32  # every format accepts rows and columns that are multiples of it
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The weights of `layers` equal layers, laid end to end and cut into `world` equal shards; the work is rank `rank`'s.
+    """The weights of `layers` equal layers, laid end to end and cut into `world` equal shards.
 
-    `layer` holds the (rows, columns) of the weights of one layer. `flat` puts the masters and every kind of weight buffer into one
-    tensor each, as an optimizer with flat buffers does; else each weight has tensors of its own.
+    Attributes:
+        layer: (rows, columns) of each weight of one layer.
+        rank: the rank whose share of the work is measured.
+        flat: the masters, and each kind of weight buffer, share one tensor, as in an optimizer with
+            flat buffers; otherwise each weight has its own tensors.
     """
 
     name: str
@@ -34,7 +43,7 @@ class Workload:
         return self.layers * sum(rows * columns for rows, columns in self.layer)
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """What `rank` owns of each weight, in elements of that weight; an empty span is [0, 0)."""
+        """The span of each weight that `rank` owns, in elements of the weight; [0, 0) if none."""
         shard = Span(self.numel * rank // self.world, self.numel * (rank + 1) // self.world)
         start = 0
         for rows, columns in self.shapes:
@@ -44,11 +53,13 @@ class Workload:
 
     @property
     def owned(self) -> int:
-        """Elements of the shard."""
+        """The number of elements in the shard."""
         return sum(span.numel for span in self.spans(self.rank))
 
     def scaled(self, scale: int) -> "Workload":
-        """The same with rows, columns and layers divided by `scale`; rows and columns are rounded up to a multiple of 32."""
+        """The workload with rows, columns and layers divided by `scale`; extents are multiples
+        of 32.
+        """
         if scale == 1:
             return self
         layer = tuple((round_up(-(-m // scale), MULTIPLE), round_up(-(-k // scale), MULTIPLE)) for m, k in self.layer)
@@ -62,7 +73,33 @@ EIGHT_BILLION = (
     (4096, 14336),
 )  # QKV, output, gate and up, down: half of 8B's layers
 
-A = Workload("A", EIGHT_BILLION, 16, rank=4, world=8)  # two whole layers: most weights are not owned at all
+# two whole layers: most weights are not owned at all
+A = Workload("A", EIGHT_BILLION, 16, rank=4, world=8)
 C = Workload("C", EIGHT_BILLION, 16, rank=32, world=64)  # two whole weights and a part of a third
 B_FLAT = Workload("B flat", ((768, 512),), 1024)
 B_SCATTERED = Workload("B scattered", ((768, 512),), 1024, flat=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Repeatable work: `run` does it once, `written` returns the tensors that it writes."""
+
+    run: Callable[[], object]
+    written: Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, the backend that works there, and the seed of all inputs."""
+
+    device: torch.device
+    backend: str
+    seed: int
+
+    def generator(self) -> torch.Generator:
+        """A generator on the device: equal seeds give every backend there the same inputs."""
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    def with_backend(self, backend: str) -> "Place":
+        """The same inputs for another backend."""
+        return replace(self, backend=backend)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from zerocast.cast.flat_buffer import into_arena
-from zerocast.cast.weight_table import Batch, Batches
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
@@ -16,27 +16,27 @@ class ColumnwiseCopies:
         self._weights = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._backend = backend
         self._generation = -1
-        self._batches: list[Batch] = []
+        self._tables: list[WeightTable] = []
 
     def make(self) -> None:
         """Transpose all of them; waits for gathers in flight."""
         for w in self._weights:
             w.wait()
-        for batch in self.batches():
-            batch.transpose()
+        for table in self.tables():
+            table.transpose()
 
-    def batches(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """The tables of where everything lies now."""
-        moved = self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches)
+        moved = self._generation != weight_state.generation() or any(table.moved() for table in self._tables)
         if self._weights and moved:
             self._bind()
-        return self._batches
+        return self._tables
 
     def _bind(self) -> None:
         for name in ("columnwise_data", "columnwise_scale_inv"):
-            into_arena([w for w in self._weights if w.state.buffers[name] is None], name)
-        batches = Batches(self._weights[0].device, self._backend)
+            into_flat_buffer([w for w in self._weights if w.state.buffers[name] is None], name)
+        tables = WeightTables(self._weights[0].device, self._backend)
         for w in self._weights:
-            batches.of(w).add(w)
-        self._batches = batches.freeze()
+            tables.of(w).add(w)
+        self._tables = tables.freeze()
         self._generation = weight_state.generation()

@@ -1,4 +1,4 @@
-"""Arenas: one flat tensor behind the same buffer of many weights, so that a stage sees few storages."""
+"""Flat buffers: one tensor behind the same buffer of many weights, so that a stage sees few storages."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from zerocast.weight import QuantizedWeight
 ALIGNMENT = 64  # elements; slots start on a cache line or better
 
 
-def into_arena(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
-    """Move buffer `name` of every weight that has one into an arena a dtype; returns the arenas.
+def into_flat_buffer(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
+    """Move buffer `name` of every weight that has one into one flat tensor a dtype; returns these.
 
     Weights whose format has the buffer but which have none yet get uninitialised storage.
     """
@@ -23,11 +23,11 @@ def into_arena(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
         buffer = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)[name]
         if buffer is not None:
             wanted.setdefault(buffer.dtype, []).append((weight, buffer))
-    arenas = []
+    flats = []
     for dtype, members in wanted.items():
         sizes = [round_up(math.prod(buffer.shape), ALIGNMENT) for _, buffer in members]
-        arena = torch.empty(sum(sizes), dtype=dtype, device=members[0][0].device)
-        for (weight, buffer), part in zip(members, arena.split(sizes), strict=True):
-            weight.state.rehome({name: part[: math.prod(buffer.shape)].view(buffer.shape)})
-        arenas.append(arena)
-    return arenas
+        flat = torch.empty(sum(sizes), dtype=dtype, device=members[0][0].device)
+        for (weight, buffer), part in zip(members, flat.split(sizes), strict=True):
+            weight.state.move_to({name: part[: math.prod(buffer.shape)].view(buffer.shape)})
+        flats.append(flat)
+    return flats

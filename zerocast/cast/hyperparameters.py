@@ -17,11 +17,11 @@ class Hyperparameters:
     def __init__(self, groups: int, device: torch.device) -> None:
         self._values = torch.zeros(groups, 5, dtype=torch.float64, device=device)
         self._known = [[0.0] * 5 for _ in range(groups)]
-        self.says = ""  # the numbers as all ranks must have them; their last bits may differ between processors
+        self.description = ""  # the numbers as all ranks must have them; their last bits may differ between processors
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Take over what the parameter groups say now."""
-        changed = not self.says
+        changed = not self.description
         for row, group in enumerate(param_groups):
             for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -31,7 +31,7 @@ class Hyperparameters:
                     self._values[row, column].fill_(float(value))
                     self._known[row][column], changed = float(value), True  # not before it is true
         if changed:
-            self.says = "; ".join(" ".join(f"{value:.6g}" for value in row) for row in self._known)
+            self.description = "; ".join(" ".join(f"{value:.6g}" for value in row) for row in self._known)
 
     def scalars(self, step: Tensor) -> Tensor:
         """f32 `[groups, 8]` for step numbers `step`, `[1]` or one a group, counted from 1.

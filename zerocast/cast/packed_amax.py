@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.cast.partition import MasterShard, Ownership
+from zerocast.cast.partition import MasterShard, Partition
+from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.agreement import SameCall
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, amax_counts
 
 
 @dataclass(frozen=True)
-class SharedByte:
+class BoundaryByte:
     """A byte of weight `index` whose elements `element` and `element + 1` belong to two ranks, `owners` in that order."""
 
     index: int
@@ -32,85 +33,87 @@ class SharedByte:
     owners: tuple[int, int]
 
 
-def shared_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[SharedByte]:
+def boundary_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[BoundaryByte]:
     """The bytes that two ranks share, from the spans of all ranks of one weight."""
     if elements_per_byte == 1:
         return
     held = sorted((span.start, span.stop, rank) for rank, span in enumerate(spans) if span.numel)
     for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
         if stop == start and stop % 2:
-            yield SharedByte(index, stop - 1, (rank, other))
+            yield BoundaryByte(index, stop - 1, (rank, other))
 
 
-class PackedAmax:
-    """The buffer, the place of each weight's amaxes in it (`places`), the shared bytes behind them, and `same_call`."""
+class PackedAmax(AmaxReduction):
+    """The buffer, the place of each weight's amaxes in it (`offsets`), the boundary bytes behind them, and `same_call`.
 
-    def __init__(self, ownership: Ownership, cast: Sequence[int], device: torch.device, group: Group) -> None:
-        self._shards = ownership.shards
-        self.places: dict[int, tuple[int, int]] = {}
-        self.shared: list[SharedByte] = []
-        self._kept = [index for index in cast if self._shards[index].weight.state.keeps_amax]
+    `boundary_elements` are (weight, element, slot) of the elements of other ranks that this rank writes beside its own; `received`
+    holds them after a reduction, f32 by slot.
+    """
+
+    def __init__(self, partition: Partition, cast: Sequence[int], device: torch.device, group: Group) -> None:
+        self._shards, self._group = partition.shards, group
+        self.offsets: dict[int, tuple[int, int]] = {}
+        self.boundary_bytes: list[BoundaryByte] = []
+        self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
         size, dtypes = 0, set()
         for index in cast:
             weight = self._shards[index].weight
             rowwise, columnwise = amax_counts(weight.format, *weight.matrix_shape)
-            self.places[index] = (size, size + rowwise)
+            self.offsets[index] = (size, size + rowwise)
             size += rowwise + columnwise
             if rowwise:
-                dtypes.add(torch.float32 if index in self._kept else weight.dtype)
-            spans = [spans[index] for spans in ownership.spans]
-            self.shared += shared_bytes(index, spans, weight.format.elements_per_byte)
+                dtypes.add(torch.float32 if index in self._external else weight.dtype)
+            spans = [spans[index] for spans in partition.spans]
+            self.boundary_bytes += boundary_bytes(index, spans, weight.format.elements_per_byte)
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
-        numel = size + 4 * len(self.shared)
+        numel = size + 4 * len(self.boundary_bytes)
         has_slots = bool(numel) and group.size > 1
         self.buffer = torch.zeros(numel + 2 * has_slots, dtype=dtype, device=device)
         self.same_call = SameCall(group, self.buffer[numel:]) if has_slots else None
         self._cast = self.buffer[:numel]  # what a cast begins with zeros in
         self._values, self._is_nan = self.buffer[size:numel].view(2, -1)
-        self._kept_slots = torch.tensor([self.places[index][0] for index in self._kept], device=device)
+        self.received = torch.zeros(2 * len(self.boundary_bytes), dtype=torch.float32, device=device)
+        self.boundary_elements = [
+            (byte.index, byte.element + side, 2 * slot + side)
+            for slot, byte in enumerate(self.boundary_bytes)
+            for side in (0, 1)
+            if byte.owners[1 - side] == group.rank
+        ]
+        self._external_slots = torch.tensor([self.offsets[index][0] for index in self._external], device=device)
 
-    def reset(self) -> None:
+    def begin(self) -> None:
         """Nothing seen yet."""
         self._cast.zero_()
-        if self.shared:
+        if self.boundary_bytes:
             self._values.fill_(-torch.inf)
 
-    def put_shared(self, rank: int) -> None:
-        """Enter this rank's elements of the shared bytes, rounded to the nominal dtype."""
-        for slot, byte in enumerate(self.shared):
+    def reduce(self) -> None:
+        """The one collective of a cast."""
+        self._put_external()
+        self._put_boundary()
+        if self.buffer.numel():
+            self._group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
+        if self.same_call:
+            self.same_call.reduced()
+        if self.boundary_elements:
+            self.received.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
+
+    def _put_boundary(self) -> None:
+        """Enter this rank's elements of the boundary bytes, rounded to the nominal dtype."""
+        for slot, byte in enumerate(self.boundary_bytes):
             for side, owner in enumerate(byte.owners):
-                if owner == rank:
+                if owner == self._group.rank:
                     value = _element(self._shards[byte.index], byte.element + side)
                     nan = value.isnan()
                     self._values[2 * slot + side] = value.masked_fill(nan, -torch.inf)
                     self._is_nan[2 * slot + side] = nan
 
-    def put_kept(self) -> None:
+    def _put_external(self) -> None:
         """Enter the amaxes that hosts keep, as they have grown so far."""
-        if self._kept:
-            amaxes = [self._shards[index].weight.amax for index in self._kept]
+        if self._external:
+            amaxes = [self._shards[index].weight.amax for index in self._external]
             grown = torch.cat([amax for amax in amaxes if amax is not None])
-            self.buffer[self._kept_slots] = self.buffer[self._kept_slots].maximum(grown)
-
-    def neighbours(self, rank: int) -> list[tuple[int, int, int]]:
-        """(weight, element, slot) of the elements that this rank writes for a neighbour."""
-        return [
-            (byte.index, byte.element + side, 2 * slot + side)
-            for slot, byte in enumerate(self.shared)
-            for side in (0, 1)
-            if byte.owners[1 - side] == rank
-        ]
-
-    def received(self, out: Tensor) -> None:
-        """The reduced elements of the shared bytes, by slot, into f32 `out`."""
-        out.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
-
-    def all_reduce(self, group: Group) -> None:
-        """The one collective of a cast."""
-        if self.buffer.numel():
-            group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
-        if self.same_call:
-            self.same_call.reduced()
+            self.buffer[self._external_slots] = self.buffer[self._external_slots].maximum(grown)
 
 
 def _element(shard: MasterShard, element: int) -> Tensor:

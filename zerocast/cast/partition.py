@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import Span, byte_range
@@ -33,7 +33,7 @@ class MasterShard:
 
 
 @dataclass(frozen=True)
-class Ownership:
+class Partition:
     """The shards of this rank, and who owns what: `spans[rank][i]` is that rank's part of weight i.
 
     `device` is that of the weights, `backend` the one chosen for it.
@@ -69,14 +69,14 @@ class Ownership:
         return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()
 
 
-def own(
+def partition(
     group: Group,
     model_weights: Sequence[Any],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     shard_data: Sequence[ShardData | None] | None,
     backend: str | None,
-) -> Ownership:
+) -> Partition:
     """Check the arguments of a plan on all ranks; the only communication that a plan does before its casts.
 
     Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend that cannot be used,
@@ -92,10 +92,10 @@ def own(
         problem = error
     lines = [_fingerprint(shard.weight) for shard in shards]
     spans = [(shard.span.start, shard.span.stop) for shard in shards]
-    replies = agree(group, lines, problem, spans, "builds a CastPlan")
+    replies = validate_across_ranks(group, lines, problem, spans, "builds a CastPlan")
     by_rank = [[Span(*pair) for pair in pairs] for pairs in replies]
     _check_overlaps(lines, by_rank)
-    return Ownership(shards, by_rank, device, chosen)
+    return Partition(shards, by_rank, device, chosen)
 
 
 def _fingerprint(weight: QuantizedWeight) -> str:

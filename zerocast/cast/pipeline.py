@@ -1,49 +1,84 @@
-"""The pipeline: partial amaxes, packed, all-reduced once, scales, partial cast. All weights and formats together."""
+"""The pipeline of a cast: partial amaxes, one reduction, scales, codes. All weights and formats together.
 
+Hosts differ in what has to be reduced and in nothing else. A plan, whose ranks hold any spans of a
+weight, reduces every amax (`PackedAmax`); FSDP2, whose ranks hold whole rows, reduces those of the
+block rows that a boundary between ranks cuts (`zerocast.fsdp2.amax_reduction`).
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.packed_amax import PackedAmax
-from zerocast.cast.weight_table import Batch
-from zerocast.distributed.group import Group
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.weight_table import WeightTable
+
+
+class AmaxReduction(ABC):
+    """The amaxes of some weights, f32 or bf16 in one `buffer`, and how ranks reduce them."""
+
+    buffer: Tensor
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Put zeros where amaxes are about to be measured."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Reduce the measured amaxes over the ranks, by one collective at most."""
 
 
 @torch.no_grad()
 def cast(
-    batches: Sequence[Batch],
-    neighbours: Sequence[Batch],
-    packed: PackedAmax,
-    received: Tensor,
-    group: Group,
+    tables: Sequence[WeightTable],
+    amaxes: AmaxReduction,
+    delayed: DelayedScaling,
+    *,
+    unmeasured: Sequence[WeightTable] | None = None,
+    boundary: Sequence[WeightTable] = (),
     skip: Tensor | None = None,
     update: AdamUpdate | None = None,
+    repeat: bool = False,
 ) -> None:
-    """Cast the owned masters of `batches` into their weights, as they are or, with `update`, as it makes them.
+    """Cast the owned masters of `tables` into their weights, as they are or, with `update`, as it makes them.
 
-    `neighbours` writes the elements beside odd cuts, which arrive with the amaxes in f32 `received`. Where `skip`, bool[1], holds
-    True nothing is written; the collective runs all the same, since `skip` is on the device.
+    Args:
+        tables: all weights.
+        amaxes: where they are measured, and how they are reduced.
+        delayed: the weights of `tables` that scale by their past. It moves on by one cast.
+        unmeasured: the weights to measure, where a step has measured the others; None for all.
+        boundary: weights whose other elements come with the reduction, beside odd cuts.
+        skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all the same.
+        update: an optimizer step that the masters take first, in the pass that measures them.
+        repeat: do the last cast once more, by its delayed scales; histories do not roll.
     """
-    packed.reset()
-    for batch in batches:
+    amaxes.begin()
+    for table in tables if unmeasured is None else unmeasured:
         if update is None:
-            batch.partial_amax(packed.buffer)
+            table.partial_amax(amaxes.buffer)
         else:
-            batch.adam_amax(update, packed.buffer, skip)
-    packed.put_kept()
-    packed.put_shared(group.rank)
+            table.adam_amax(update, amaxes.buffer, skip)
 
-    packed.all_reduce(group)
+    amaxes.reduce()
 
-    for batch in batches:
-        batch.compute_scales(packed.buffer, skip)
-    for batch in batches:
-        batch.partial_cast(packed.buffer, skip)
-    if neighbours:
-        packed.received(received)
-    for batch in neighbours:
-        batch.partial_cast(packed.buffer, skip)
-    for batch in batches:
-        batch.roll_history(skip)
+    if delayed.unseeded and skip is None:
+        for table in tables:
+            table.compute_scales(amaxes.buffer, None)  # which writes the amaxes that are rolled
+        delayed.seed(lambda: _roll(tables, None))
+    if not repeat:
+        delayed.advance(skip)
+    with delayed.replay() if repeat and delayed else contextlib.nullcontext():
+        for table in tables:
+            table.compute_scales(amaxes.buffer, skip)
+        for table in (*tables, *boundary):
+            table.partial_cast(amaxes.buffer, skip)
+    if not repeat:
+        _roll(tables, skip)
+
+
+def _roll(tables: Sequence[WeightTable], skip: Tensor | None) -> None:
+    for table in tables:
+        table.roll_history(skip)

@@ -1,10 +1,9 @@
 """CastPlan: everything about a cast that does not change from step to step, worked out once."""
 
 import contextlib
-import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,23 +12,20 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
-from zerocast.cast.partition import ShardData, own
+from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
-from zerocast.cast.storage import storages_of
-from zerocast.cast.weight_table import Batch, Batches
-from zerocast.distributed.agreement import agree
+from zerocast.cast.step_hooks import StepHooks
+from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats.layout import Span
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
 from zerocast.weight.freshness import Freshness
-from zerocast.weight.owners import Claim, find_conflict
-from zerocast.weight.state import WeightState
-
-logger = logging.getLogger(__name__)
-CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
+from zerocast.weight.owners import Claim, train
+from zerocast.weight.write_guard import WriteGuard
 
 _built: Counter[str] = Counter()  # plans by group
 
@@ -47,6 +43,8 @@ class CastPlan:
             `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's own data is then not written.
         backend: a name from `zerocast.backends`; None chooses.
         param_groups: for each, its row of the scalars of an AdamUpdate; None for casts without one.
+        names: what the weights are called in states and reports; None for `weight 0`, `weight 1` and so on.
+        guard: shared with what else is written together with these weights; None for one of their own.
 
     Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is left as it is. Only the
     constructor communicates beyond the one all-reduce of a cast: what is wrong on any rank raises TypeError or ValueError
@@ -63,70 +61,82 @@ class CastPlan:
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
         backend: str | None = None,
         param_groups: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+        guard: WriteGuard | None = None,
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
-        self._ownership = own(
+        self._partition = partition(
             self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
         )
-        self._says = _numbered(self.group) + (" {}" if given.caller else "")  # a caller of many casts knows its step
-        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._ownership.shards]
-        self._cast = [i for i in range(len(self.weights)) if self._ownership.owned_anywhere(i)]
-        device, self.backend = self._ownership.device, self._ownership.backend
-        self.packed = PackedAmax(self._ownership, self._cast, device, self.group)
-        self.torn_advice = CAST_AGAIN
-        self._received = torch.zeros(2 * len(self.packed.shared), dtype=torch.float32, device=device)
+        self._call = _numbered(self.group) + (
+            " {}" if given.caller else ""
+        )  # what ranks compare; the caller knows its step
+        self._detail = ""  # what the coming cast was announced with
+        self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
+        self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
+        device, self.backend = self._partition.device, self._partition.backend
+        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
-        self.freshness = Freshness(owner=weakref.ref(self), has_masters=True)
-        self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()  # of attached optimizers
+        self.guard = guard or WriteGuard()
+        self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
+        self._step_hooks = StepHooks(self._partition, self._cast, self.group)
         self._watch()
-        self._delayed = [i for i in self._cast if self.weights[i].scale is not None]
-        self._cast_scales = torch.ones(len(self._delayed), dtype=torch.float32, device=device)
+        self._is_named = names is not None
+        self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
+        self.delayed = DelayedScaling(self._delayed_buffers(), device)
         self._bind()
+        train(self, [self.weights[index] for index in self._cast])  # also once `.data =` gave them other storage
 
-    def cast(self, skip: Tensor | None = None) -> None:
-        """Cast the masters as they are now. One all-reduce, no host work a tensor.
+    def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
+        """Cast the masters as they are now, or with `update` as that step makes them. One all-reduce, no host work a tensor.
 
-        `skip`, bool[1] on the device, holds True to leave everything as it is. Afterwards the caller gathers the bytes, and
-        then calls `post_all_gather`. A cast that raises half-way leaves weights that are not read before another one is complete.
+        `skip`, bool[1] on the device, holds True to leave everything as it is. With `repeat` this is the last cast once more,
+        from other masters perhaps: delayed scaling does not move on. Afterwards the caller gathers the bytes, and then calls
+        `post_all_gather`. A cast that raises half-way leaves weights that are not read before another one is complete.
         """
-        self.ready()
-        with self.freshness.writing("a cast", CAST_AGAIN), self._delayed_or_as_before():
-            self._keep_scales(skip)
-            self.launch(skip)
+        self.ready(self._detail)
+        with self.guard.transaction("a cast", masters=update is not None), self.delayed.rollback():
+            self.launch(skip=skip, update=update, repeat=repeat)
         self.done()
 
+    def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Write masters and weights, casts among it: what raises in here leaves weights that are not read until all is written."""
+        return self.guard.transaction(what)
+
     @property
-    def batches(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._batches, *self._neighbours]
+        return [*self._tables, *self._boundary]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
 
         RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of another call; `detail` is what
-        more all ranks must have alike.
+        more all ranks must have alike. `cast` does this by itself; whoever wants to know first what raises here calls it before.
         """
+        self._detail = detail
         self.check_call()
         if self.packed.same_call:
-            self.packed.same_call.announce(self._says.format(self.group.caller) + detail)
+            self.packed.same_call.announce(self._call.format(self.group.caller) + detail)
         for w in self.weights if self.freshness.finish else ():
             w.wait()
         self._follow()
 
-    def launch(self, skip: Tensor | None = None, update: AdamUpdate | None = None) -> None:
+    def launch(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """The device's part of a cast, after `ready`; with `update` the masters, views of one tensor, take that step first.
 
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this calls
         `done` after it.
         """
-        cast(self._batches, self._neighbours, self.packed, self._received, self.group, skip, update)
+        tables, boundary = self._tables, self._boundary
+        cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
         self.freshness.count_cast()
-        self._own_caller.number = self.freshness.cast + 1
+        self._own_caller.number, self._detail = self.freshness.cast + 1, ""
         if self.packed.same_call:
             self.packed.same_call.send()
 
@@ -147,7 +157,7 @@ class CastPlan:
 
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing is changed then.
         """
-        self._ownership.move(master_weights, fsdp_shard_model_weights)
+        self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
         self._bind()
 
@@ -158,65 +168,20 @@ class CastPlan:
         plan's masters, for one that this plan is attached to, and while another owner (an attached plan, a ZeroAdamW) that somebody
         keeps writes any of these elements. Several optimizers may each step over some of the masters.
         """
-        agree(self.group, [], self._refusal(optimizer), what="attaches a CastPlan to an optimizer")
-        claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
-        hook = _CastAfterStep(self, claim, _stepped(optimizer))
-        self._hooks.add(hook)
-        handle: RemovableHandle = optimizer.register_step_post_hook(hook)
-        return handle
+        return self._step_hooks.attach(optimizer, self.cast)
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
 
         ValueError, on this rank alone, while another owner that somebody keeps writes any of these elements.
         """
-        conflict = self._conflict()
-        if conflict is not None:
-            raise conflict
-        return Claim(who, self._held(), by=self)
+        return self._step_hooks.claim(who)
 
-    def _conflict(self) -> ValueError | None:
-        other = find_conflict(self._held(), lambda claim: claim.is_by(self))
-        if other is None:
-            return None
-        return ValueError(
-            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
-        )
-
-    def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        spans = [[s[i] for s in self._ownership.spans if s[i].numel] for i in range(len(self.weights))]
-        return [(self.weights[index].state, spans[index]) for index in self._cast]
-
-    def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
-        """Why this plan cannot be attached to an optimizer."""
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            if isinstance(hook, _CastAfterStep) and hook.plan is self:
-                return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
-        stepped = _stepped(optimizer)
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
-        if len(self._without_step(stepped)) < len(masters) or not masters:
-            return self._conflict()
-        return ValueError(
-            f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} other "
-            "storages, none of which holds any of them: attach the optimizer of the tensors that were passed as master_weights"
-        )
-
-    def _without_step(self, stepped: set[int | None]) -> list[int]:
-        """The weights whose masters lie in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self._ownership.shards) if shard.master is not None]
-        return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
-
-    def report_masters_without_step(self) -> None:
-        """Log, at the first step of an attached optimizer, which masters no attached one steps over."""
-        idle = self._without_step({place for hook in self._hooks for place in hook.stepped})
-        if idle:
-            logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
-
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
-        shown = [i for i in range(len(self.weights)) if self._ownership.covers(i)]
-        left_out = tuple(f"weight {i}" for i in range(len(self.weights)) if i not in shown)
-        return (MasterSource(self.group, tuple(map(self._owned, shown)), left_out),)
+        shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
+        left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
+        return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of another call."""
@@ -224,47 +189,32 @@ class CastPlan:
             if self.packed.same_call:
                 self.packed.same_call.check_sent()
         except RuntimeError:
-            self.freshness.torn = f"a cast with ranks in another call raised half-way: {self.torn_advice}"
+            self.guard.mark_partial("a cast with ranks in another call", masters=False)
             raise
 
     def forget_call(self) -> None:
         """What the last cast did no longer matters: masters are about to be overwritten on every rank."""
+        self._detail = ""
         if self.packed.same_call:
             self.packed.same_call.forget()
 
     def _watch(self) -> None:
-        masters = [shard.master for shard in self._ownership.shards if shard.master is not None]
+        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
         self.freshness.watch(masters, sharded=self.group.size > 1)
 
-    def _owned(self, index: int) -> OwnedMaster:
-        shard = self._ownership.shards[index]
-        scale = None
-        if index in self._delayed:
-            place = self._delayed.index(index)
-            scale = self._cast_scales[place : place + 1]
-        return OwnedMaster(None, shard.weight, shard.master, shard.span, scale)
+    def _owned(self, index: int) -> MasterView:
+        shard = self._partition.shards[index]
+        scale = self.delayed.cast_scale(self._names[index])
+        name = self._names[index] if self._is_named else None
+        return MasterView(name, shard.weight, shard.master, shard.span, scale)
 
-    @contextlib.contextmanager
-    def _delayed_or_as_before(self) -> Iterator[None]:
-        """Within, delayed scaling moves on; what raises puts it back, so that the next cast is as if this had never begun."""
-        kept = [torch.cat(tensors) for tensors in self._delayed_state if tensors]
-        try:
-            yield
-        except BaseException:
-            for tensors, values in zip(self._delayed_state, kept, strict=False):
-                for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
-                    tensor.copy_(value)
-            raise
-
-    def _keep_scales(self, skip: Tensor | None) -> None:
-        """Remember what a cast scales with: delayed scaling moves on at the end of it."""
-        if self._delayed:
-            scales = torch.cat(self._delayed_state[0])
-            self._cast_scales.copy_(scales if skip is None else torch.where(skip, self._cast_scales, scales))
+    def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
+        """The buffers of the weights that are cast with delayed scaling, by name."""
+        return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a weight over."""
-        if self._generation != weight_state.generation() or any(batch.moved() for batch in self._batches):
+        if self._generation != weight_state.generation() or any(table.moved() for table in self._tables):
             self._bind()
 
     def _bind(self) -> None:
@@ -274,22 +224,21 @@ class CastPlan:
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
         device = self.packed.buffer.device
-        batches = Batches(device, self.backend)
+        tables = WeightTables(device, self.backend)
         for index in self._cast:
-            shard = self._ownership.shards[index]
+            shard = self._partition.shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
-            batch = batches.of(shard.weight, master)
-            batch.add_shard(shard, self.packed.places[index], self._param_groups[index])
-        neighbours = Batches(device, self.backend)
-        for index, element, slot in self.packed.neighbours(self.group.rank):
-            shard = self._ownership.shards[index]
-            batch = neighbours.of(shard.weight)
-            row = batch.add(shard.weight, self.packed.places[index])
-            batch.own(row, shard, Span(element, element + 1), self._received[slot : slot + 1])
-        self._batches: list[Batch] = batches.freeze()
-        self._neighbours: list[Batch] = neighbours.freeze()
-        states = [self.weights[index].state.buffers for index in self._delayed]
-        self._delayed_state = [[t for s in states if (t := s[name]) is not None] for name in ("scale", "amax_history")]
+            table = tables.of(shard.weight, master)
+            table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
+        boundary = WeightTables(device, self.backend)
+        for index, element, slot in self.packed.boundary_elements:
+            shard = self._partition.shards[index]
+            table = boundary.of(shard.weight)
+            row = table.add(shard.weight, self.packed.offsets[index])
+            table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
+        self._tables: list[WeightTable] = tables.freeze()
+        self._boundary: list[WeightTable] = boundary.freeze()
+        self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 
 
@@ -298,24 +247,3 @@ def _numbered(group: Group) -> str:
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1
     return f"casts by plan {_built[name]} of its group"
-
-
-class _CastAfterStep:
-    """The hook of an attached plan. It keeps the claim, which so lasts as long as the optimizer has the hook."""
-
-    def __init__(self, plan: CastPlan, claim: Claim, stepped: set[int | None]) -> None:
-        self.plan, self.claim, self.stepped = plan, claim, stepped
-        self._is_first = True
-
-    def __call__(self, *_: Any) -> None:
-        if self._is_first:
-            self.plan.report_masters_without_step()
-        self._is_first = False
-        self.plan.cast()
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
-    """The storages that an optimizer may write: parameters, and its state, which holds masters where parameters are rounded."""
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])

@@ -1,4 +1,4 @@
-"""Base tensors: many tensors seen as offsets into the few storages that hold them; which storages tensors lie in."""
+"""StorageTable: many tensors seen as offsets into the few storages that hold them."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from zerocast.weight import QuantizedWeight
 
 
-class Bases:
+class StorageTable:
     """Collects the storages behind the tensors of one role; a stage gets them as a list of flat tensors.
 
     `dtype` is the role's, uint8 for data of any kind. The tensor that first brought a storage stands for it: when its address has
@@ -33,6 +33,13 @@ class Bases:
             self._first.append(tensor)
             self._addresses.append(tensor.data_ptr())
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
+
+    def add_whole(self, tensor: Tensor) -> tuple[int, int]:
+        """(base index, 0) of a flat tensor that is a base by itself, so that others of its size can lie beside it."""
+        self.tensors.append(tensor)
+        self._first.append(tensor)
+        self._addresses.append(tensor.data_ptr())
+        return len(self.tensors) - 1, 0
 
     def moved(self) -> bool:
         """Whether a storage was replaced since it was added."""

@@ -1,4 +1,7 @@
-"""Batch: weights of one format and dtype as base tensors and a descriptor table, so that a stage is one call for all of them."""
+"""WeightTable: weights of one format and dtype, so that a stage is one call for all of them.
+
+A stage is given the storages that hold the weights, and a descriptor table of offsets into them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,8 +12,8 @@ from zerocast.backends import ops
 from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.storage import Bases
-from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
+from zerocast.cast.storage import StorageTable
+from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, byte_range
 from zerocast.weight import QuantizedWeight
 
@@ -26,45 +29,55 @@ _BUFFER_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class BatchKey:
-    """What the weights of a batch have in common."""
+class TableKey:
+    """What the weights of a table have in common."""
 
     backend: str
     fmt: FormatSpec
     nominal: torch.dtype
-    master: torch.dtype
-    rolls: bool = True  # delayed scaling: whether the amax history is here
+    master: torch.dtype = torch.float32
+    external_scaling_state: bool = False
 
 
 @dataclass
-class Batch:
-    """One descriptor table with the bases that it points into. Add weights, then `freeze`, then call stages."""
+class WeightTable:
+    """One descriptor table with the storages that it points into. Add weights, then `freeze`, then call stages."""
 
-    key: BatchKey
+    key: TableKey
     device: torch.device
     table: Tensor = field(init=False)
-    masters: Bases = field(init=False)
-    buffers: dict[str, Bases] = field(init=False)
+    masters: StorageTable = field(init=False)
+    buffers: dict[str, StorageTable] = field(init=False)
     _rows: list[list[int]] = field(default_factory=list)
     _groups: list[int] = field(default_factory=list)  # parameter group by row
 
     def __post_init__(self) -> None:
         scale = torch.float32 if self.key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
-        self.masters = Bases(self.key.master)
-        self.buffers = {name: Bases(torch.float32) for name in ("amax", "scale", "amax_history")}
-        self.buffers |= {name: Bases(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
-        self.buffers |= {name: Bases(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
+        self.masters = StorageTable(self.key.master)
+        self.buffers = {name: StorageTable(torch.float32) for name in ("amax", "scale", "amax_history")}
+        self.buffers |= {name: StorageTable(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
+        self.buffers |= {name: StorageTable(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
 
     def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
-        """Append a weight that owns nothing here; the row is returned for the columns of a shard."""
-        row = [-1] * WIDTH
-        row[Column.ROWS], row[Column.COLUMNS] = weight.matrix_shape
-        row[Column.START] = row[Column.NUMEL] = 0
-        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place
+        """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
+        row = self._row(weight.matrix_shape, place, group)
         for name, (base, offset) in _BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
             if tensor is not None:
                 row[base], row[offset] = self.buffers[name].add(tensor)
+        return row
+
+    def add_master(self, master: Tensor, shape: Block, span: Span, place: tuple[int, int], group: int) -> None:
+        """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own, for `adam_each`."""
+        row = self._row(shape, place, group)
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
+
+    def _row(self, shape: Block, place: tuple[int, int], group: int) -> list[int]:
+        row = [-1] * WIDTH
+        row[Column.ROWS], row[Column.COLUMNS] = shape
+        row[Column.START] = row[Column.NUMEL] = 0
+        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place
         self._rows.append(row)
         self._groups.append(group)
         return row
@@ -73,9 +86,9 @@ class Batch:
         """Append a weight with what this rank owns of it, and its parameter group."""
         row = self.add(shard.weight, place, group)
         if shard.master is not None:
-            self.own(row, shard, shard.span, shard.master)
+            self.set_span(row, shard, shard.span, shard.master)
 
-    def own(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
+    def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
         """Fill in the columns of an owned span, and of separate shard storage, whose first byte holds the shard's first element."""
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add(master)
@@ -87,7 +100,7 @@ class Batch:
             row[base], row[offset] = self.buffers[name].add(tensor)
             row[offset] -= first
 
-    def freeze(self) -> "Batch":
+    def freeze(self) -> "WeightTable":
         """Put the table on the device."""
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
@@ -101,9 +114,9 @@ class Batch:
 
     def moved(self) -> bool:
         """Whether a storage was replaced since the table was made."""
-        return self.masters.moved() or any(bases.moved() for bases in self.buffers.values())
+        return self.masters.moved() or any(storages.moved() for storages in self.buffers.values())
 
-    def lies_like(self, other: "Batch") -> bool:
+    def lies_like(self, other: "WeightTable") -> bool:
         """Whether both tables describe the same weights in the same memory."""
         return (self.key, self._rows, self._groups, self._addresses()) == (
             other.key,
@@ -113,7 +126,7 @@ class Batch:
         )
 
     def _addresses(self) -> list[list[int]]:
-        return [[t.data_ptr() for t in bases.tensors] for bases in (self.masters, *self.buffers.values())]
+        return [[t.data_ptr() for t in storages.tensors] for storages in (self.masters, *self.buffers.values())]
 
     def _tensors(self, name: str) -> list[Tensor]:
         return self.buffers[name].tensors
@@ -145,17 +158,35 @@ class Batch:
                 skip=skip,
             )
             return
+        lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+        self.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+
+    def adam_each(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        *,
+        scalars: Tensor,
+        clip: Tensor,
+        packed: Tensor,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Adam on masters that have gradients and moments of their own, flat and as large as they are; amaxes into `packed`.
+
+        `scalars` and `clip` are those of an AdamUpdate.
+        """
         ops.adam_amax(
             *self._head(),
             nominal=self.key.nominal,
-            masters=[master],
-            grads=[update.grad],
-            exp_avgs=[update.exp_avg],
-            exp_avg_sqs=[update.exp_avg_sq],
+            masters=self.masters.tensors,
+            grads=grads,
+            exp_avgs=exp_avgs,
+            exp_avg_sqs=exp_avg_sqs,
             table=self.table,
             groups=self._group_rows,
-            scalars=update.scalars,
-            clip=update.clip,
+            scalars=scalars,
+            clip=clip,
             packed=packed,
             skip=skip,
         )
@@ -192,7 +223,7 @@ class Batch:
 
     def roll_history(self, skip: Tensor | None) -> None:
         """Delayed scaling: the scale of the next cast, unless whoever keeps the history sets it."""
-        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and self.key.rolls:
+        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and not self.key.external_scaling_state:
             ops.roll_history(
                 *self._head(),
                 table=self.table,
@@ -217,21 +248,21 @@ class Batch:
         return self.key.backend, str(self.key.fmt)
 
 
-class Batches(dict[BatchKey, Batch]):
-    """Batches by key, each made when its first weight arrives."""
+class WeightTables(dict[TableKey, WeightTable]):
+    """Tables by key, each made when its first weight arrives."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         super().__init__()
         self._device, self._backend = device, backend
 
-    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> Batch:
-        """The batch of a weight with masters of this dtype."""
-        rolls = not weight.state.keeps_amax
-        key = BatchKey(self._backend, weight.format, weight.dtype, master, rolls)
+    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> WeightTable:
+        """The table of a weight with masters of this dtype."""
+        external = weight.state.external_scaling_state
+        key = TableKey(self._backend, weight.format, weight.dtype, master, external)
         if key not in self:
-            self[key] = Batch(key, self._device)
+            self[key] = WeightTable(key, self._device)
         return self[key]
 
-    def freeze(self) -> list[Batch]:
-        """All batches, ready for their stages."""
-        return [batch.freeze() for batch in self.values()]
+    def freeze(self) -> list[WeightTable]:
+        """All tables, ready for their stages."""
+        return [table.freeze() for table in self.values()]

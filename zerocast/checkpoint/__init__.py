@@ -1,4 +1,4 @@
-"""States on disk: whole checkpoints, files of other programs as masters, and exports for inference."""
+"""States on disk: checkpoints, masters from files of other programs, exports for inference."""
 
 from zerocast.checkpoint import export
 

@@ -1,9 +1,10 @@
-"""Checkpoints of a ZeroAdamW on disk: torch.distributed.checkpoint, whole or not there, read without running what they carry.
+"""Save and load: atomic checkpoints in the format of torch.distributed.checkpoint.
 
-A checkpoint is written beside its place, brought to the disk, hashed (`manifest.py`), and only then
-renamed (`whole_folder.py`): a kill or a power failure at any moment leaves the whole of it or none. It
-is checked against its hashes before anything is loaded. Any number of ranks can load what any other
-number saved, and other tools read the files as plain tensors.
+A checkpoint is written to a temporary folder, synced, hashed (`manifest.py`) and only then renamed
+(`whole_folder.py`), so a kill or a power failure at any moment leaves either all of it or nothing.
+Its files are compared with their hashes before anything is loaded, and loading runs no code from
+them. Any number of ranks can load what any other number saved; other tools read the files as plain
+tensors.
 """
 
 import contextlib
@@ -22,21 +23,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from zerocast.checkpoint.clear_writer import ClearWriter, reasons
 from zerocast.checkpoint.sources.manifest import FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
-from zerocast.checkpoint.whole_folder import WholeFolder
-from zerocast.distributed.agreement import agree, from_rank_0
+from zerocast.checkpoint.whole_folder import ClearWriter, WholeFolder, reasons
+from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 
 AnyPath = str | os.PathLike[str]
-SAVES = "saves a checkpoint"  # what ranks are in the middle of, if not in the same call
+SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
 
 
 class Checkpointed(Protocol):
-    """What has a state that checkpoints hold: a ZeroAdamW, or `zerocast.fsdp2.TrainingState`."""
+    """An object whose state a checkpoint holds: a ZeroAdamW or a `zerocast.fsdp2.TrainingState`."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -44,44 +44,49 @@ class Checkpointed(Protocol):
 
     @property
     def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name; a checkpoint notes them."""
+        """Format and nominal dtype of each quantized weight by name; a checkpoint records them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name, under the keys of `zerocast.optim.state`."""
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """The same, for a reader that fills it."""
+        """The same tensors, to be overwritten in place by a reader."""
 
     def overwriting(self) -> AbstractContextManager[None]:
-        """Within, a reader does so, and `load_state_dict` takes over what it read."""
+        """Mark the state as partly written while the body reads into it and calls
+        `load_state_dict`.
+        """
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that was loaded."""
+        """Adopt a state whose tensors were loaded."""
 
 
 def save(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
-    """Write the optimizer's state into `path`, a new or empty folder, every rank its part; `extra` holds a few plain tensors.
+    """Write the optimizer's state into `path`, a new or empty folder; all ranks call it.
 
-    All ranks call it. Keys are those of `zerocast.optim.state`, and `extra.<name>`. Raises RuntimeError on every rank, and leaves
-    nothing behind, when `path` holds anything already or any rank cannot write.
+    Each rank writes its own part. Keys are those of `zerocast.optim.state`, and `extra.<name>` for
+    a few plain tensors of the caller. Raises RuntimeError on every rank, and leaves nothing behind,
+    if `path` is not empty or any rank cannot write.
     """
     write(state_of(optimizer, extra), Path(path), group_of(optimizer), formats=formats_of(optimizer))
 
 
 def load(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
-    """Read what `save` wrote, on any number of ranks, and make the weights from it; `extra` is filled in place.
+    """Read what `save` wrote, on any number of ranks, and recast the weights; all ranks call it.
 
-    All ranks call it. Raises ValueError, with nothing changed, for files that are not what was written and for a tensor that is
-    missing here or there or has another shape, pickle.UnpicklingError for metadata that would run code. Without a manifest, as
-    other programs leave it, a file that breaks off is found on the way: RuntimeError, and then the optimizer must load again before
-    it goes on. State of delayed scaling that is missing is seeded anew.
+    The tensors of `extra` are filled in place. Missing state of delayed scaling is seeded anew.
+    Raises ValueError, with nothing changed, for files that differ from what was written and for a
+    tensor that is missing on either side or has another shape; pickle.UnpicklingError for metadata
+    that would run code. A folder without a manifest, as other programs write it, is not checked in
+    advance: a truncated file then raises RuntimeError, and the optimizer must load again before it
+    continues.
     """
     check_files(Path(path), group_of(optimizer))
     read(optimizer, Path(path), extra)
 
 
 def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None) -> None:
-    """What `load` does once the files are known to be what was written."""
+    """Load a checkpoint whose files have been checked already."""
     reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
     state = {**optimizer.state_to_overwrite(), "extra": dict(extra or {})}
@@ -113,11 +118,12 @@ def write(
     planner: SavePlanner | None = None,
     step: int | None = None,
 ) -> None:
-    """Write a state dictionary as a checkpoint. RuntimeError on every rank of the group if any cannot, with nothing left behind.
+    """Write a state dictionary as a checkpoint; all ranks of the group call it.
 
-    `formats` are noted in the manifest; a `planner` may find the tensors elsewhere than in `state`.
-    A `step` is noted too, and the checkpoint then takes the place of what is at `path`; without one
-    that is an error.
+    The manifest records `formats` and `step`. A `planner` may supply the tensors in place of
+    `state`. With a `step` the checkpoint replaces what is at `path`; without one an existing folder
+    is an error. Raises RuntimeError on every rank, and leaves nothing behind, if any rank cannot
+    write.
     """
     folder = WholeFolder(path.absolute())  # "." has no name to write beside
     on_rank_0(group, lambda: _begin(folder, replace=step is not None))
@@ -151,17 +157,17 @@ def _abandon(folder: WholeFolder, group: Group) -> None:
 
 
 def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """The state dictionary that a checkpoint holds."""
     return {**optimizer.state_dict(), "extra": dict(extra or {})}
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
-    """The formats of quantized weights, for whoever looks at the checkpoint later."""
+    """The formats of quantized weights, which `zerocast inspect` and `convert` read."""
     return {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in optimizer.formats.items()}
 
 
 def group_of(optimizer: Checkpointed) -> Group:
-    """The ranks that write and read together."""
+    """The group of ranks that save and load together."""
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 
 
@@ -174,14 +180,14 @@ def _begin(folder: WholeFolder, replace: bool) -> None:
 
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
-    """Of all files, each rank some of them."""
+    """The sums of all files, of which each rank hashes a part."""
     names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()), SAVES)
     own, problem = {}, None
     try:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
     except OSError as error:
         problem = error
-    parts: list[dict[str, FileSum]] = agree(group, [], problem, own, SAVES)
+    parts: list[dict[str, FileSum]] = validate_across_ranks(group, [], problem, own, SAVES)
     return {name: sums for part in parts for name, sums in part.items()}
 
 
@@ -191,12 +197,12 @@ def _commit(folder: WholeFolder, manifest: Manifest) -> None:
 
 
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
-    """Run on rank 0 while the others wait; what it raises is raised everywhere."""
+    """Run `work` on rank 0 while the others wait; an error is raised on every rank."""
     from_rank_0(group, lambda: work() and None, SAVES)
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:
-    """What of `state` cannot be read from a checkpoint with this metadata."""
+    """A problem for each tensor of `state` that the checkpoint lacks or has in another shape."""
     problems = []
     for name, tensor in _leaves(prefix, state):
         found = saved.get(name)
@@ -208,7 +214,7 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
 
 
 def _unknown(saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Masters of the checkpoint that nothing here takes."""
+    """A problem for each master of the checkpoint that the optimizer does not have."""
     known = {f"model.{name}" for name in state["model"]}
     unknown = [name for name in saved if name.startswith("model.") and name not in known]
     return [f"{name} is there and is no parameter of the optimizer here" for name in unknown]
@@ -225,7 +231,7 @@ def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor
 
 @contextlib.contextmanager
 def _without_process_group_warning() -> Iterator[None]:
-    """One process without a process group is an ordinary case here."""
+    """Silence torch's warning that there is no process group, which is an ordinary case here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder with one checkpoint a step, of which the last few are kept; written during training if asked to.
+"""Checkpoints: a folder of numbered checkpoints that keeps the last few, with asynchronous saves.
 
     checkpoints = Checkpoints("run/checkpoints", keep=3, asynchronous=True)
     step = checkpoints.load(optimizer) if checkpoints.steps() else 0
@@ -6,8 +6,9 @@
     checkpoints.save(optimizer, step)        # every so often, on all ranks
     checkpoints.wait()                       # at the end, before the process group goes
 
-An asynchronous save copies this rank's part of the state to host memory (12 bytes an owned element), and a thread writes it, over
-a gloo group of its own, while training goes on. The next save, `load` and `wait` wait for it, and raise what it raised.
+An asynchronous save copies this rank's part of the state to host memory (12 bytes an owned
+element). A thread then writes it, over its own gloo group, while training continues. The next
+`save`, `load` or `wait` waits for the thread and raises its error.
 """
 
 import logging
@@ -36,9 +37,10 @@ class Checkpoints:
     """Checkpoints `step_00000100`, ... in `folder`.
 
     Args:
-        folder: made when it is not there; seen by all ranks.
-        keep: how many to keep, the newest; None keeps all. Older ones go when a new one is complete.
-        asynchronous: let `save` return as soon as the state is copied.
+        folder: shared by all ranks; created if it does not exist.
+        keep: how many of the newest to keep; None keeps all. Older ones are deleted once a new one
+            is complete.
+        asynchronous: `save` returns once the state is copied to host memory.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3, asynchronous: bool = False) -> None:
@@ -51,7 +53,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, oldest first; nothing is moved or deleted.
 
-        Complete is not undamaged: `load` finds out.
+        A complete checkpoint may still be damaged, which `load` detects.
         """
         if not self._folder.is_dir():
             return []
@@ -59,14 +61,17 @@ class Checkpoints:
         return sorted({int(match[1]) for match in matches if match})
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is: `step_00000100`, or `step_00000100.new` after a crash, until the next save."""
+        """The folder of a step: `step_00000100`, or `step_00000100.new` between a crash and the
+        next save.
+        """
         return self._place(step).found
 
     def save(self, optimizer: Checkpointed, step: int, extra: Mapping[str, Tensor] | None = None) -> None:
-        """Write the state after `step` steps, in place of one of the same step; all ranks call it.
+        """Write the state after `step` steps; all ranks call it.
 
-        RuntimeError on every rank, and all older checkpoints kept, when any rank cannot write; asynchronously, at the next `save`,
-        `load` or `wait`. `extra` holds a few plain tensors of the caller.
+        A checkpoint of the same step is replaced. `extra` holds a few plain tensors of the caller.
+        Raises RuntimeError on every rank, with all older checkpoints kept, if any rank cannot
+        write; an asynchronous save raises it at the next `save`, `load` or `wait`.
         """
         self.wait()
         state, group = checkpoint.state_of(optimizer, extra), checkpoint.group_of(optimizer)
@@ -75,21 +80,24 @@ class Checkpoints:
             self._write(state, step, group, formats)
             return
         if self._group is None:
-            self._group = group.duplicate("gloo")  # for host memory; training uses the other one meanwhile
+            # for host memory; training uses the other one meanwhile
+            self._group = group.duplicate("gloo")
         own, copied = self._group, _snapshot(state)
         self._saving = _Saving(step, lambda: self._write(copied, step, own, formats))
 
     def wait(self) -> None:
-        """Until what is being saved is complete. RuntimeError on every rank if it could not be written."""
+        """Wait for a save in progress; RuntimeError on every rank if it could not be written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
 
     def load(self, optimizer: Checkpointed, step: int | None = None, extra: Mapping[str, Tensor] | None = None) -> int:
-        """Read a checkpoint into the optimizer and its weights; all ranks call it. Returns its step.
+        """Read a checkpoint into the optimizer and its weights; returns its step. All ranks call
+        it.
 
-        Without `step`, the newest one whose files are what was written; damaged ones are logged and passed over. Raises
-        FileNotFoundError when there is none, ValueError when the one asked for is damaged or does not fit, or all are damaged.
+        Without `step`, reads the newest undamaged one; damaged ones are logged and skipped. Raises
+        FileNotFoundError if there is none, ValueError if the chosen one is damaged or does not fit,
+        or if all are damaged.
         """
         self.wait()
         group = checkpoint.group_of(optimizer)
@@ -112,14 +120,16 @@ class Checkpoints:
         return WholeFolder(self._folder / f"step_{step:08d}")
 
     def _prune(self, newest: int) -> None:
-        """Finish what crashes have interrupted, and delete what is too old and what they have left."""
+        """Finish interrupted replacements; delete checkpoints beyond `keep` and the remains of
+        crashes.
+        """
         for step in self.steps():
             self._place(step).settle()
         discard(self._folder.glob(f"step_*{PARTIAL}"))
         steps = [step for step in self.steps() if step != newest]
         for step in steps[: max(0, len(steps) + 1 - self._keep)] if self._keep else ():
             path = self._place(step).path
-            try:  # a kill after this leaves nothing that looks whole
+            try:  # renamed first, so that a kill leaves nothing that looks complete
                 path.rename(path.with_name(path.name + PARTIAL))
             except OSError as error:
                 logger.warning("%s is too old and cannot be deleted: %s", path, error)
@@ -127,7 +137,9 @@ class Checkpoints:
 
 
 def _newest_intact(places: Mapping[int, Path], group: Group) -> int:
-    """The newest step whose checkpoint is undamaged; ValueError of the oldest where all are damaged."""
+    """The newest step with an undamaged checkpoint; the oldest one's ValueError if all are
+    damaged.
+    """
     for step in sorted(places, reverse=True):
         try:
             check_step(places[step], step, group)
@@ -157,14 +169,14 @@ class _Saving:
             self._error = error
 
     def wait(self) -> None:
-        """Until it is written; RuntimeError if it was not."""
+        """Wait for the thread; RuntimeError if it could not write the checkpoint."""
         self._thread.join()
         if self._error is not None:
             raise RuntimeError(f"the checkpoint of step {self._step} was not written: {self._error}") from self._error
 
 
 def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of now, in host memory."""
+    """A copy of the current values in host memory."""
     return {key: _snapshot(value) if isinstance(value, Mapping) else _copy(value) for key, value in state.items()}
 
 

@@ -1,16 +1,20 @@
-"""Export: the weights of a model as safetensors, for inference, in the names and layouts that engines read.
+"""Export: the weights of a model as safetensors, in the names and layouts of inference engines.
 
 | naming | weights | tensors of `<name>.weight` |
 |---|---|---|
 | `bf16` | all, dequantized | `weight` |
-| `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` f32 `[1]` = 2688 / amax |
-| `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` f32 `[]` = amax / 2688 |
-| `deepseek` | fp8_block | `weight` E4M3 `[M, K]`, `weight_scale_inv` f32 `[M/128, K/128]` rounded up |
+| `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` |
+| `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` |
+| `deepseek` | fp8_block | `weight` E4M3 `[M, K]`, `weight_scale_inv` f32 |
 
-Codes of nvfp4 are u8 `[M, K/2]`, the even element in the low half, and its scales E4M3 `[M, K/16]`; no scale has padding.
+Codes of nvfp4 are u8 `[M, K/2]` with the even element in the low half, its scales E4M3
+`[M, K/16]`; `weight_global_scale` is f32 `[1]`, 2688 / amax, and `weight_scale_2` f32 `[]`,
+amax / 2688. `weight_scale_inv` is `[M/128, K/128]`, rounded up. Scales have no padding. All other
+tensors are written unchanged.
 
-Everything else in the model is written as it is. These are weights only: an engine that quantizes activations too needs their
-scales from a calibration. Layers that an engine fuses (query, key and value) keep a global scale each; some want one for all.
+The export has weights only: an engine that also quantizes activations needs their scales from a
+calibration. Layers that an engine fuses (query, key and value) keep one global scale each, and some
+engines want a common one.
 """
 
 import json
@@ -36,7 +40,7 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to write, which is made when its turn comes; `format` is None unless it is a QuantizedWeight."""
+    """A tensor that is made when it is written; `format` is None unless it is a QuantizedWeight."""
 
     numel: int
     format: FormatSpec | None
@@ -46,11 +50,13 @@ class Item:
 def export_safetensors(
     model: nn.Module, folder: str | os.PathLike[str], naming: str = "bf16", shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write parameters and persistent buffers of `model` into `folder`, which is new or empty; returns the files, the index last.
+    """Write the parameters and persistent buffers of `model` into `folder`, which is new or empty.
 
-    One process calls it: under ZeroAdamW every rank has whole weights. Files have at most `shard_bytes` each, but for tensors that
-    are larger alone; one file at a time is copied to the host. Raises ValueError, with nothing written, for an unknown naming, a
-    weight whose format has no place in it and a folder that holds anything; ModuleNotFoundError without the package safetensors.
+    One process calls it: under ZeroAdamW every rank has whole weights. A file has at most
+    `shard_bytes` bytes, unless a single tensor is larger; one file at a time is copied to the host.
+    Returns the paths, the index last. Raises ValueError, with nothing written, for an unknown
+    naming, a weight whose format the naming cannot express and a folder that is not empty;
+    ModuleNotFoundError without the package safetensors.
     """
     items = {name: _item(tensor) for name, tensor in _tensors(model)}
     return write_safetensors(items, Path(folder), naming, shard_bytes)
@@ -59,7 +65,9 @@ def export_safetensors(
 def write_safetensors(
     items: Mapping[str, Item], folder: Path, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """What `export_safetensors` does, for tensors that are not there yet. The folder has its name when all is in it."""
+    """Write tensors that are made one by one, like `export_safetensors`; the folder appears
+    complete.
+    """
     if naming not in NAMINGS:
         raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
     if shard_bytes < 1:
@@ -105,7 +113,7 @@ def _item(tensor: Tensor) -> Item:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, shared ones once, and persistent buffers."""
+    """Parameters, shared ones once, and persistent buffers, by name."""
     saved = model.state_dict().keys()
     yield from ((name, parameter) for name, parameter in model.named_parameters() if name in saved)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
@@ -123,7 +131,7 @@ def _shards(items: Mapping[str, Item], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, item in items.items():
-        nbytes = item.numel * 2  # about what it becomes
+        nbytes = item.numel * 2  # an estimate: the size in bf16
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
@@ -153,7 +161,7 @@ def _codes(weight: QuantizedWeight) -> Tensor:
 
 
 def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
-    """The stored scales without padding, leading dimensions as the weight has them."""
+    """The stored scales without padding, with the leading dimensions of the weight."""
     scales = weight.rowwise_scale_inv
     assert scales is not None
     down, across = amax_grid(block, *weight.matrix_shape)
@@ -162,7 +170,8 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
 
 def _amax(weight: QuantizedWeight) -> Tensor:
     assert weight.amax is not None
-    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))  # a weight of zeros: factor 1
+    # zeros: factor 1
+    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))
 
 
 def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:

@@ -1,6 +1,7 @@
-"""Files of others are read within bounds: a device, a FIFO or a folder in the place of a file is refused.
+"""Bounded reads of files that other programs wrote; devices, FIFOs and folders are refused.
 
-Links are followed, as storage that ranks share is often linked; what counts is the file at their end.
+Symbolic links are followed, since shared storage often uses them; the file that they point to is
+checked.
 """
 
 import os
@@ -18,7 +19,9 @@ KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading, without waiting for anybody. ValueError for what is no regular file, OSError as of `open`."""
+    """Open a regular file for reading without ever blocking; ValueError for any other kind of
+    file.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -33,7 +36,9 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """ValueError for what is there and no regular file; for readers that open it themselves."""
+    """Raise ValueError if the path exists and is no regular file; for readers that open it
+    themselves.
+    """
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -42,7 +47,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The bytes of a regular file. ValueError for more than `most` of them."""
+    """The bytes of a regular file; ValueError if it has more than `most`."""
     with open_regular(path) as stream:
         nbytes = os.fstat(stream.fileno()).st_size
         content = stream.read(most + 1) if nbytes <= most else b""

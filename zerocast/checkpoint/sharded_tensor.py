@@ -1,6 +1,6 @@
-"""TensorShard: a flat shard of a tensor, as torch.distributed.checkpoint sees it.
+"""TensorShard: presents a flat shard of a tensor to torch.distributed.checkpoint.
 
-A shard that starts and ends anywhere is at most three boxes of a matrix; each box is a view of the flat shard, so that
+Any flat span of a matrix is at most three boxes. Each box is a view of the flat shard, so that
 saving copies nothing and loading writes in place, whatever number of ranks saved.
 """
 
@@ -14,16 +14,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zerocast.formats.layout import Span
 
-# what checkpointing asks of a tensor before it comes to the protocol; names of methods, besides attributes and `is_...`
+# Methods that torch.distributed.checkpoint calls before it uses the protocol below.
 _ASKED = {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "untyped_storage", "element_size"}
-_STAGED = {"new_empty", "set_"}  # by torch's DefaultStager, which copies `flat` and `chunks` along
+_STAGED = {"new_empty", "set_"}  # of torch's DefaultStager, which also copies `flat` and `chunks`
 
 
 class TensorShard(Tensor):
-    """Elements `span` of a tensor of this shape; `flat` holds them. Follows torch.distributed._checkpointable.
+    """Elements `span` of a tensor of this shape, held by `flat`.
 
-    The tensor itself is a placeholder without memory, there for its shape and dtype. It cannot be computed with or copied:
-    what would come of it is noise.
+    The protocol is that of torch.distributed._checkpointable. The tensor itself is a placeholder
+    without memory that has the whole shape and the dtype. Computing with it or copying it raises.
     """
 
     flat: Tensor
@@ -43,7 +43,7 @@ class TensorShard(Tensor):
         return shard
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """What this rank writes."""
+        """The boxes that this rank writes, for torch.distributed.checkpoint."""
         properties = TensorProperties.create_from_tensor(self.flat)
         return [
             WriteItem(
@@ -55,26 +55,26 @@ class TensorShard(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What this rank reads."""
+        """The boxes that this rank reads, for torch.distributed.checkpoint."""
         return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self.chunks.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view that a box is read from or written to."""
+        """The view of the flat shard that holds a box."""
         assert index.offset is not None
         return self.chunks[index.offset]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """What it is, without its elements."""
+        """Shape, span and dtype, without the elements."""
         return f"TensorShard(shape={tuple(self.shape)}, span=[{self.span.start}, {self.span.stop}), dtype={self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises TypeError for whatever would read the placeholder."""
+        """Raise TypeError for every function that would read the placeholder."""
         name = getattr(func, "__name__", "")
         if name in _ASKED or name in _STAGED or name == "__get__" or name.startswith("is_"):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise TypeError(f"{name} of a TensorShard: its elements are on several ranks; this rank's are in `flat`")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A shard alone is no checkpoint."""
+        """Raise TypeError: one rank's shard is not a checkpoint."""
         raise TypeError("the state of several ranks is saved with torch.distributed.checkpoint, not with torch.save")

@@ -1,59 +1,66 @@
-"""WholeFolder: a folder that is written whole or not at all; exports and checkpoints are such folders.
+"""WholeFolder: a folder that is written whole or not at all; ClearWriter, which fills one.
 
-Files are written into `<path>.partial` and brought to the disk with their names. One rename then
-gives the folder its name. Where a folder is there already, the rename is to `<path>.new`, which from
-then on counts as that folder; it takes the name itself once the old folder is out of its way. So a
-whole folder is there at every moment, and readers move nothing: the next save finishes what a crash
-has interrupted.
+Exports and checkpoints are such folders. Files are written into `<path>.partial` and synced, with
+their directory entries. One rename then gives the folder its name. Where a folder exists already,
+the rename goes to `<path>.new`, which from then on counts as that folder; it takes the name itself
+once the old folder has moved out of the way. A whole folder thus exists at every moment, and
+readers move nothing: the next save finishes what a crash interrupted.
 
-Nothing is deleted before the rename that takes its place is on the disk. Only renames within a folder
-and syncs of files and folders are relied on, which ext4, XFS, NFS and Lustre have alike; `renameat2`
-with RENAME_EXCHANGE, which NFS and Lustre lack, is not used. `tests/checkpoint/crash` lets the power go at every
-call.
+Nothing is deleted before the rename that replaces it is on the disk. The protocol needs only
+renames within a directory and fsync of files and directories, which ext4, XFS, NFS and Lustre all
+have; it avoids `renameat2` with RENAME_EXCHANGE, which NFS and Lustre lack.
+`tests/checkpoint/crash` cuts the power at every call.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 PARTIAL, NEW = ".partial", ".new"
 
 
 @dataclass(frozen=True)
 class WholeFolder:
-    """The folder at `path`. One process writes it."""
+    """The folder at `path`, which one process writes."""
 
     path: Path
 
     @property
     def partial(self) -> Path:
-        """The folder that files are written into."""
+        """The temporary folder that files are written into."""
         return self._beside(PARTIAL)
 
     @property
     def found(self) -> Path:
-        """The folder that was written last, which a crash may have kept from its name."""
+        """The folder that was written last: `<path>.new` if a crash interrupted its last rename."""
         return new if (new := self._beside(NEW)).is_dir() else self.path
 
     def holds_anything(self) -> bool:
-        """Whether there is something at the path other than an empty folder."""
+        """True if something other than an empty folder is at the path."""
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def begin(self) -> None:
-        """Make `partial`, empty."""
+        """Finish an interrupted replacement and create an empty `partial`."""
         _make_parents(self.partial)
         self.settle()
         self.abandon()
         self.partial.mkdir()
 
     def abandon(self) -> None:
-        """Delete `partial`; what cannot be deleted stays."""
+        """Delete `partial`, as far as it can be deleted."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def commit(self) -> None:
-        """Give the path to what is in `partial`, whose files are on the disk; what was there before is deleted."""
+        """Rename `partial`, whose files are synced, to the path and delete what was there
+        before.
+        """
         sync_folder(self.partial)
         replaces = self.holds_anything()
         self.partial.rename(self._beside(NEW) if replaces else self.path)
@@ -61,7 +68,7 @@ class WholeFolder:
         self.settle()
 
     def settle(self) -> None:
-        """Finish a replacement that has been committed."""
+        """Finish a replacement that was committed and then interrupted."""
         new = self._beside(NEW)
         if new.is_dir():
             self.abandon()
@@ -75,7 +82,9 @@ class WholeFolder:
 
 
 def discard(folders: Iterable[Path]) -> None:
-    """Delete folders of one parent that have been renamed to `*.partial`, once their new names are on the disk."""
+    """Delete folders of one parent that were renamed to `*.partial`, after syncing the new
+    names.
+    """
     for number, folder in enumerate(folders):
         if number == 0:
             sync_folder(folder.parent)
@@ -83,12 +92,12 @@ def discard(folders: Iterable[Path]) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the bytes of a file to the disk, whoever wrote them."""
+    """Persist a file with fsync; another process or library may have written it."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, as syncs of its files do not."""
+    """Persist a directory with fsync: fsync of a file does not persist its directory entry."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -105,3 +114,49 @@ def _make_parents(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
+
+
+class _SyncedFiles(FileSystem):
+    """Files that are on the disk once they are closed, by the process that wrote them."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        if "w" in mode:
+            sync_file(Path(path))
+
+
+class ClearWriter(FileSystemWriter):
+    """torch's FileSystemWriter, with synced files and the operating system's errors.
+
+    torch syncs a file before it flushes its own buffer, so that the end of a file, or all of a
+    small one, is still in memory; this writer syncs each file after closing it. When a write fails,
+    torch.save reports "unexpected pos 704 vs 598"; the OSError, such as a full disk, is only in the
+    exception's context, which is not sent to other ranks. This writer raises the OSError itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=False)
+        self.fs = _SyncedFiles()
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Write this rank's tensors; raises the first OSError behind a failure."""
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise _first_os_error(error) from error
+
+
+def _first_os_error(error: BaseException) -> BaseException:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return OSError(cause.errno, cause.strerror)
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def reasons(error: CheckpointException) -> str:
+    """The error of each rank that failed, without tracebacks."""
+    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))

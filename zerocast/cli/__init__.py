@@ -1,6 +1,7 @@
 """The command line: `zerocast <command>`, also as `python -m zerocast <command>`.
 
-One module a command. It needs the extra `cli`, whose packages the library itself never imports.
+Each command is one module. They need the extra `cli`, whose packages the library itself never
+imports.
 """
 
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 
 from zerocast import interrupts
 
-EXTRA = ("matplotlib", "tyro")  # safetensors is imported when such a file is met
+EXTRA = ("matplotlib", "tyro")  # safetensors is imported only to read or write such files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,5 +38,5 @@ def _run(arguments: Sequence[str] | None) -> int:
         status = app(arguments)
         sys.stdout.flush()
     if interrupts.came():
-        raise KeyboardInterrupt  # something on the way took it for itself
+        raise KeyboardInterrupt  # a library swallowed the first one
     return status

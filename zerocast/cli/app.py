@@ -1,4 +1,4 @@
-"""The commands, by name."""
+"""The application: registers the commands by name."""
 
 from collections.abc import Sequence
 
@@ -21,6 +21,9 @@ commands.command(plan)
 
 
 def app(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run; returns the exit status. What cannot be parsed ends the process with status 2 and the reason."""
+    """Parse the arguments and run the command; returns the exit status.
+
+    Arguments that cannot be parsed end the process with status 2 and the reason.
+    """
     status: int = commands.cli(prog="zerocast", description=DESCRIPTION, args=arguments)
     return status

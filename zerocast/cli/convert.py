@@ -1,58 +1,64 @@
-"""`zerocast convert`: high-precision weights into a checkpoint of masters, and masters into safetensors for inference."""
+"""`zerocast convert`: weights to a checkpoint of masters, or masters to safetensors."""
 
 import fnmatch
 import json
 import pickle
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
+from zerocast import interrupts
 from zerocast.checkpoint.export import SHARD_BYTES
-from zerocast.cli.wishes import DTYPES, Dtype
 from zerocast.inspection import Contents, choose
-from zerocast.inspection.converted import to_checkpoint, to_safetensors
+from zerocast.inspection.convert import to_checkpoint, to_safetensors
+from zerocast.inspection.format_selection import DTYPES, Dtype
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """What to convert, and into what."""
+    """The options of `zerocast convert`."""
 
     source: tyro.conf.Positional[Path]
-    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or folder), or a file of torch.save."""
+    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    folder), or a file of torch.save.
+    """
     target: tyro.conf.Positional[Path]
-    """A new folder."""
+    """A new folder to write."""
     to: Literal["safetensors", "checkpoint"] = "safetensors"
-    """checkpoint: FP32 masters for zerocast.optim.load_masters and for any reader of torch.distributed.checkpoint."""
+    """checkpoint: FP32 masters for zerocast.optim.load_masters and for any reader of
+    torch.distributed.checkpoint.
+    """
     naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"] = "bf16"
-    """For safetensors: how quantized weights are written. bf16 dequantizes them."""
+    """For safetensors: the naming of quantized weights; bf16 dequantizes them."""
     format: str | None = None
-    """Format to cast --weights to. By default the formats stored with a checkpoint, else none."""
+    """Format to cast --weights to. By default the formats stored with a checkpoint, if any."""
     weights: tuple[str, ...] = ()
     """With --format: globs on names of parameters of two or more dimensions."""
     dtype: Dtype = "bfloat16"
-    """Nominal dtype, also of what is not quantized."""
+    """Nominal dtype, in which other tensors are written."""
     ignore: tuple[str, ...] = ()
     """Globs on names of tensors to leave out."""
     shard_bytes: int = SHARD_BYTES
-    """Most bytes in a safetensors file, and about what is held in memory."""
+    """Most bytes in a safetensors file; about as many are held in memory."""
     json: bool = False
     """Print JSON."""
 
 
 def convert(config: tyro.conf.OmitArgPrefixes[ConvertConfig]) -> int:
-    """Convert weights: a checkpoint into safetensors for inference, or safetensors and the like into a checkpoint of masters.
+    """Convert weights: a checkpoint into safetensors for inference, or safetensors and the like
+    into a checkpoint of masters.
 
-    Example: zerocast convert run/checkpoints/step_00001000 out --naming modelopt --format nvfp4 --weights "*.mlp.*"
+    Example: zerocast convert run/checkpoints/step_00001000 out --naming modelopt --format nvfp4
+    --weights "*.mlp.*"
 
-    Exit status: 0, or 2 for what cannot be converted; then nothing has the name of the target.
+    Exit status: 0, or 2 if the source cannot be converted; the target is then not created.
     """
     try:
         report = _converted(config)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        print(f"zerocast convert: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast convert: {error}")
         return 2
     print(json.dumps(report, indent=1) if config.json else _text(report))
     return 0

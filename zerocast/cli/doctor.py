@@ -1,8 +1,7 @@
-"""`zerocast doctor`: what is installed and usable here, what is chosen and why, and whether it computes the right bytes."""
+"""`zerocast doctor`: shows what is usable here and why, and compares every backend's bytes."""
 
 import json
 import secrets
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from zerocast import backends
+from zerocast import backends, interrupts
 from zerocast.bench.machine import describe
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
@@ -20,27 +19,31 @@ from zerocast.quantize import quantize_
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What `zerocast doctor` does."""
+    """The options of `zerocast doctor`."""
 
     json: bool = False
     """Print JSON."""
     seconds: float = 10.0
     """How long to compare backends with the reference; each makes at least one round."""
     seed: int | None = None
-    """Of the random inputs; a fresh one by default. A problem names the seed that shows it again."""
+    """Seed of the random inputs, by default a new one. A reported problem names the seed that
+    repeats it.
+    """
 
 
 def doctor(config: tyro.conf.OmitArgPrefixes[DoctorConfig]) -> int:
-    """Show versions, devices, the backends that are chosen and why, and compare every usable backend with the reference.
+    """Show versions, devices, the backends that are chosen and why, and compare every usable
+    backend with the reference.
 
     Example: zerocast doctor --seconds 30
 
-    Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2 for a wish that cannot be met.
+    Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2
+    for options that cannot be met.
     """
     try:
         report = _examine(config)
     except (RuntimeError, ValueError) as error:  # such as ZEROCAST_BACKEND naming one that cannot run
-        print(f"zerocast doctor: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast doctor: {error}")
         return 2
     print(json.dumps(report, indent=2) if config.json else _text(report))
     return 0 if all(outcome["ok"] for outcome in report["self_test"]) else 1

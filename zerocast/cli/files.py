@@ -1,4 +1,4 @@
-"""Files that a command writes: whole under their name, or not there."""
+"""Output files of a command, which appear complete under their name or not at all."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,8 +7,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Where to write what will be `path`; it has that name when the body ends, and is removed if the body raises."""
-    if path.exists() and not path.is_file():  # such as /dev/null, or a folder, which raises
+    """Yield a temporary path that is renamed to `path` when the body ends, and removed if it
+    raises.
+    """
+    if path.exists() and not path.is_file():  # /dev/null, for example; a folder raises on writing
         yield path
         return
     partial = path.with_name(f"{path.stem}.partial{path.suffix}")

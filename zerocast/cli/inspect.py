@@ -1,49 +1,61 @@
-"""`zerocast inspect`: what is in a checkpoint, and what a format makes, or would make, of its weights."""
+"""`zerocast inspect`: the contents of a checkpoint and the effect of a format on its weights."""
 
 import json
 import pickle
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 
+from zerocast import interrupts
 from zerocast.cli.files import written
-from zerocast.cli.wishes import DTYPES, Dtype
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
 from zerocast.inspection.cast_statistics import LOWEST
 from zerocast.inspection.contents import nbytes_of
-from zerocast.inspection.plot import plot
+from zerocast.inspection.format_selection import DTYPES, Dtype
+
+ROWS = 200  # of the lower panel, which samples the weights if there are more
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """What to look at."""
+    """The options of `zerocast inspect`."""
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or folder), or a file of torch.save."""
+    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    folder), or a file of torch.save.
+    """
     format: str | None = None
-    """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default those stored with the checkpoint."""
+    """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default the
+    stored formats.
+    """
     weights: tuple[str, ...] = ("*",)
     """With --format: globs on names of parameters of two or more dimensions."""
     dtype: Dtype = "bfloat16"
     """With --format: the nominal dtype, to which masters are rounded first."""
     png: Path | None = None
-    """Also draw masters and casts by power of two."""
+    """Also draw a histogram of masters and casts by power of two."""
     json: bool = False
     """Print JSON."""
 
 
 def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
-    """Show what is in a checkpoint, and by weight the amax, the shares that saturate and that are flushed to zero, and the error.
+    """Show the contents of a checkpoint, and for each weight its amax, saturated and flushed shares
+    and error.
 
-    Reads a million elements at a time, or of checkpoint folders a weight at a time. Files with hashes are compared with them first.
+    Reads a million elements at a time, or one weight of a checkpoint folder. Files are first
+    compared with their hashes, if any.
 
-    Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png histogram.png
+    Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png
+    histogram.png
 
-    Exit status: 0, 1 for files that are damaged and masters that are not finite, 2 for a wish that cannot be met.
+    Exit status: 0; 1 for damaged files and masters that are not finite; 2 for options that cannot
+    be met.
     """
     try:
         contents = Contents.of(config.checkpoint)
@@ -59,7 +71,7 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
         found = [_measured(contents, chosen, name) for name in contents.entries]
         if config.png and found:
             with written(config.png) as path:
-                plot(found, f"{config.checkpoint}", path)
+                _plot(found, f"{config.checkpoint}", path)
     except (OSError, ValueError) as error:
         return _complain(error, 1)
     report = _as_dict(config, contents, chosen, found)
@@ -68,7 +80,7 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    print(f"zerocast inspect: {error}", file=sys.stderr)
+    interrupts.complain(f"zerocast inspect: {error}")
     return status
 
 
@@ -122,3 +134,35 @@ def _row(one: dict[str, Any], width: int) -> str:
         error = "-" if one["error"] is None else f"{one['error']:.3%}"
         text += f"{one['saturated']:>11.3%}{one['flushed']:>10.3%}{error:>10}"
     return text + (f"  {one['nonfinite']:,} not finite" if one["nonfinite"] else "")
+
+
+def _plot(found: Sequence[CastStatistics], title: str, path: Path) -> None:
+    """Write a PNG with a histogram of all weights above and one row for each weight below.
+
+    It shows the weights that are cast, or all tensors if none is; `found` is not empty.
+    """
+    found = [one for one in found if one.casts] or found
+    masters = np.array([one.masters for one in found], dtype=np.float64)
+    casts = np.array([one.casts or one.masters for one in found], dtype=np.float64)
+    used = np.flatnonzero(masters.sum(0) + casts.sum(0))
+    first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
+    powers = np.arange(first, last) + LOWEST
+    drawn = list(range(0, len(found), -(-len(found) // ROWS)))
+    figure = Figure(figsize=(10, 3.5 + 0.16 * len(drawn)), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3.0, 0.5 + 0.16 * len(drawn)])
+    for counts, label, color in ((masters, "masters", "#0072b2"), (casts, "cast", "#d55e00")):
+        total = counts.sum(0)[first:last]
+        above.step(powers, total / max(1.0, masters.sum()), where="mid", label=label, color=color)
+    above.set_yscale("log")
+    above.set_ylabel("share of nonzero elements")
+    above.legend()
+    shares = masters[drawn, first:last] / np.maximum(
+        masters[drawn].max(1, keepdims=True), 1.0
+    )  # each row by its fullest
+    below.imshow(
+        shares, aspect="auto", extent=(powers[0] - 0.5, powers[-1] + 0.5, len(drawn) - 0.5, -0.5), cmap="Blues"
+    )
+    below.set_yticks(range(len(drawn)), [found[i].name for i in drawn], fontsize=6)
+    below.set_xlabel("floor(log2 |x|)")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)

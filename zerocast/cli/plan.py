@@ -1,7 +1,6 @@
-"""`zerocast plan`: what a model will take in memory and on the wire, beside FP8 and BF16, before there is a machine for it."""
+"""`zerocast plan`: the bytes of a model in memory and on the wire, without a machine to run it."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,11 +8,17 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from zerocast import interrupts
 from zerocast.cli.files import written
 from zerocast.footprint import Footprint, Setup, footprint, read_model
-from zerocast.footprint.plot import GB, GIB, plot
 from zerocast.optim import ZeroConfig
+
+GIB, GB = 2**30, 10**9
+COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#d55e00", "#cc79a7")
+
 
 COMPARED = ("fp8_block", "bf16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -22,38 +27,47 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What to plan for."""
+    """The options of `zerocast plan`."""
 
     model: str
-    """llama3-8b, deepseek-v3, gpt3-175b, or a JSON file: a model's config.json, or a list of parameters."""
+    """llama3-8b, deepseek-v3, gpt3-175b, or a JSON file: a model's config.json, or a list of
+    parameters.
+    """
     ranks: int = 8
     """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
     format: str = "nvfp4"
-    """Of the linear weights inside the blocks; the rest is bf16. Options inline, as in fp8_block:power_of_2_scale=False."""
+    """Format of the linear weights inside blocks; the rest is bf16. Options inline, as in
+    fp8_block:power_of_2_scale=False.
+    """
     parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
-    """zero1 and zero2 are ZeroAdamW; fsdp2 and hsdp cut every parameter by rows as torch's fully_shard does."""
+    """zero1 and zero2 are ZeroAdamW; fsdp2 and hsdp cut every parameter by rows as torch's
+    fully_shard does.
+    """
     shard_ranks: int = 8
     """For hsdp: how many ranks share one copy of the model."""
     bucket_size: int = ZeroConfig.bucket_size
     """For zero1 and zero2: elements a bucket."""
     moment_dtype: Dtype = "float32"
-    """Of both moments."""
+    """Dtype of both moments."""
     grad_dtype: Dtype = "bfloat16"
-    """Of gradients as they are reduced."""
+    """Dtype in which gradients are reduced."""
     json: bool = False
     """Print JSON."""
     png: Path | None = None
-    """Also draw it."""
+    """Also draw the footprints as stacked bars."""
 
 
 def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
-    """Show the bytes of a rank in memory and in each step's communication, beside FP8 and BF16 weights.
+    """Show the bytes of a rank in memory and in a step's communication, compared with FP8 and BF16
+    weights.
 
-    Laid out on the meta device by the code that training uses, so padding is counted. Activations are left out.
+    Laid out on the meta device by the code that training uses, so padding is counted. Activations
+    are left out.
 
-    Example: zerocast plan --model llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png plan.png
+    Example: zerocast plan --model llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
+    plan.png
 
-    Exit status: 0, or 2 for a model or setup that cannot be planned for.
+    Exit status: 0, or 2 for a model or setup that cannot be planned.
     """
     try:
         parameters = read_model(config.model)
@@ -62,9 +76,9 @@ def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
         found = [footprint(parameters, fmt, setup) for fmt in formats]
         if config.png:
             with written(config.png) as path:
-                plot(found, _title(config, found[0]), path)
+                _plot(found, _title(config, found[0]), path)
     except (OSError, TypeError, ValueError) as error:
-        print(f"zerocast plan: {error}", file=sys.stderr)
+        interrupts.complain(f"zerocast plan: {error}")
         return 2
     print(json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found))
     return 0
@@ -80,9 +94,9 @@ def _setup(config: PlanConfig) -> Setup:
 
 
 def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
-    wish = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
     totals = [{"total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
-    return {"plan": wish, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
+    return {"plan": options, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
 
 
 def _title(config: PlanConfig, found: Footprint) -> str:
@@ -107,3 +121,28 @@ def _table(title: str, columns: Sequence[tuple[str, dict[str, int]]], unit: int)
     rows["total"] = [sum(terms.values()) for _, terms in columns]
     lines += [f"  {term:<32}" + "".join(f"{n / unit:>{width}.3f}" for n in row) for term, row in rows.items()]
     return lines
+
+
+def _plot(footprints: Sequence[Footprint], title: str, path: Path) -> None:
+    """Write a PNG with stacked bars: memory on the left, traffic on the right."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _stack(left, [(f.format, f.memory) for f in footprints], GIB)
+    left.set_ylabel("GiB a rank, without activations")
+    _stack(right, [(f.format, f.wire) for f in footprints], GB)
+    right.set_ylabel("GB that a rank sends in a step")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _stack(axes: Axes, bars: Sequence[tuple[str, dict[str, int]]], unit: int) -> None:
+    names = [name for name, _ in bars]
+    below = [0.0] * len(bars)
+    for term, color in zip(bars[0][1], COLORS, strict=False):
+        heights = [terms[term] / unit for _, terms in bars]
+        axes.bar(names, heights, bottom=below, color=color, label=term, width=0.6)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    for place, total in enumerate(below):
+        axes.annotate(f"{total:.1f}", (place, total), ha="center", va="bottom", fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    axes.margins(y=0.08)

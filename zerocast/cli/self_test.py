@@ -1,7 +1,7 @@
-"""SelfTest: every usable backend against the reference, on fresh random weights, masters and gradients.
+"""The self-test: every usable backend against the reference on random weights and gradients.
 
-A round trains the same small model for some steps by each backend and compares all that a step leaves: masters, moments, and every
-buffer of every weight; so every stage takes part. Shapes are drawn too.
+A round trains the same small model for a few steps with each backend and compares all results:
+masters, moments, and every buffer of every weight. Every stage takes part. Shapes are random too.
 """
 
 import random
@@ -37,7 +37,13 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one backend on one device: rounds that were equal, bytes compared, and the first difference or error."""
+    """The result of one backend on one device.
+
+    Attributes:
+        rounds: rounds with equal bytes.
+        nbytes: bytes compared in them.
+        problem: the first difference or error, empty if there is none.
+    """
 
     device: str
     backend: str
@@ -47,12 +53,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether at least one round was compared and nothing differed."""
+        """True if at least one round was compared and nothing differed."""
         return self.rounds > 0 and not self.problem
 
 
 def self_test(device: torch.device, seconds: float, seed: int) -> list[Outcome]:
-    """Rounds until `seconds` have passed, at least one, of every backend that is usable on `device` beside the reference."""
+    """Run rounds of every usable backend on `device` until `seconds` have passed, at least one."""
     names = usable(device)
     found = {name: Outcome(str(device), name, 0, 0) for name in names}
     end, number = time.monotonic() + seconds, 0
@@ -66,7 +72,7 @@ def self_test(device: torch.device, seconds: float, seed: int) -> list[Outcome]:
 
 
 def usable(device: torch.device) -> list[str]:
-    """The backends that the reference is compared with."""
+    """The usable backends other than the reference."""
     return [name for name in backends.backend_names() if name != REFERENCE and backends.why_not(name, device) is None]
 
 
@@ -74,7 +80,7 @@ def _compare(so_far: Outcome, device: torch.device, seed: int, expected: dict[st
     try:
         results = _results(so_far.backend, device, seed)
         problem = next(_differences(results, expected), "")
-    except Exception as error:  # whatever it is, it is what the user came to see
+    except Exception as error:  # any error is a result to report
         problem = f"{type(error).__name__}: {error}"
     if problem:
         return Outcome(so_far.device, so_far.backend, so_far.rounds, so_far.nbytes, f"{problem} (seed {seed})")
@@ -94,7 +100,7 @@ def _differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> Ite
 
 
 def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """The bytes of all that a few steps leave, by name."""
+    """The bytes of all tensors after a few steps, by name."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)  # noqa: S311  (no secret)
     model = nn.ParameterDict()
     for number, fmt in enumerate(FORMATS):
@@ -112,7 +118,7 @@ def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]
 
 
 def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: torch.Generator) -> nn.Parameter:
-    """Not yet cast: no other backend than the optimizer's takes part."""
+    """A weight that is not cast yet, so that only the optimizer's backend takes part."""
     matrix, dtype = _matrix(fmt, draw, generator).to(device), draw.choice(NOMINAL_DTYPES)
     if get_format(fmt).element is None:
         return nn.Parameter(matrix.to(dtype))
@@ -124,7 +130,9 @@ def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: t
 
 
 def _matrix(fmt: str, draw: random.Random, generator: torch.Generator) -> Tensor:
-    """A matrix of a drawn shape, with zeros, blocks of zeros, and numbers of very different size."""
+    """A matrix of random shape with zeros, blocks of zeros and numbers of very different
+    magnitude.
+    """
     rows, columns = (
         multiple * draw.randint(1, 320 // multiple) if multiple > 1 else draw.randint(1, 320)
         for multiple in get_format(fmt).multiple

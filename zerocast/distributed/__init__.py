@@ -1,1 +1,1 @@
-"""Ranks: each collective as one call (`group.py`), and what all ranks must have alike (`agreement.py`)."""
+"""Collectives whose errors name their caller (`group.py`), and checks across ranks."""

@@ -1,4 +1,4 @@
-"""Agreement: what all ranks must have alike is compared once, and what is wrong on one rank raises on every rank, never a hang."""
+"""Agreement: compares what all ranks must share; a problem on one rank raises on every rank."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,7 +16,9 @@ DIGESTS = 128  # bf16 has every integer up to 256
 
 @dataclass(frozen=True)
 class Reply:
-    """What one rank says: the call it makes, (kind, text) of what it found wrong, a digest of its lines, and the payload."""
+    """One rank's part of an exchange: its call, (class, text) of its problem, a digest and a
+    payload.
+    """
 
     what: str
     problem: tuple[type[Exception], str] | None
@@ -24,14 +26,15 @@ class Reply:
     payload: Any
 
 
-def agree(
+def validate_across_ranks(
     group: Group, lines: Sequence[str], problem: Exception | None, payload: Any = None, what: str = "agrees"
 ) -> list[Any]:
     """Exchange `payload` over the group, if all is well everywhere; returns the payloads by rank.
 
-    `problem` is what this rank found wrong, `lines` describe what all ranks must have alike, one line an item, `what` is the call
-    that this belongs to, as a verb. Raises RuntimeError for ranks that are in different calls, the first rank's problem, with
-    the rank in the message when there are several, or ValueError naming the first line that differs.
+    `problem` is an error that this rank found, `lines` describe the items that all ranks must
+    share, and `what` is the call in progress, as a verb. Raises RuntimeError for ranks in different
+    calls; the problem of the first rank that has one, with the rank in its message if there are
+    several ranks; or ValueError naming the first line that differs.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
@@ -47,61 +50,74 @@ def agree(
     return [reply.payload for reply in replies]
 
 
-def roll_call(group: Group, what: str) -> None:
-    """In debug mode: RuntimeError on every rank unless all of them make this call now."""
+def check_same_call(group: Group, what: str) -> None:
+    """In debug mode, raise RuntimeError on every rank unless all ranks make this call now."""
     if debugging() and group.size > 1:
-        agree(group, [], None, what=what)
+        validate_across_ranks(group, [], None, what=what)
 
 
 class SameCall:
-    """Whether all ranks make the same call, told by two numbers beside the amaxes of a cast: a digest of it, and its negative.
+    """Checks that all ranks make the same call, by two numbers that ride in the amax all-reduce.
 
-    Their maxima are the largest digest of all ranks and the negative of the smallest, on every rank, so that each sees whether
-    they differ and no collective is added. A number that only counts casts would always agree, since the n-th cast of one rank
-    meets the n-th of another; what the caller says of itself (its step, learning rates, clipping) need not. A CPU looks at once.
-    From a GPU the numbers travel behind the step and are looked at before the next one, so that nothing waits in a step.
+    The numbers are a digest of the call and its negative. Their maxima are the largest digest of
+    all ranks and the negative of the smallest, so every rank sees whether the digests differ,
+    without a further collective. A mere count of casts would always agree, since the n-th cast of
+    one rank meets the n-th of another; the digest therefore covers the caller's step, learning
+    rates and clipping. On a CPU the numbers are checked at once. On a GPU they are copied to the
+    host behind the step and checked before the next one, so that no step waits.
     """
 
     def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group, self._slots, self._says, self._sent = group, slots, "", False
+        self._group, self._slots, self._says = group, slots, ""
+        self._announced = self._sent = False
         self._is_late = slots.is_cuda
         if self._is_late:
             self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
             self._arrived = torch.cuda.Event()
 
     def announce(self, says: str) -> None:
-        """Before a cast: what this rank does, as a verb. One launch, whose arguments are the numbers."""
+        """Before a cast, store the digest of this rank's call, a verb phrase.
+
+        It takes one launch, and none to announce the same call again.
+        """
+        if self._announced and says == self._says:
+            return
         digest, self._says = _digest(says), says
         torch.linspace(digest, -digest, 2, out=self._slots)
+        self._announced = True
 
     def reduced(self) -> None:
-        """After the all-reduce: a CPU looks. Nothing on a GPU, where a graph may be recording."""
+        """After the all-reduce, check on a CPU; a GPU may be capturing a graph and checks later."""
+        self._announced = False
         if not self._is_late:
             self._check(self._slots)
 
     def send(self) -> None:
-        """After a cast: from a GPU the numbers begin to travel."""
+        """After a cast on a GPU, start copying the numbers to the host."""
+        self._announced = False
         if self._is_late:
             self._pinned.copy_(self._slots, non_blocking=True)
             self._arrived.record()
             self._sent = True
 
     def forget(self) -> None:
-        """Look at nothing that was sent so far."""
+        """Skip the check of the numbers sent so far."""
         self._sent = False
 
     def check_sent(self) -> None:
-        """Before the next cast: look at what was sent. The device has had a whole step to do since, so it does not run dry."""
+        """Before the next cast, check the numbers that were sent; the device has had a step of
+        work since.
+        """
         if self._sent:
             self._arrived.synchronize()
             self._sent = False
             self._check(self._pinned)
 
     def _check(self, slots: Tensor) -> None:
-        """RuntimeError on every rank that reduced with ranks in another call; all of them exchange what they do."""
+        """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""
         largest, negated = slots.tolist()
         if largest != -negated:
-            agree(self._group, [], None, what=self._says)
+            validate_across_ranks(self._group, [], None, what=self._says)
             raise RuntimeError(
                 f"the amaxes of a cast were reduced with those of another call: this rank {self._says}; every rank makes the same "
                 "calls in the same order"
@@ -109,7 +125,7 @@ class SameCall:
 
 
 def _digest(says: str) -> int:
-    """One of a few numbers, by a hash that mixes: two calls with one digest in this step have two in the next."""
+    """A number below DIGESTS; calls that collide in one step most likely differ in the next."""
     return hashlib.blake2b(says.encode(), digest_size=1).digest()[0] % DIGESTS
 
 
@@ -123,14 +139,16 @@ def _check_calls(by_rank: list[str]) -> None:
 
 
 def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
-    """What rank 0 gets from `work`, on every rank; what it raises is raised everywhere, as `agree` raises it with `what`."""
+    """Run `work` on rank 0 and return its result on every rank; its error is raised on every
+    rank.
+    """
     result, problem = None, None
     if group.rank == 0:
         try:
             result = work()
         except Exception as error:
             problem = error
-    return agree(group, [], problem, result, what)[0]
+    return validate_across_ranks(group, [], problem, result, what)[0]
 
 
 def _raise_difference(by_rank: list[list[str]]) -> None:

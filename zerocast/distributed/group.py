@@ -1,8 +1,8 @@
-"""Group: the ranks that a cast or an optimizer step spans, with each collective as one call.
+"""Group: the ranks of a cast or an optimizer step, and every collective among them.
 
-Every collective of the package goes through here, so that an error of the transport says which call it belongs to: what was sent,
-in which step of which optimizer. The error keeps its class. gloo may end the process instead (SIGABRT, for sizes that differ
-between ranks), and NCCL's watchdog does: nothing can be said then but what they log.
+All collectives of the package go through here, so that an error of the transport names its tensor,
+step and optimizer; it keeps its class. gloo may end the process instead (SIGABRT, if sizes differ
+between ranks), as NCCL's watchdog does; then only their own logs remain.
 """
 
 import contextlib
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Caller:
-    """Who makes the collectives of a group, for messages; `number` is that of its present step or cast, 0 while it is built."""
+    """The caller of a group's collectives, for messages.
+
+    `number` is the present step or cast, 0 while the caller is being built.
+    """
 
     name: str
     unit: str = "step"
@@ -34,24 +37,24 @@ class Caller:
 
 
 class Flight:
-    """A collective on its way, which `wait` completes."""
+    """A collective in flight, which `wait` completes."""
 
     def __init__(self, work: dist.Work, failing: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._work, self._failing = work, failing
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once, or raise at once."""
+        """True if `wait` would return or raise without waiting."""
         return self._work.is_completed()
 
     def wait(self) -> None:
-        """Until it is complete, for a GPU in the current stream; errors say what was on its way."""
+        """Wait until it is complete, on a GPU in the current stream; errors name the collective."""
         with self._failing():
             self._work.wait()
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, or one process without any; collectives over one rank do nothing."""
+    """A process group, or a single process without one; collectives over one rank do nothing."""
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -60,7 +63,9 @@ class Group:
 
     @staticmethod
     def of(group: "GroupLike") -> "Group":
-        """From a ProcessGroup, a one-dimensional DeviceMesh, or None: the default group if there is one, else one process.
+        """A Group from a ProcessGroup, a one-dimensional DeviceMesh or None.
+
+        None gives the default group if there is one, else a group of this process alone.
 
         Raises ValueError for a mesh of more dimensions and TypeError for anything else.
         """
@@ -82,7 +87,10 @@ class Group:
         return Group(group, rank, dist.get_world_size(group))
 
     def duplicate(self, backend: str | None = None) -> "Group":
-        """The same ranks in a new process group, of this one's backends or of `backend`, with its timeout; all of them call it."""
+        """A new process group of the same ranks with the same timeout; all of them call it.
+
+        It has the same backends, unless `backend` names another.
+        """
         if self.handle is None:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
@@ -91,12 +99,14 @@ class Group:
         return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
     def called_by(self, caller: Caller) -> "Group":
-        """The same ranks, whose errors name the caller, unless they name one already."""
+        """The same group with errors that name the caller, unless they already name one."""
         return self if self.caller else replace(self, caller=caller)
 
     @contextlib.contextmanager
     def failing(self, kind: str, what: str) -> Iterator[None]:
-        """Within, a collective runs: an error of the transport is raised again, of its class, with the name of the collective."""
+        """Re-raise an error of the transport in the body, in its own class, with the
+        collective's name.
+        """
         try:
             yield
         except torch.OutOfMemoryError:
@@ -114,19 +124,19 @@ class Group:
             raise _like(error, text) from error
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """MAX in place. NaN never enters: its result would depend on the rank."""
+        """MAX in place. Callers never pass NaN, with which the result would depend on the rank."""
         if self.size > 1:
             with self.failing("all-reduce", what or _described(tensor)):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
-        """SUM in place, in the order of the communication library."""
+        """SUM in place; the communication library chooses the order of additions."""
         if self.size > 1:
             with self.failing("all-reduce", what or _described(tensor)):
                 dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        """Every rank's value, by rank."""
+        """The values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -139,27 +149,32 @@ class Group:
         if self.size == 1:
             out.copy_(part)
             return None
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+        # renamed in torch 2.13
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         return self._start("all-gather", what or _described(part), all_gather, out, part, async_op=async_op)
 
     def reduce_scatter_mean(self, out: Tensor, full: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
-        """The mean of `full` over the ranks, this rank's slice, added in the order of the communication library."""
+        """Write this rank's slice of the mean of `full` over all ranks to `out`.
+
+        The communication library chooses the order of additions.
+        """
         if self.size == 1:
             out.copy_(full)
             return None
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
+        # renamed in torch 2.13
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         what = what or _described(full)
         return self._start("reduce-scatter", what, reduce_scatter, out, full, dist.ReduceOp.AVG, async_op=async_op)
 
     def all_to_all(self, out: Tensor, full: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
-        """Slice r of `full` to rank r; `out` holds what every rank sent here, by rank."""
+        """Send slice r of `full` to rank r; `out` receives the slices for this rank, by sender."""
         if self.size == 1:
             out.copy_(full)
             return None
         return self._start("all-to-all", what or _described(full), dist.all_to_all_single, out, full, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, what: str = "", root: int = 0) -> None:
-        """The tensor of rank `root` of this group to every rank, in place."""
+        """Overwrite the tensor on every rank with that of rank `root` of this group."""
         if self.size > 1:
             with self.failing("broadcast", what or _described(tensor)):
                 dist.broadcast(tensor, group_src=root, group=self.handle)
@@ -175,7 +190,9 @@ def _described(tensor: Tensor) -> str:
 
 
 def _like(error: Exception, text: str) -> Exception:
-    """An error of the same class, so that handlers find it; RuntimeError for one that is none or takes other arguments."""
+    """An error of the same class with another text; RuntimeError if the class does not allow
+    that.
+    """
     if not isinstance(error, RuntimeError):
         return RuntimeError(text)
     try:
@@ -185,7 +202,7 @@ def _like(error: Exception, text: str) -> Exception:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long its collectives wait, the least of its backends; torch has no public name for it."""
+    """The timeout of a group, the least of its backends; torch has no public function for it."""
     found = []
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)

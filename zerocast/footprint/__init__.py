@@ -1,8 +1,8 @@
-"""Footprint: what a model will take in bytes a rank and bytes a step, before there is any machine to train it on.
+"""Footprint: the bytes of a model on each rank and in each step, without a machine to train it.
 
-Parameters are made on the meta device and laid out by the functions that training uses (`zerocast.formats.layout`,
-`zerocast.optim.bucket`, `zerocast.optim.masters`), so padding and bucket sizes are those of a run. Activations and what the
-allocator and the communication library keep for themselves are left out.
+Parameters are created on the meta device and laid out by the functions that training uses
+(`zerocast.formats.layout`, `zerocast.optim.bucket`), so padding and bucket sizes are those of a
+run. Activations and the reserves of the allocator and the communication library are not included.
 """
 
 from zerocast.footprint.footprint import Footprint, Setup, footprint

@@ -1,11 +1,11 @@
-"""Footprint: the bytes of one rank in memory and on the wire, for one model, format and way to shard."""
+"""Footprint: the bytes of one rank in memory and on the wire for a model, format and sharding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.footprint import fsdp, zero
+from zerocast.footprint import sharding
 from zerocast.footprint.shapes import Parameter
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
@@ -20,7 +20,9 @@ FSDP = ("fsdp2", "hsdp")
 class Setup:
     """How a model is trained on `ranks` data-parallel ranks.
 
-    `parallel` is zero1, zero2, fsdp2 or hsdp, which shards over groups of `shard_ranks` and replicates over the rest.
+    `parallel` is zero1, zero2, fsdp2, or hsdp, which shards over groups of `shard_ranks` and
+    replicates across them. Raises ValueError for an unknown `parallel` and for group sizes that do
+    not divide.
     """
 
     parallel: str = "zero2"
@@ -29,7 +31,7 @@ class Setup:
     config: ZeroConfig = field(default_factory=ZeroConfig)
 
     def __post_init__(self) -> None:
-        """ValueError for what cannot be."""
+        """Raise ValueError for a combination that is impossible."""
         if self.parallel not in (*ZERO, *FSDP):
             raise ValueError(f"parallel is one of {', '.join((*ZERO, *FSDP))}, got {self.parallel!r}")
         if self.ranks < 1:
@@ -40,9 +42,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Footprint:
-    """`memory` in bytes by what they are for, `wire` in bytes that one rank sends in a step by collective.
+    """The bytes of one rank.
 
-    `quantized` of `numel` elements are stored in `format`; `kept` linear weights are bf16 because of their shape.
+    Attributes:
+        format: the format of the linear weights.
+        numel: elements of all parameters.
+        quantized: elements that are stored in `format`.
+        kept: linear weights that stay bf16 because `format` cannot take their shape.
+        memory: bytes by purpose.
+        wire: bytes that one rank sends in a step, by collective.
     """
 
     format: str
@@ -54,17 +62,17 @@ class Footprint:
 
     @property
     def total_memory(self) -> int:
-        """Bytes a rank, between its forward and its backward pass at the most."""
+        """Peak bytes of a rank, which it reaches between the forward and the backward pass."""
         return sum(self.memory.values())
 
     @property
     def total_wire(self) -> int:
-        """Bytes that a rank sends in a step."""
+        """Bytes that one rank sends in a step."""
         return sum(self.wire.values())
 
 
 def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footprint:
-    """What `parameters` take when their linear weights are stored in `fmt`; "bf16" quantizes nothing.
+    """The footprint of `parameters` with linear weights stored in `fmt`; "bf16" quantizes nothing.
 
     Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
     """
@@ -72,10 +80,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     made = [(parameter.name, _on_meta(parameter, spec), parameter.unit) for parameter in parameters]
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, wire = zero.footprint(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, wire = sharding.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, wire = fsdp.footprint(made, shards, setup.ranks // shards, setup.config)
+        memory, wire = sharding.fsdp(made, shards, setup.ranks // shards, setup.config)
     quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(

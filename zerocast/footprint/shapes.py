@@ -1,6 +1,7 @@
-"""The parameters of a model as names and shapes, from the fields of its `config.json` as Hugging Face models have them.
+"""The parameters of a model as names and shapes, from the fields of a Hugging Face `config.json`.
 
-Three published models by name; any dense Llama-like, GPT-2-like or DeepSeek-V3-like config from a file; anything else as a list:
+Three published models are known by name. A file may hold any dense Llama-like, GPT-2-like or
+DeepSeek-V3-like config, or a list of parameters:
 `{"parameters": [{"name": "up", "shape": [4096, 1024], "quantized": true, "count": 12}, ...]}`.
 """
 
@@ -16,14 +17,15 @@ from zerocast.checkpoint.regular_file import read_bounded
 Shape = tuple[int, ...]
 ROOT = -1
 MOST_BYTES = 2**26
-MOST = 250_000  # parameters, so that a misprint ends in an error
+MOST = 250_000  # parameters, so that a typing error in a count is reported
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter; `linear` says that it is the weight of a product inside a block, which a recipe would quantize.
+    """One parameter of a model.
 
-    `unit` numbers the block that it belongs to, ROOT outside of all blocks.
+    `linear` marks the weight of a product inside a block, which a recipe would quantize. `unit` is
+    the number of its block, or ROOT outside of all blocks.
     """
 
     name: str
@@ -66,7 +68,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def read_model(name: str) -> list[Parameter]:
     """The parameters of a preset, or of the config in the JSON file `name`.
 
-    Raises ValueError for a name that is neither, for a file that is no such config, and for one that lacks a field.
+    Raises ValueError for a name that is neither, for a file that is no such config, and for one
+    that lacks a field.
     """
     if name in PRESETS:
         return model_parameters(PRESETS[name])
@@ -84,7 +87,10 @@ def read_model(name: str) -> list[Parameter]:
 
 
 def model_parameters(config: Mapping[str, Any]) -> list[Parameter]:
-    """All parameters in the order of registration. KeyError for a field that is missing, ValueError for an unknown kind."""
+    """All parameters in the order of registration.
+
+    Raises KeyError for a missing field, ValueError for an unknown kind of model.
+    """
     if not isinstance(config, Mapping):
         raise TypeError(f"it holds a {type(config).__name__}")
     if "parameters" in config:
@@ -149,7 +155,7 @@ def _norms(layer: int, width: int, *names: str) -> Iterator[Parameter]:
 def _gpt2(c: Mapping[str, Any]) -> Iterator[Parameter]:
     h = c["n_embd"]
     inner = c.get("n_inner") or 4 * h
-    yield Parameter("wte", (c["vocab_size"], h), linear=False)  # the head is the same parameter
+    yield Parameter("wte", (c["vocab_size"], h), linear=False)  # shared with the head
     yield Parameter("wpe", (c["n_positions"], h), linear=False)
     for layer in range(c["n_layer"]):
         shapes = {"attn.c_attn": (3 * h, h), "attn.c_proj": (h, h), "mlp.c_fc": (inner, h), "mlp.c_proj": (h, inner)}

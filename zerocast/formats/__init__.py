@@ -1,6 +1,7 @@
 """Weight formats as values: one file a format, found by its file name.
 
-A format file defines `build(...) -> FormatSpec`; the keywords of `build` are the options of the format.
+A format file defines `build(...) -> FormatSpec`; the keywords of `build` are the options of the
+format.
 """
 
 import dataclasses
@@ -28,9 +29,10 @@ def format_names() -> tuple[str, ...]:
 def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
     """The format called `name`.
 
-    Options go by keyword, or inline as in ``"fp8_block:power_of_2_scale=False"``, which is also what `str(fmt)` prints. Raises
-    ValueError for an unknown name, an option that this format does not have, or a value outside its range, TypeError for an
-    option of another type.
+    Options go by keyword, or inline as in
+    ``"fp8_block:power_of_2_scale=False"``, which is also what `str(fmt)` prints. Raises ValueError
+    for an unknown name, an option that this format does not have, or a value outside its range,
+    TypeError for an option of another type.
     """
     if isinstance(name, FormatSpec):
         if options:

@@ -1,7 +1,7 @@
-"""The element types a weight's codes can have, as values.
+"""The element types that a weight's codes can have, as values.
 
 Source of the numbers: docs/formats/common.md, the OCP FP8 and MX specifications.
-How a float becomes a code lives with the backends; a value here only names the type.
+The backends implement the encoding; a value here only names the type.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ class Element:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of codes of 8 bits; codes of 4 bits lie two in a byte and have none."""
+        """The torch dtype of 8-bit codes. 4-bit codes are packed two to a byte and have no
+        dtype.
+        """
         return _DTYPES[self.name]
 
 

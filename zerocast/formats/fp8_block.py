@@ -5,7 +5,7 @@ from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
 
 
 def build(element: str = "e4m3", power_of_2_scale: bool = True, amax_epsilon: float = 0.0) -> FormatSpec:
-    """Blockwise FP8; blocks at the right and bottom edge are just smaller."""
+    """Blockwise FP8. Blocks at the right and bottom edges may be smaller than 128x128."""
     return FormatSpec(
         name="fp8_block",
         element=fp8(element),

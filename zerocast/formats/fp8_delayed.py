@@ -1,4 +1,4 @@
-"""fp8_delayed: FP8 with one FP32 scale a tensor, from the amaxes of earlier steps (docs/formats/fp8_delayed.md)."""
+"""fp8_delayed: FP8 with one FP32 scale a tensor, from amaxes of earlier steps (docs/formats)."""
 
 from zerocast.formats.element import fp8
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
@@ -9,7 +9,9 @@ ALGORITHMS = ("max", "most_recent")
 def build(
     element: str = "e4m3", margin: int = 0, amax_history_len: int = 1024, amax_compute_algo: str = "max"
 ) -> FormatSpec:
-    """Per-tensor FP8 scaled by an amax history of `amax_history_len` steps, with `2**-margin` of headroom."""
+    """Per-tensor FP8 scaled by an amax history of `amax_history_len` steps, with `2**-margin` of
+    headroom.
+    """
     if amax_history_len < 1:
         raise ValueError(f"amax_history_len must be at least 1, got {amax_history_len}")
     if amax_compute_algo not in ALGORITHMS:

@@ -4,7 +4,9 @@ from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
 
 
 def build() -> FormatSpec:
-    """High-precision storage, so that mixed models go through the same plan, buffers and collectives."""
+    """Unquantized storage: lets a mixed model use one plan, one set of buffers and one
+    collective.
+    """
     return FormatSpec(
         name="identity",
         element=None,

@@ -1,7 +1,8 @@
-"""Where things lie: shapes, spans, byte ranges and amax grids, for every format alike. Integers only.
+"""Layouts of every format: shapes, spans, byte ranges and amax grids, in integer arithmetic.
 
-Weights of more than two dimensions are matrices `[prod(leading), last]` here. Layouts are those of docs/formats/common.md; every
-storage offset in the project comes from `byte_range`, so ownership in elements and ownership in bytes cannot disagree.
+A weight of more than two dimensions is treated as a matrix `[prod(leading), last]`. The layouts
+are specified in docs/formats/common.md. Every storage offset in the project comes from
+`byte_range`, so ownership in elements and ownership in bytes cannot disagree.
 """
 
 import math
@@ -21,7 +22,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> Block:
-    """(rows, columns) of a weight: leading dimensions are folded into the rows."""
+    """(rows, columns) of a weight, with leading dimensions folded into the rows."""
     *leading, last = shape
     return math.prod(leading), last
 
@@ -43,23 +44,25 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements `[start, stop)` of a row-major weight; an empty span is an ordinary value."""
+    """Elements `[start, stop)` of a row-major weight. A span may be empty."""
 
     start: int
     stop: int
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements in the span."""
         return self.stop - self.start
 
     def intersect(self, other: "Span") -> "Span":
-        """The common elements; empty, at some position, when there are none."""
+        """The span of the elements in both; an empty span at some position when they share none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def boxes(self, shape: Sequence[int]) -> Iterator[tuple[Shape, Shape]]:
-        """Cut the span into (offsets, sizes) boxes of `shape`, in order: at most three for a matrix."""
+        """Cut the span into (offsets, sizes) boxes of `shape`, in order: at most three for a
+        matrix.
+        """
         yield from _boxes(self.start, self.stop, tuple(shape))
 
 
@@ -85,8 +88,8 @@ def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]
 def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes `[first, last)` of the rowwise data that hold `span`; `dtype` is the nominal dtype.
 
-    With 4-bit codes an odd end takes in the whole byte that it shares; an empty span has no byte anywhere. Raises ValueError for a
-    span outside the weight.
+    With 4-bit codes a span that ends inside a byte includes the whole byte. An empty span has no
+    bytes. Raises ValueError for a span outside the weight.
     """
     if not 0 <= span.start <= span.stop <= math.prod(shape):
         raise ValueError(f"span [{span.start}, {span.stop}) is outside a weight of shape {tuple(shape)}")
@@ -96,14 +99,18 @@ def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: torch.d
 
 
 def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
-    """How many amaxes a grid of `block` has, as (down, across)."""
+    """The number of blocks, and so of amaxes, as (down, across); `block` None is the whole
+    tensor.
+    """
     if block is None:
         return 1, 1
     return -(-rows // block[0]), -(-columns // block[1])
 
 
 def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
-    """Number of packed amaxes of a weight in its rowwise grid and in its own columnwise grid, unpadded."""
+    """Number of packed amaxes of a weight in its rowwise grid and in its own columnwise grid,
+    unpadded.
+    """
     if fmt.amax_policy is AmaxPolicy.NONE:
         return 0, 0
     own = fmt.columnwise is Columnwise.OWN_GRID
@@ -123,14 +130,19 @@ class Buffer:
 
 
 def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: torch.dtype) -> Buffer:
-    """`[M, K]` bytes, `[M, K/2]` for 4-bit codes, `[M, K]` of the nominal dtype for identity."""
+    """The rowwise data: u8 `[M, K]`, u8 `[M, K/2]` for 4-bit codes, nominal `[M, K]` for
+    identity.
+    """
     if fmt.element is None:
         return Buffer((rows, columns), dtype)
     return Buffer((rows, columns // fmt.elements_per_byte), torch.uint8)
 
 
 def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """`[K, M]` bytes, `[K, M/2]` for 4-bit codes; mxfp8 keeps `[M, K]`; None where rowwise serves both directions."""
+    """The columnwise data: u8 `[K, M]`, u8 `[K, M/2]` for 4-bit codes, u8 `[M, K]` for mxfp8.
+
+    Returns None where the rowwise data serves both directions.
+    """
     if fmt.columnwise is Columnwise.NONE:
         return None
     if fmt.columnwise is Columnwise.OWN_GRID:
@@ -139,7 +151,10 @@ def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
 
 
 def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """Scale buffer of the rowwise data with its padding, one row of tiles a buffer row except nvfp4, which replicates rows."""
+    """The scale buffer of the rowwise data with its padding, or None for formats without scales.
+
+    A buffer row holds the scales of one row of blocks; nvfp4 repeats it for each row of the tiles.
+    """
     if fmt.scale_rule is ScaleRule.NONE:
         return None
     if fmt.block is None:
@@ -151,7 +166,10 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
 
 
 def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """Scale buffer of the columnwise data: that of the transposed weight, except mxfp8's `[rup(M/32, 4), rup(K, 128)]`."""
+    """The scale buffer of the columnwise data: the rowwise one of the transposed weight.
+
+    mxfp8 has a grid of its own instead, padded to multiples of (4, 128).
+    """
     if fmt.columnwise is Columnwise.NONE:
         return None
     if fmt.columnwise is Columnwise.TRANSPOSE:
@@ -172,7 +190,9 @@ BUFFERS = (
 
 
 def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> dict[str, Buffer | None]:
-    """Every buffer of a weight of this format, by the names in `BUFFERS`; None for those that the format has not."""
+    """Every buffer of a weight by the names in `BUFFERS`; None for a buffer that the format
+    lacks.
+    """
     delayed = fmt.amax_policy is AmaxPolicy.DELAYED
     one = Buffer((1,), torch.float32)
     return {

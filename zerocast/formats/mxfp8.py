@@ -1,11 +1,13 @@
-"""mxfp8: E4M3 with an E8M0 scale for 32 consecutive elements, in each direction (docs/formats/mxfp8.md)."""
+"""mxfp8: E4M3 with an E8M0 scale for 32 elements, in each direction (docs/formats/mxfp8.md)."""
 
 from zerocast.formats.element import E4M3
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
 
 
 def build() -> FormatSpec:
-    """Microscaling FP8; rowwise 1x32 and columnwise 32x1 codes are different casts of the same master."""
+    """Microscaling FP8; rowwise 1x32 and columnwise 32x1 codes are different casts of the same
+    master.
+    """
     return FormatSpec(
         name="mxfp8",
         element=E4M3,

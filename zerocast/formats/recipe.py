@@ -1,4 +1,4 @@
-"""Recipe: which weight gets which format, by glob patterns on parameter names; first match wins."""
+"""Recipe: maps parameter names to formats by glob patterns; the first match wins."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,10 @@ from zerocast.formats import FormatSpec, get_format
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """`Recipe({"*.mlp.*": "nvfp4", "*.attn.*": fmt}, default="identity")`; values are formats or their names."""
+    """A format for each parameter name: `Recipe({"*.mlp.*": "nvfp4"}, default="identity")`.
+
+    Patterns are globs, tried in order; values are FormatSpecs or format names.
+    """
 
     patterns: tuple[tuple[str, FormatSpec], ...]
     default: FormatSpec
@@ -23,7 +26,9 @@ class Recipe:
         return next((fmt for pattern, fmt in self.patterns if fnmatch.fnmatchcase(name, pattern)), self.default)
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a pattern matches none of the names: most likely it is misspelt."""
+        """Raise ValueError if a pattern matches none of the names, which is most likely a
+        misspelling.
+        """
         known = list(names)
         for pattern, _ in self.patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in known):

@@ -1,7 +1,8 @@
 """FormatSpec: everything that distinguishes one weight format from another, as one frozen value.
 
-The stages of every backend are written once against these fields; no stage asks for a format by name.
-A FormatSpec never holds a tensor or a process group, so it hashes, compares, pickles and can be traced.
+The stages of every backend are written once against these fields; no stage asks for a format by
+name. A FormatSpec never holds a tensor or a process group, so it hashes, compares, pickles and can
+be traced.
 """
 
 import enum
@@ -16,7 +17,7 @@ Block = tuple[int, int]
 
 
 class ScaleRule(enum.IntEnum):
-    """How the scales of a weight follow from its amaxes (docs/formats)."""
+    """The rule that computes the scales of a weight from its amaxes (docs/formats)."""
 
     NONE = 0  # identity: no scale
     FP32 = 1  # fp8_max / amax, optionally floored to a power of two; FP32 scale_inv
@@ -25,7 +26,7 @@ class ScaleRule(enum.IntEnum):
 
 
 class Columnwise(enum.IntEnum):
-    """Where the copy that the input-gradient GEMM reads comes from."""
+    """The source of the columnwise copy, which the input-gradient GEMM reads."""
 
     NONE = 0  # the rowwise buffer serves both directions
     TRANSPOSE = 1  # the same codes and scales, transposed after the all-gather
@@ -33,19 +34,23 @@ class Columnwise(enum.IntEnum):
 
 
 class AmaxPolicy(enum.IntEnum):
-    """Which amax scales this step's cast."""
+    """The amax that scales this step's cast."""
 
     NONE = 0
-    CURRENT = 1  # this step's
-    DELAYED = 2  # the history's: this step's amax scales the next cast
+    CURRENT = 1  # the amax of this step
+    DELAYED = 2  # an amax of the history; this step's amax scales the next cast
 
 
 @dataclass(frozen=True)
 class FormatSpec:
     """A weight format as data. Build one with `zerocast.get_format`.
 
-    `block` is the (rows, columns) extent that shares one rowwise scale, None for the whole tensor; `columnwise_block` the same
-    for an own columnwise grid. `multiple` is what rows and columns must be divisible by. `element` None means the nominal dtype.
+    Attributes:
+        element: type of the codes; None stores values of the nominal dtype.
+        block: (rows, columns) that share one rowwise scale; None for the whole tensor.
+        columnwise_block: the same for a columnwise grid of its own; None where there is none.
+        multiple: (rows, columns) of a weight must be divisible by it.
+        key: the text that builds this format, as `str()` returns it.
     """
 
     name: str
@@ -68,17 +73,17 @@ class FormatSpec:
 
     @property
     def bits(self) -> int | None:
-        """Width of a code in bits; None when it is that of the nominal dtype."""
+        """Width of a code in bits, or None where values of the nominal dtype are stored."""
         return self.element.bits if self.element else None
 
     @property
     def elements_per_byte(self) -> int:
-        """2 for 4-bit codes, else 1."""
+        """How many codes a byte holds: 2 for 4-bit codes, else 1."""
         return 2 if self.bits == 4 else 1
 
     @property
     def has_tensor_amax(self) -> bool:
-        """Whether `QuantizedWeight.amax` exists: per-tensor scales and two-level scales have one."""
+        """True if `QuantizedWeight.amax` exists, which per-tensor and two-level scales need."""
         return self.scale_rule is ScaleRule.TWO_LEVEL or (
             self.amax_policy is not AmaxPolicy.NONE and self.block is None
         )

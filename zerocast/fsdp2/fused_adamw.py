@@ -5,7 +5,6 @@ keeps its state under the keys of torch.optim.AdamW, so that checkpoints go from
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +12,63 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.formats import FormatSpec, get_format
+from zerocast.cast.weight_table import TableKey, WeightTable
+from zerocast.formats import get_format
 from zerocast.formats.layout import Span
-from zerocast.fsdp2 import torn
-from zerocast.fsdp2.adam_pass import AdamPass, AdamShard
-from zerocast.fsdp2.amax_group import AmaxGroup
-from zerocast.fsdp2.master_parameter import MasterParameter
+from zerocast.fsdp2.amax_reduction import CastGroup
+from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.prepare import managers_behind
+from zerocast.weight.write_guard import transaction
 
-Kind = tuple[FormatSpec, torch.dtype]
-PLAIN: Kind = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
+PLAIN = get_format("fp8_current"), torch.float32  # a plain parameter takes the same pass; nobody reads its amax
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """The passes that leave their amaxes in an amax group, and the names of the weights in them."""
+class AdamPass:
+    """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for weights of one kind.
 
-    group: AmaxGroup
-    names: frozenset[str]
-    passes: Sequence[AdamPass]
+    FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of its own in the table.
+    """
+
+    def __init__(self, key: TableKey, device: torch.device) -> None:
+        self._table = WeightTable(key, device)
+        self._parameters: list[Any] = []
+        self._exp_avgs: list[Tensor] = []
+        self._exp_avg_sqs: list[Tensor] = []
+
+    def add(
+        self,
+        parameter: Any,
+        master: Tensor,
+        state: Mapping[str, Any],
+        row: int,
+        shape: tuple[int, int],
+        span: Span,
+        place: tuple[int, int],
+    ) -> None:
+        """Append a parameter with its flat local part `master`, the elements `span` of a matrix `shape`.
+
+        `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go, rowwise and of an own
+        columnwise grid.
+        """
+        self._parameters.append(parameter)
+        self._exp_avgs.append(_flat(state["exp_avg"]))
+        self._exp_avg_sqs.append(_flat(state["exp_avg_sq"]))
+        self._table.add_master(master, shape, span, place, row)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def freeze(self) -> "AdamPass":
+        """Put the table on the device."""
+        self._table.freeze()
+        return self
+
+    def run(self, scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
+        """One step of all shards; their amaxes go into `packed`, which holds zeros there."""
+        grads = [_flat(parameter.grad) for parameter in self._parameters]
+        moments = self._exp_avgs, self._exp_avg_sqs
+        self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -63,8 +101,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if len(devices) > 1:
             raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
         self._bound: list[list[int]] = []  # what the tables were made for
-        self._amax_groups: list[AmaxGroup] = []
-        self._casts: list[Any] = []
+        self._cast_groups: list[CastGroup] = []
+        self._managers: list[CastManager] = []
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)  # here, since it imports the compiler
 
     @torch.no_grad()
@@ -77,7 +115,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return self._outside_of_graphs(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        torn.check_whole([self])
+        guard_of(self).check_complete()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,30 +124,31 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self._bound:
             return loss
         self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
-        for casts in self._casts:
-            casts.make_due(self)  # also of a step that raises half-way: all ranks cast before they gather, and are told
-        with torn.writing("an optimizer step", [self, *self._casts]):
+        for manager in self._managers:
+            manager.make_due(self)  # also by a step that raises half-way: all ranks cast before a gather tells them
+        guards = [guard_of(self), *(manager.guard for manager in self._managers)]
+        with transaction(guards, "an optimizer step"):
             self._update()
         return loss
 
     def _update(self) -> None:
         """The device's part of a step."""
-        for casts in self._casts:
-            casts.before_measuring()
+        for manager in self._managers:
+            manager.forget_old_amaxes()
         self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
-        for measured in self._measured:
-            packed = measured.group.measuring(measured.names)
-            for one in measured.passes:
+        for group, names, passes in self._measured:
+            packed = group.amaxes.begin_step(names)
+            for one in passes:
                 one.run(scalars, self._clip, packed)
         for one in self._plain:
             one.run(scalars, self._clip, self._unread)
-        for casts in self._casts:
-            casts.after_measuring()
+        for manager in self._managers:
+            manager.after_step()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
-        torn.check_whole([self])
+        guard_of(self).check_complete()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -122,17 +161,16 @@ class FusedAdamW(torch.optim.Optimizer):
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
         locals_ = [(p, getattr(p, "_local_tensor", p)) for _, p in indexed]
-        all_casts = {id(t.owner.casts): t.owner.casts for _, t in locals_ if isinstance(t, MasterParameter)}
-        for casts in all_casts.values():
-            casts.bind()
-            casts.measuring.add(self)
-        self._casts = list(all_casts.values())
-        groups = [group for casts in self._casts for group in casts.groups]
-        if self._places(locals_) != self._bound or groups != self._amax_groups:
+        self._managers = managers_behind(local for _, local in locals_)
+        for manager in self._managers:
+            manager.bind()
+            manager.measuring.add(self)
+        groups = [group for manager in self._managers for group in manager.cast_groups]
+        if self._places(locals_) != self._bound or groups != self._cast_groups:
             self._bound = []  # whatever raises from here on is begun anew
             self._rows(indexed)
             self._build(locals_, groups)
-            self._amax_groups, self._bound = groups, self._places(locals_)
+            self._cast_groups, self._bound = groups, self._places(locals_)
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[int]]:
         """What the tables depend on: parameters, where they lie, and the tensors of their state."""
@@ -140,14 +178,14 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """A row of scalars for each parameter group and number of steps taken, with a clock that its parameters share."""
-        rows: dict[tuple[int, float], int] = {}
-        self._row = {}
-        for index, parameter in indexed:
-            state = self.state[parameter]
+        states = [self.state[parameter] for _, parameter in indexed]
+        for state, (_, parameter) in zip(states, indexed, strict=True):
             for moment in ("exp_avg", "exp_avg_sq"):
                 if moment not in state:
                     state[moment] = torch.zeros_like(parameter)
-            taken = float(state.get("step", 0.0))
+        rows: dict[tuple[int, float], int] = {}
+        self._row = {}
+        for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
             self._row[parameter] = rows.setdefault((index, taken), len(rows))
         device = indexed[0][1].device if indexed else torch.device("cpu")
         self._clocks = torch.tensor([taken for _, taken in rows], device=device)
@@ -157,42 +195,46 @@ class FusedAdamW(torch.optim.Optimizer):
         self._hyperparameters = Hyperparameters(len(rows), device)
         self._clip = torch.ones(1, device=device)
 
-    def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[AmaxGroup]) -> None:
-        backend = backends.choose(self._clip.device)
-        group_of = {id(weight): group for group in groups for weight in group.weights}
-        plain: list[AdamShard] = []
-        found: dict[int, dict[Kind, list[tuple[str, AdamShard]]]] = {id(group): {} for group in groups}
+    def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
+        device = self._clip.device
+        backend = backends.choose(device)
+        group_of = {weight: group for group in groups for weight in group.weights}
+        measured: dict[CastGroup, dict[TableKey, AdamPass]] = {group: {} for group in groups}
+        names: dict[CastGroup, list[str]] = {group: [] for group in groups}
+        plain = AdamPass(TableKey(backend, *PLAIN), device)
         for parameter, local in locals_:
-            if not isinstance(local, MasterParameter):
-                size = local.numel()
-                if size:
-                    plain.append(self._shard(parameter, local, (1, size), Span(0, size), (len(plain), -1)))
-                continue
-            owner: Any = local.owner
-            weight = owner.shard
-            kinds, place = found[id(group_of[id(weight)])], group_of[id(weight)].places[weight.name]
-            if weight.span.numel:
-                shape = weight.cast_rows, weight.columns
-                shard = self._shard(parameter, weight.master, shape, weight.span, place)
-                kinds.setdefault((weight.format, weight.nominal), []).append((weight.name, shard))
-        self._measured = []
-        for group in groups:
-            kinds = found[id(group)]
-            names = frozenset(name for members in kinds.values() for name, _ in members)
-            passes = [AdamPass(backend, *kind, [shard for _, shard in members]) for kind, members in kinds.items()]
-            self._measured.append(_Measured(group, names, passes))
-        self._plain = [AdamPass(backend, *PLAIN, plain)] if plain else []
-        self._unread = torch.zeros(len(plain), device=self._clip.device)
+            adam, shape, span, place = plain, (1, local.numel()), Span(0, local.numel()), (len(plain), -1)
+            if isinstance(local, MasterParameter):
+                weight, geometry = local.weight, local.weight.geometry
+                group = group_of[weight]
+                shape, span = (geometry.cast_rows, geometry.columns), geometry.span
+                key, place = TableKey(backend, weight.format, geometry.nominal), group.amaxes.places[weight.name]
+                if span.numel:
+                    names[group].append(weight.name)
+                    adam = measured[group].setdefault(key, AdamPass(key, device))
+            if span.numel:
+                master = _plain(local).detach().view(-1)
+                adam.add(parameter, master, self.state[parameter], self._row[parameter], shape, span, place)
+        self._measured = [
+            (group, frozenset(names[group]), [one.freeze() for one in passes.values()])
+            for group, passes in measured.items()
+        ]
+        self._plain = [plain.freeze()] if len(plain) else []
+        self._unread = torch.zeros(len(plain), device=device)
 
-    def _shard(
-        self, parameter: Any, master: Tensor, shape: tuple[int, int], span: Span, place: tuple[int, int]
-    ) -> AdamShard:
-        state = self.state[parameter]
-        exp_avg, exp_avg_sq = (_flat(state[moment]) for moment in ("exp_avg", "exp_avg_sq"))
-        row = self._row[parameter]
-        return AdamShard(
-            master.detach().view(-1), exp_avg, exp_avg_sq, lambda: _flat(parameter.grad), row, shape, span, place
-        )
+
+def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The step number of each state, read from each device at once: the host waits for it."""
+    steps = [state.get("step", 0.0) for state in states]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Tensor):
+            by_device.setdefault(step.device, []).append(index)
+    for indices in by_device.values():
+        read = torch.stack([steps[index].float().view(()) for index in indices]).tolist()
+        for index, step in zip(indices, read, strict=True):
+            steps[index] = step
+    return list(map(float, steps))
 
 
 def _plain(local: Tensor) -> Tensor:

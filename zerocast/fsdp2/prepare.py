@@ -3,19 +3,19 @@
 The life of a prepared parameter:
 
     weight of the model (FP32)
-        │ prepare() wraps it                          master_parameter.py
+        │ prepare() wraps it                          parameter.py
         │ fully_shard() cuts it
         ▼
     DTensor over a MasterParameter: the rows of this rank, FP32
         │ optimizers, clipping and checkpoints see this and nothing else
         │ a step, a load or any other write makes a cast due
         ▼
-    cast of all weights, before the next gather       casts.py, amax_group.py
+    cast of all weights, before the next gather       manager.py, amax_reduction.py
         │ amaxes, one all-reduce, scales, codes of the shard
-        │ fsdp_pre_all_gather: codes, scales, header  master.py, wire.py
+        │ fsdp_pre_all_gather: codes, scales, header  weight.py, gather_layout.py
         ▼
     all-gather of bytes, by FSDP2
-        │ fsdp_post_all_gather                        gathered.py
+        │ fsdp_post_all_gather                        weight.py, gather_status.py
         ▼
     QuantizedWeight over the bytes of all ranks: forward and backward products
         │ resharded: the gathered bytes are freed
@@ -24,7 +24,8 @@ The life of a prepared parameter:
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,16 +37,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from zerocast.formats import FormatSpec
 from zerocast.formats.recipe import Recipe
-from zerocast.fsdp2 import torch_fsdp, torn
-from zerocast.fsdp2.casts import Casts
-from zerocast.fsdp2.left_gathered import LeftGathered
-from zerocast.fsdp2.master import Master
-from zerocast.fsdp2.master_memory import MasterMemory
-from zerocast.fsdp2.master_parameter import MasterParameter
-from zerocast.fsdp2.sources import VerifyEvery
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.torch_fsdp import MasterMemory
+from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.quantize import check_weight
 
-_Ref = weakref.ReferenceType[Casts]  # parameters keep casts alive, and casts know modules
+_Ref = weakref.ReferenceType[CastManager]  # parameters keep managers alive, and managers know modules
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()  # looked for once
 
@@ -85,36 +84,36 @@ def prepare(
     recipe.check_used(weights)
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
-    casts = Casts(model, weight_mesh)
-    chosen: dict[Tensor, Master] = {}
+    manager = CastManager(model, weight_mesh)
+    chosen: dict[Tensor, FSDPWeight] = {}
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
         if fmt.element is None:
             continue
         _check(model, name, parameter, fmt)
         sliced = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-        master = chosen.setdefault(parameter, Master(name, fmt, casts, sliced, one_direction))
-        if master.format != fmt:
-            raise ValueError(f"{name} is shared and its names match two formats, {master.format} and {fmt}")
-    casts.masters = list(chosen.values())
-    casts.memory = MasterMemory({master.name: _local(parameter).numel() for parameter, master in chosen.items()})
-    new = {parameter: _wrap(parameter, master) for parameter, master in chosen.items()}
+        weight = chosen.setdefault(parameter, manager.weight(name, fmt, sliced, one_direction))
+        if weight.format != fmt:
+            raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
+    manager.weights = list(chosen.values())
+    manager.memory = MasterMemory({weight.name: _local(parameter).numel() for parameter, weight in chosen.items()})
+    new = {parameter: _wrap(parameter, weight, manager) for parameter, weight in chosen.items()}
     for module in model.modules():
         held = module.named_parameters(recurse=False, remove_duplicate=False)
         mine = {name: chosen[parameter] for name, parameter in held if parameter in chosen}
         for name in mine:
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
-            module.register_load_state_dict_post_hook(_Loaded(mine))
+            wraps = {name: partial(MasterParameter, weight=weight, manager=manager) for name, weight in mine.items()}
+            module.register_load_state_dict_post_hook(_Loaded(wraps))
             module.register_state_dict_post_hook(_unwrap_whole)
     model.register_state_dict_pre_hook(_before_state_dict)
-    _prepared[model] = weakref.ref(casts)
+    _prepared[model] = weakref.ref(manager)
     _within.clear()
-    left = LeftGathered(casts)
-    model.register_forward_pre_hook(left.before)
-    model.register_forward_hook(left.after)
+    model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.exchange_status))
+    model.register_forward_hook(_OutsideOfGraphs(manager, CastManager.note_left_gathered))
     if verify_every is not None:
-        model.register_forward_pre_hook(VerifyEvery(casts, verify_every))
+        model.register_forward_pre_hook(_OutsideOfGraphs(manager, CastManager.verify_every, verify_every))
     return model
 
 
@@ -123,10 +122,10 @@ def refresh(model: nn.Module) -> None:
 
     For loops that change parameters by hand. ValueError for a model that was not prepared.
     """
-    for casts in casts_of(model):
-        casts.make_due()
-        casts.before_gather()
-        casts.wholeness.check_whole()
+    for manager in managers_of(model):
+        manager.make_due()
+        manager.before_gather()
+        manager.guard.check_complete()
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -136,7 +135,7 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     saved under the key `zerocast` beside model and optimizer, and to be read into. Every rank calls this, since a cast that is
     due is done first. ValueError for a model that was not prepared.
     """
-    return {name: state for casts in casts_of(model) for name, state in casts.delayed().items()}
+    return {name: state for manager in managers_of(model) for name, state in manager.delayed().items()}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -144,14 +143,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
 
     A weight without an entry finds its scale anew, with a warning. ValueError for a model that was not prepared.
     """
-    for casts in casts_of(model):
-        casts.load_delayed(state)
+    for manager in managers_of(model):
+        manager.load_delayed(state)
 
 
 def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
     """Format and nominal dtype of each prepared weight by name; a dtype is known once the model was cast."""
-    masters = [master for casts in casts_of(model) for master in casts.masters]
-    return {master.name: (master.format, master.shard.nominal) for master in masters}
+    weights = [weight for manager in managers_of(model) for weight in manager.weights]
+    return {weight.name: (weight.format, weight.geometry.nominal) for weight in weights}
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -161,17 +160,17 @@ def is_prepared(model: nn.Module) -> bool:
     return bool(_within[model])
 
 
-def casts_of(model: nn.Module) -> list[Casts]:
-    """The casts of the models in `model` that were prepared; ValueError if there are none."""
+def managers_of(model: nn.Module) -> list[CastManager]:
+    """The cast managers of the models in `model` that were prepared; ValueError if there are none."""
     if not is_prepared(model):
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
-    return [casts for casts in (reference() for reference in _within[model]) if casts is not None]
+    return [manager for manager in (reference() for reference in _within[model]) if manager is not None]
 
 
-def casts_behind(parameters: Iterable[Any]) -> list[Casts]:
-    """The casts of the prepared ones among parameters, each once."""
+def managers_behind(parameters: Iterable[Any]) -> list[CastManager]:
+    """The cast managers of the prepared ones among parameters, each once."""
     tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
-    return list({id(t.owner.casts): t.owner.casts for t in tensors if isinstance(t, MasterParameter)}.values())
+    return list({id(t.manager): t.manager for t in tensors if isinstance(t, MasterParameter)}.values())
 
 
 def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
@@ -199,16 +198,38 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _wrap(parameter: Tensor, master: Master) -> nn.Parameter:
+def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Parameter:
     """The parameter over the same memory, its tensor wrapped; under tensor parallelism its local tensor."""
     value = parameter.detach()
     if isinstance(value, DTensor):
-        local = MasterParameter(value.to_local(), master)
+        local = MasterParameter(value.to_local(), weight, manager)
         value = DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return nn.Parameter(MasterParameter(value, master), requires_grad=parameter.requires_grad)
+    return nn.Parameter(MasterParameter(value, weight, manager), requires_grad=parameter.requires_grad)
+
+
+class _OutsideOfGraphs:
+    """A forward hook that calls `method` of a cast manager, as long as there is one. It pickles as one that does nothing."""
+
+    def __init__(
+        self, manager: CastManager | None = None, method: Callable[..., None] | None = None, *args: Any
+    ) -> None:
+        self._manager = None if manager is None else weakref.ref(manager)
+        self._method, self._args = method, args
+        self._run_outside = torch.compiler.disable(self._run)  # here, since it imports the compiler
+
+    def __reduce__(self) -> Any:
+        return _OutsideOfGraphs, ()  # parameters pickle as plain ones
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._run_outside()
+
+    def _run(self) -> None:
+        manager = None if self._manager is None else self._manager()
+        if manager is not None and self._method is not None:
+            self._method(manager, *self._args)
 
 
 class _Loaded:
@@ -217,28 +238,30 @@ class _Loaded:
     Nothing is cast here, since one rank alone may load: the next gather notices what changed.
     """
 
-    def __init__(self, masters: dict[str, Master]) -> None:
-        self._masters = masters
+    def __init__(self, wraps: Mapping[str, Callable[[Tensor], MasterParameter]]) -> None:
+        self._wraps = wraps
 
     def __reduce__(self) -> Any:
         return _Loaded, ({},)  # parameters pickle as plain ones
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        for name, master in self._masters.items():
+        for name, wrap in self._wraps.items():
             parameter: Any = module._parameters[name]
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if isinstance(local, MasterParameter) or parameter is None:
                 continue
             plain = local.detach().to(torch.float32)  # load_state_dict(assign=True) puts other tensors in place
+            wrapped = wrap(plain)
             if isinstance(parameter, DTensor):
-                parameter._local_tensor = MasterParameter(plain, master)
+                parameter._local_tensor = wrapped
             else:
-                module._parameters[name] = nn.Parameter(MasterParameter(plain, master), parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(wrapped, parameter.requires_grad)
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """RuntimeError for masters that something has left half written: they would be saved."""
-    torn.check_whole(casts_of(module))
+    for manager in managers_of(module):
+        manager.guard.check_complete()
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -251,12 +274,12 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """RuntimeError for an optimizer of any class whose state a load has left half written."""
     if not torch.compiler.is_compiling():
-        torn.check_whole([optimizer])
+        guard_of(optimizer).check_complete()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for casts in casts_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        casts.make_due(optimizer)
+    for manager in managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        manager.make_due(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -1,9 +1,15 @@
-"""What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more."""
+"""What zerocast reads of FSDP2's insides, in one place: torch 2.11 and 2.13 differ in a name, other versions may in more.
+
+`MasterMemory` is where the shards lie that FSDP2 allocates.
+"""
 
 import contextlib
 import functools
+import math
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -12,6 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from zerocast.formats.layout import round_up
+
+PIECES = (
+    8  # so that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards taken beforehand
+)
+ALIGNMENT = 64  # elements
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -154,3 +167,100 @@ def replicate_as_plain(kind: type[Tensor]) -> None:
 
 
 _KEY = "_stable_hash_for_caching"
+
+
+class MasterMemory:
+    """The shards of a model's masters side by side in a few tensors, so that a stage is given few, however many weights.
+
+    FSDP2 allocates a shard when it cuts a parameter, and where that was on the meta device when the module is given storage. Both
+    ask the parameter for a tensor like it (`parameter.py`), which comes from here the first time. A shard that is moved later
+    (to another device, by `load_state_dict(assign=True)`) has memory of its own. `sizes` are the elements of whole weights by name.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._waiting = dict(sizes)
+        self._piece = -(-sum(sizes.values()) // PIECES)
+        self._rest: Tensor | None = None
+        self._padded: dict[str, int] = {}  # elements of a shard on the meta device
+
+    def take(self, name: str, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """Zeros f32 `size` for a shard of a weight; None where the weight has its place already, or needs none."""
+        numel = math.prod(size)
+        if device.type == "meta":
+            self._padded[name] = numel
+        if name not in self._waiting or not numel or device.type == "meta" or numel < self._padded.get(name, 0):
+            return None  # a short shard comes again, once FSDP2 pads it
+        place = torch.empty(0, device=device)  # no view of a piece: a write to it is no write to the others
+        room = round_up(numel, ALIGNMENT)
+        if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
+            self._rest = torch.empty(self._next_piece(numel / self._waiting[name], room), device=device)
+        del self._waiting[name]
+        offset, storage = self._rest.storage_offset(), self._rest.untyped_storage()
+        self._rest = self._rest[room:] if self._waiting else None
+        place.set_(storage, offset, (numel,), (1,))
+        return place.zero_().view(tuple(size))
+
+    def _next_piece(self, part: float, least: int) -> int:
+        """Elements of the shards to come, each the same `part` of its weight, until a piece is full."""
+        whole, elements = 0, 0
+        for size in self._waiting.values():
+            if whole >= self._piece:
+                break
+            whole += size
+            elements += round_up(math.ceil(size * part), ALIGNMENT)
+        return max(elements, least)
+
+
+class MasterAddresses:
+    """Addresses and version counters of the masters in `params`, FSDPParams that are referred to weakly.
+
+    They are kept as lists, so that a refresh needs no Python loop over parameters. Masters know of this through their weight,
+    so they are referred to weakly: a view of a master holds its base where the garbage collector does not look, and the two
+    would never be freed.
+    """
+
+    def __init__(self, params: Sequence[Callable[[], Any]]) -> None:
+        self._params = params
+        locals_ = list(map(_local_tensor, [param() for param in self._params]))
+        plains = [local.plain for local in locals_]
+        self._locals = list(map(weakref.ref, locals_))
+        self._addresses = list(map(Tensor.data_ptr, plains))
+        self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
+        self.note()
+
+    def moved(self) -> bool:
+        """Whether a parameter was replaced since, or its memory."""
+        found = list(map(_local_tensor, [param() for param in self._params]))
+        same = all(map(operator.is_, found, [local() for local in self._locals]))
+        return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
+
+    def note(self) -> None:
+        """Writes that autograd has counted so far were cast. Dispatch sees all but those of compiled functions, which it counts."""
+        self._counted = self._count()
+
+    def any_written(self) -> bool:
+        """Whether autograd has counted a write since."""
+        return self._count() != self._counted
+
+    def is_written(self, index: int) -> bool:
+        """Whether autograd has counted a write to one master since, the `index`-th."""
+        counted = _versions([counters[index] for counters in self._counters])
+        return counted != [versions[index] for versions in self._counted]
+
+    def _count(self) -> list[list[int]]:
+        return [_versions(counters) for counters in self._counters]
+
+
+_local_tensor: Callable[[Any], Any] = operator.attrgetter("sharded_param._local_tensor")
+_plain: Callable[[Any], Any] = operator.attrgetter("plain")
+_uncounted = torch.empty(0)
+
+
+def _versions(tensors: Sequence[Callable[[], Tensor | None]]) -> list[int]:
+    """The version counters; -1 of a tensor that is no more, which another has replaced."""
+    return [-1 if (tensor := reference()) is None else tensor._version for reference in tensors]
+
+
+def _counting(tensor: Tensor) -> Tensor:
+    """The tensor, or one that stays as it is in place of one for which autograd counts nothing."""
+    return _uncounted if tensor.is_inference() else tensor

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
-from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.backends.extension import typed
+from zerocast.backends.extension import typed, why_no_kernels
 from zerocast.formats import Element
 
 ALIGNMENT = 16

@@ -23,9 +23,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from zerocast import backends
 from zerocast.backends import ops
-from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
 from zerocast.backends.reference.codec import encode, pack
-from zerocast.backends.reference.scales import ONE_2688TH, encode_scales, stored_scales
+from zerocast.backends.reference.scales import ONE_2688TH, block_amax, encode_scales, expand, fill_scales, stored_scales
 from zerocast.formats import Block, Element, FormatSpec, get_format
 from zerocast.formats.layout import rowwise_scale_inv
 

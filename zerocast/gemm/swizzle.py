@@ -25,7 +25,7 @@ def of_weight(weight: Any, columnwise: bool) -> Tensor:
     """
     _, scale_inv = weight.direction(columnwise)
     turned = columnwise and weight.format.columnwise is Columnwise.OWN_GRID
-    made: Tensor = weight.state.once_a_cast(
+    made: Tensor = weight.state.cached_per_cast(
         ("swizzled", columnwise), lambda: swizzle(scale_inv.t().contiguous() if turned else scale_inv)
     )
     return made

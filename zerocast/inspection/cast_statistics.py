@@ -1,6 +1,7 @@
-"""CastStatistics: what a format makes of one master, counted piece by piece, in the arithmetic of the reference backend.
+"""CastStatistics: the effect of a format on one master, computed by the reference backend.
 
-A piece is a million elements or 128 rows, whichever is more; formats with a tensor amax read the weight twice.
+The master is read in pieces of a million elements or 128 rows, whichever is more. A format with a
+tensor amax reads it twice.
 """
 
 from collections.abc import Iterator
@@ -9,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.blocks import block_amax, expand
 from zerocast.backends.reference.codec import decode, encode, round_nominal
-from zerocast.backends.reference.scales import decode_scales, encode_scales, stored_scales
+from zerocast.backends.reference.scales import block_amax, decode_scales, encode_scales, expand, stored_scales
 from zerocast.checkpoint.sources import TensorSource
 from zerocast.checkpoint.sources.source import pieces, read_span
 from zerocast.formats import AmaxPolicy, FormatSpec
@@ -20,17 +20,22 @@ from zerocast.formats.layout import matrix_shape
 ROWS = 128  # a multiple of every block's rows
 LOWEST = -149  # floor(log2) of the smallest f32
 BINADES = 127 - LOWEST + 1
-# Beyond its limit, to round to nearest an element would need a larger code than there is.
+# A scaled value beyond its limit would round to a larger code than the element has.
 LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}
 
 
 @dataclass(frozen=True)
 class CastStatistics:
-    """One tensor, and one cast of it if `format` is one.
+    """Statistics of one tensor and, if it has a format, of its cast.
 
-    Shares are of all elements: `saturated` would round beyond the largest code of their block, `flushed` are not zero and decode to
-    zero. `error` is the Frobenius norm of (cast - master) over that of the master, finite elements only. `masters` and `casts`
-    count nonzero finite values by power of two, from 2**LOWEST on.
+    Attributes:
+        zeros: share of the elements that are zero.
+        nonfinite: number of elements that are NaN or Inf.
+        saturated: share that would round beyond the largest code of its block.
+        flushed: share that is not zero and decodes to zero.
+        error: Frobenius norm of (cast - master) over that of the master, finite elements only.
+        masters: nonzero finite elements of the master by power of two, from 2**LOWEST on.
+        casts: the same for the decoded cast.
     """
 
     name: str
@@ -78,10 +83,10 @@ def measure(
     scale: Tensor | None = None,
     name: str = "",
 ) -> CastStatistics:
-    """Statistics of the tensor `key`, and of its cast to `fmt` by way of the nominal dtype.
+    """Statistics of the tensor `key`, and of its cast to `fmt` through the nominal dtype.
 
-    `scale`, f32[1], is that of the last cast of a delayed format; without it the one that its amax would give. The shape must be
-    one that the format takes.
+    `scale`, f32[1], is the scale of the last cast of a delayed format; without it the tensor's own
+    amax gives one. The format must take the shape of the tensor.
     """
     entry, sums = source.entries[key], _Sums()
     shape = matrix_shape(entry.shape or (1,))
@@ -112,7 +117,7 @@ def measure(
 
 
 def binades(values: Tensor) -> Tensor:
-    """How many of some finite values lie in each power of two; zeros in none."""
+    """int64[BINADES]: how many finite values lie in each power of two; zeros are not counted."""
     exponents = torch.frexp(values[values != 0].double()).exponent - 1
     return torch.bincount(exponents - LOWEST, minlength=BINADES)[:BINADES]
 
@@ -127,7 +132,7 @@ def _amax(x: Tensor, nominal: torch.dtype) -> Tensor:
 
 
 def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """As the history of one amax would have it (docs/formats/fp8_delayed.md)."""
+    """The scale after a history of this one amax (docs/formats/fp8_delayed.md)."""
     assert fmt.element
     known = (amax > 0) & amax.isfinite()
     seeded = torch.full_like(amax, fmt.element.max * 2.0**-fmt.margin) / amax
@@ -135,7 +140,7 @@ def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def _cast(fmt: FormatSpec, x: Tensor, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(what is encoded, what that decodes to), f32 matrices."""
+    """(scaled values before encoding, decoded values), f32 matrices."""
     assert fmt.element
     grid = block_amax(x, fmt.block) if fmt.block else amax
     assert grid is not None

@@ -1,4 +1,4 @@
-"""Contents: what is in a checkpoint, or in any other source of masters, by what it is for."""
+"""Contents: the masters and other tensors of a checkpoint, or of any other source of masters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +16,13 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Contents:
-    """A source with the names of its masters.
+    """A source and the names of its masters.
 
-    `masters` maps a parameter's name to its key in the source; `other` counts (tensors, bytes) of the rest by the first part of
-    its name. `manifest` is None where there is none, and then no file was checked.
+    Attributes:
+        source: the opened source.
+        masters: key in the source by parameter name.
+        other: (tensors, bytes) of all other tensors, by the first part of their names.
+        manifest: None if there is none, and then no file was checked.
     """
 
     source: TensorSource
@@ -29,7 +32,10 @@ class Contents:
 
     @staticmethod
     def of(path: Path) -> "Contents":
-        """Opens what is at a path; files with hashes are compared with them first. Errors as of `open_source`."""
+        """Open a path, after comparing its files with their hashes if it has a manifest.
+
+        Raises like `open_source`, and ValueError for a file that differs from its hash.
+        """
         manifest = Manifest.read(path)
         if manifest is not None:
             check_files(path, ONE_PROCESS)
@@ -46,29 +52,31 @@ class Contents:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """The masters by parameter name; what no master can be made of is left out."""
+        """The masters by parameter name, without those of dtypes that FP32 cannot hold."""
         found = {name: self.source.entries[key] for name, key in self.masters.items()}
         return {name: entry for name, entry in found.items() if entry.dtype in HIGH_PRECISION}
 
     @property
     def stored(self) -> Mapping[str, Stored]:
-        """The formats that the optimizer had when it was saved."""
+        """The formats that the weights had when the checkpoint was saved."""
         return self.manifest.formats if self.manifest else {}
 
     @property
     def step(self) -> int | None:
-        """How many steps were taken; None where nothing says so."""
+        """The number of optimizer steps taken, or None if the source has no such record."""
         steps = (key for key in self.source.entries if key.startswith("optim.state.") and key.endswith(".step"))
         key = next(steps, None)
         return None if key is None else int(self.source.read(key, (), ()))
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """The scale of the live bytes of a weight with delayed scaling, f32[1]."""
+        """f32[1], the scale of the last cast of a weight with delayed scaling; None if not
+        stored.
+        """
         key = f"zerocast.{name}.cast_scale"
         return self.source.read(key, (0,), (1,)) if key in self.source.entries else None
 
 
 def nbytes_of(entry: Entry) -> int:
-    """Bytes of a tensor; 0 for a dtype that torch has not."""
+    """The size of a tensor in bytes; 0 for a dtype that torch lacks."""
     dtype = getattr(torch, entry.dtype, None)
     return entry.numel * dtype.itemsize if isinstance(dtype, torch.dtype) else 0

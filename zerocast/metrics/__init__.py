@@ -1,12 +1,11 @@
-"""Numbers while training: what casts do to the weights, where the time of a step goes, and what it sends.
+"""Metrics during training: the effect of casts on weights, step times and collective traffic.
 
-A `Meter` looks at every so many steps and leaves the others alone. README.md says what each number is and what it costs.
+A `Meter` measures one step in so many and leaves the others alone. README.md defines each number
+and its cost.
 """
 
-from zerocast.metrics.cast_counts import CastCounts
-from zerocast.metrics.cast_meter import CastMeter
-from zerocast.metrics.meter import NOT_MEASURED, Measurement, Meter
-from zerocast.metrics.sample import Sample
+from zerocast.metrics.cast_meter import CastCounts, CastMeter
+from zerocast.metrics.meter import NOT_MEASURED, Measurement, Meter, Sample
 from zerocast.metrics.step_trace import StepTrace, TrafficCounter
 
 __all__ = ["NOT_MEASURED", "CastCounts", "CastMeter", "Measurement", "Meter", "Sample", "StepTrace", "TrafficCounter"]

@@ -1,11 +1,14 @@
-"""CastMeter: what the last cast did to every quantized weight, from the masters owned here and the bytes that were cast from them.
+"""CastMeter: what the last cast did to every quantized weight, element by element.
 
-A rank looks at its own elements only; one all-gather of eight numbers a weight and rank makes the sums known to all. Between
-two looks nothing is done at all. To tell which codes have not moved since the last look, a rank keeps a copy of those that it
-owns: 1 byte an element of its shard, half of that for nvfp4. Under FSDP2 a look gathers one group of parameters after another.
+A rank reads its own elements only; one all-gather of eight numbers a weight and rank makes the sums
+known to all ranks. Nothing runs between two measurements. To find codes that have not changed since
+the last one, a rank keeps a copy of those that it owns: 1 byte an element of its shard, half of
+that for nvfp4. Under FSDP2 a measurement gathers one group of parameters after another.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -14,23 +17,77 @@ from torch import Tensor
 from zerocast.distributed.group import Group
 from zerocast.formats import Element
 from zerocast.formats.layout import Span
-from zerocast.metrics.cast_counts import CastCounts
 from zerocast.metrics.owned_part import OwnedPart, largest_code, overshoot
-from zerocast.verification.master_views import MasterSource, owners_of
+from zerocast.verification.master_views import MasterViews, owners_of
+
+
+@dataclass(frozen=True)
+class CastCounts:
+    """Counts over masters m and their decoded values y; sums, so that parts can be added up.
+
+    Attributes:
+        elements: the number of masters.
+        nonfinite: masters that are NaN or Inf.
+        saturated: masters above the largest value of their block by more than half of its last
+            step, so clipped and not rounded.
+        flushed: nonzero masters that decode to zero.
+        unchanged: elements with the same code as at the previous measurement.
+        square_error: sum of (y - m)**2 over finite masters.
+        square_sum: sum of m**2 over finite masters.
+        amax: the largest |m|; NaN is ignored.
+    """
+
+    elements: int = 0
+    nonfinite: int = 0
+    saturated: int = 0
+    flushed: int = 0
+    unchanged: int = 0
+    square_error: float = 0.0
+    square_sum: float = 0.0
+    amax: float = 0.0
+
+    @staticmethod
+    def together(parts: Iterable["CastCounts"]) -> "CastCounts":
+        """The counts of all parts together: sums in their order, and the largest amax."""
+        columns = list(zip(*map(astuple, parts), strict=True))
+        values = [*map(sum, columns[:-1]), max(columns[-1])] if columns else []
+        return CastCounts(*values)
+
+    @property
+    def cast_error(self) -> float:
+        """The relative error of the cast, sqrt(sum (y - m)**2 / sum m**2)."""
+        return math.sqrt(self.square_error / self.square_sum) if self.square_sum else 0.0
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers to log: shares in percent, the relative error, the amax and the number of
+        nonfinite.
+        """
+        share = 100.0 / max(self.elements, 1)
+        return {
+            "saturated_percent": share * self.saturated,
+            "flushed_percent": share * self.flushed,
+            "unchanged_percent": share * self.unchanged,
+            "cast_error": self.cast_error,
+            "amax": self.amax,
+            "nonfinite": self.nonfinite,
+        }
+
 
 FIELDS = len(CastCounts.__dataclass_fields__)
 
 
 class CastMeter:
-    """Counts over the quantized weights of whoever owns their masters; takes what `zerocast.verify` takes.
+    """Counts over the quantized weights of an owner of masters; takes what `zerocast.verify` takes.
 
-    All ranks of the owner's group make one, and `measure` together. `identity` weights have no codes and are left out.
+    All ranks of the owner's group construct one and call `measure` together. Weights of format
+    `identity` have no codes and are left out.
 
     Attributes:
-        gathered_into: what a gather of the weights writes to; None where a step gathers into other memory (FSDP2).
-        device: where the weights are.
+        gathered_into: the buffers that a gather of the weights writes to; None under FSDP2, where a
+            step gathers into temporary memory.
+        device: the device of the weights.
 
-    Raises TypeError for what owns no masters.
+    Raises TypeError for an object that owns no masters.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -47,16 +104,18 @@ class CastMeter:
 
     @property
     def gathered_into(self) -> list[Tensor] | None:
-        """Buffers of the weights where they are now. Nothing is gathered for it, since that is what is measured."""
+        """The present buffers of the weights; reading them starts no gather, as gathers are
+        measured.
+        """
         if self._transient:
             return None
         held = [buffers[name] for buffers in self._buffers for name in ("rowwise_data", "columnwise_data")]
         return [tensor for tensor in held if tensor is not None]
 
-    def _sources(self) -> Iterator[MasterSource]:
+    def _sources(self) -> Iterator[MasterViews]:
         self._buffers = []
         for owner in self._owners:
-            for source in owner.master_sources():
+            for source in owner.master_views():
                 self._transient |= source.transient
                 if not source.transient:
                     self._buffers += [owned.weight.state.buffers for owned in source.masters]
@@ -64,7 +123,10 @@ class CastMeter:
 
     @torch.no_grad()
     def measure(self) -> dict[str, CastCounts]:
-        """By name of the weight, over all ranks; on all of them alike. Waits for the device, and for gathers in flight."""
+        """Counts by weight name over all ranks, the same on every rank.
+
+        Waits for the device and for gathers in flight.
+        """
         counts: dict[str, CastCounts] = {}
         for source in self._sources():
             for group, parts in _by_group(source):
@@ -82,14 +144,17 @@ class CastMeter:
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
 
 
-def _parts(source: MasterSource) -> dict[str, OwnedPart]:
-    """The quantized weights by name, or by number where the owner knows no names."""
+def _parts(source: MasterViews) -> dict[str, OwnedPart]:
+    """The quantized weights by name, or by number if the owner knows no names."""
     quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
     return {owned.name or str(index): OwnedPart(owned) for index, owned in enumerate(quantized)}
 
 
-def _by_group(source: MasterSource) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
-    """Who owns elements of which: slices of tensor parallelism add up over the ranks of all slices."""
+def _by_group(source: MasterViews) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
+    """The weights by the group over which their counts add up.
+
+    Slices of tensor parallelism add up over the ranks of all slices.
+    """
     parts = _parts(source)
     whole = {name: part for name, part in parts.items() if part.owned.slices is None}
     if whole:
@@ -105,7 +170,7 @@ def _counts(row: list[float]) -> CastCounts:
 
 
 def _count(part: OwnedPart, before: Tensor) -> Tensor:
-    """One weight's `CastCounts` of what is owned here, f64[FIELDS] on the device."""
+    """The `CastCounts` of one weight's owned elements, as f64[FIELDS] on the device."""
     total = torch.zeros(FIELDS, dtype=torch.float64, device=before.device)
     data = part.data()
     for piece in part.pieces():

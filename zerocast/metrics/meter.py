@@ -1,24 +1,55 @@
-"""Meter: measures one training step in so many, and leaves the others alone."""
+"""Meter: measures one training step in so many; a Sample holds the numbers."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zerocast.metrics.cast_meter import CastMeter
-from zerocast.metrics.sample import Sample
+from zerocast.metrics.cast_meter import CastCounts, CastMeter
 from zerocast.metrics.step_trace import StepTrace
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The numbers of one measured step.
+
+    Attributes:
+        weights: counts of each quantized weight by its name, over all ranks.
+        milliseconds: times by phase and stage on this rank (`StepTrace.milliseconds`).
+        nbytes: bytes of this rank's collectives by operation (`TrafficCounter`).
+    """
+
+    weights: Mapping[str, CastCounts]
+    milliseconds: Mapping[str, float]
+    nbytes: Mapping[str, int]
+
+    @property
+    def together(self) -> CastCounts:
+        """The counts of all weights together."""
+        return CastCounts.together(self.weights.values())
+
+    def scalars(self) -> dict[str, float]:
+        """Flat names and numbers for TensorBoard: counts of all weights, `ms/...` and
+        `bytes/...`.
+        """
+        counts = self.together.scalars() if self.weights else {}
+        times = {f"ms/{name}": value for name, value in self.milliseconds.items()}
+        return {**counts, **times, **{f"bytes/{name}": value for name, value in self.nbytes.items()}}
+
+    def by_weight(self) -> dict[str, dict[str, float]]:
+        """The counts of each weight, by its name."""
+        return {name: counts.scalars() for name, counts in self.weights.items()}
 
 
 @dataclass
 class Measurement:
-    """One step, measured or not. `sample` is there after a measured step, and None otherwise."""
+    """One step; `sample` is set after a measured step and stays None otherwise."""
 
     _trace: StepTrace | None = None
     sample: Sample | None = None
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Take the time of what runs within as that of phase `name`; nothing on a step that is not measured."""
+        """Time the body as phase `name`; does nothing on a step that is not measured."""
         return self._trace.phase(name) if self._trace else contextlib.nullcontext()
 
 
@@ -26,7 +57,7 @@ NOT_MEASURED = Measurement()
 
 
 class Meter:
-    """Every `every`-th step: counts of all quantized weights, time of phases and stages, bytes of collectives.
+    """Measures every `every`-th step: counts of weights, times of phases and stages, bytes sent.
 
         meter = zerocast.metrics.Meter(optimizer, every=100)
         for batch in batches:
@@ -39,13 +70,13 @@ class Meter:
                 log(measured.sample.scalars())
 
     Args:
-        owner: what `zerocast.verify` takes: a ZeroAdamW, a plan, a model or an optimizer under `zerocast.fsdp2`, what `attach` of a
-            host returns.
-        every: steps between two measurements; the `unchanged` codes are those that stayed what they were so long.
+        owner: an owner of masters, as for `zerocast.verify`: a ZeroAdamW, a plan, a model or an
+            optimizer under `zerocast.fsdp2`, or the result of a host's `attach`.
+        every: steps between two measurements, over which `unchanged` codes are counted.
 
-    All ranks of the owner's group make one and take the same steps with it: a measurement ends with one small all-gather. On the
-    steps between nothing runs, nothing is sent and nothing waits for the device. Raises ValueError for `every` below 1, TypeError
-    for what owns no masters.
+    All ranks of the owner's group construct one and take the same steps with it: a measurement ends
+    with one small all-gather. Other steps run nothing, send nothing and never wait for the device.
+    Raises ValueError for `every` below 1, TypeError for an object that owns no masters.
     """
 
     def __init__(self, owner: Any, every: int = 100) -> None:
@@ -56,7 +87,7 @@ class Meter:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[Measurement]:
-        """One training step, the optimizer's step included."""
+        """Run one training step in the body, including the optimizer's step."""
         self._steps += 1
         if self._steps % self._every:
             yield Measurement()

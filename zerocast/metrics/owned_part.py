@@ -1,4 +1,4 @@
-"""OwnedPart: the elements of one weight that this rank owns the masters of, in pieces, as masters, as codes and as values."""
+"""OwnedPart: the owned elements of a weight, as masters, as codes and as decoded values."""
 
 import functools
 from collections.abc import Iterator
@@ -13,37 +13,39 @@ from zerocast.backends import ops
 from zerocast.backends.reference.codec import decode, encode, unpack
 from zerocast.formats import Element, ScaleRule
 from zerocast.formats.layout import Span, byte_range, round_up
-from zerocast.verification.master_views import OwnedMaster
+from zerocast.verification.master_views import MasterView
 
-PIECE = 2**20  # elements: a look at a weight needs some ten times as many bytes beside it, whatever its size
+PIECE = 2**20  # elements; a measurement needs about ten times as many bytes of memory
 
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """A quantized weight with the masters owned here. Reading its bytes waits for a gather in flight."""
+    """A quantized weight and its owned masters; reading its bytes waits for a gather in flight."""
 
-    owned: OwnedMaster
+    owned: MasterView
 
     @property
     def numel(self) -> int:
-        """Owned elements."""
+        """The number of elements owned here."""
         return 0 if self.owned.master is None else self.owned.span.numel
 
     @cached_property
     def element(self) -> Element:
-        """The type of a code."""
+        """The element type of the codes."""
         element = self.owned.weight.format.element
         assert element is not None, self.owned.name
         return element
 
     def data(self) -> Tensor:
-        """The bytes that hold the owned codes, as a view; 4-bit codes at the ends may share theirs with a neighbour."""
+        """A view of the bytes with the owned codes; a byte at an end may also hold another
+        rank's code.
+        """
         weight = self.owned.weight
         first, last = byte_range(weight.format, weight.matrix_shape, self._span, weight.dtype)
         return weight.rowwise_data.view(-1)[first:last]
 
     def pieces(self) -> Iterator[Span]:
-        """Spans of the weight that end at whole rows of blocks, but at the ends of what is owned."""
+        """Cut the owned span at whole rows of blocks into pieces of about PIECE elements."""
         rows, columns = self.owned.weight.matrix_shape
         height = self._block_rows
         step = max(1, PIECE // (columns * height)) * height
@@ -54,13 +56,15 @@ class OwnedPart:
                 yield piece
 
     def master(self, piece: Span) -> Tensor:
-        """FP32 masters, flat."""
+        """The masters of a piece, flat, as f32."""
         assert self.owned.master is not None
         start = piece.start - self._span.start
         return self.owned.master.detach()[start : start + piece.numel].float()
 
     def codes(self, piece: Span, data: Tensor) -> Tensor:
-        """Codes out of `data`, bytes as `data()` gives them; flat uint8, one a byte."""
+        """The codes of a piece, flat uint8, one a byte; `data` is bytes as `data()` returns
+        them.
+        """
         if self.owned.weight.format.elements_per_byte == 1:
             start = piece.start - self._span.start
             return data[start : start + piece.numel]
@@ -69,13 +73,13 @@ class OwnedPart:
         return both[piece.start % 2 : piece.start % 2 + piece.numel]
 
     def values(self, piece: Span) -> Tensor:
-        """What the codes stand for, f32, flat."""
+        """The decoded values of a piece, flat, as f32."""
         weight = self.owned.weight
         rows, columns = weight.matrix_shape
         first = piece.start // columns // self._block_rows * self._block_rows
         last = min(rows, round_up(piece.stop, columns) // columns)
         scale = weight.rowwise_scale_inv
-        if scale is not None and weight.format.block:  # FP32 scales have a row a block row, others a row a row
+        if scale is not None and weight.format.block:  # FP32 scales: a row for each block row
             scale = scale[first // (self._block_rows if weight.format.scale_rule is ScaleRule.FP32 else 1) :]
         data, backend = weight.rowwise_data[first:last], backends.choose(weight.device)
         fixed = weight.amax, last - first, columns, False, torch.float32
@@ -95,13 +99,13 @@ class OwnedPart:
 
 @functools.cache
 def largest_code(element: Element) -> int:
-    """The code of the largest finite value."""
+    """The code of the largest finite value of an element."""
     return int(encode(element, torch.tensor([element.max])))
 
 
 @functools.cache
 def overshoot(element: Element) -> float:
-    """The largest value and half of the step below it, over the largest value: what is further out was clipped."""
+    """The factor above the largest value beyond which a value is clipped rather than rounded."""
     top = largest_code(element)
     below, largest = decode(element, torch.tensor([top - 1, top], dtype=torch.uint8)).tolist()
     return 1.0 + 0.5 * float(largest - below) / float(largest)

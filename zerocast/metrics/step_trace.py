@@ -1,11 +1,14 @@
-"""What a step sends, and where its time goes, seen at torch's dispatcher: whoever calls an operator, it passes there.
+"""StepTrace: where the time of a step goes and what it sends, observed at torch's dispatcher.
 
-A mode of the dispatcher slows every operator down a little, so it is entered for single steps only.
+A dispatch mode sees every operator, whoever calls it. It slows each operator down a little, so it
+is entered for single steps only.
 """
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +17,49 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerocast.metrics.clock import Clock
+Moment = torch.cuda.Event | float
+
+
+class Clock:
+    """Marks on the timeline of a device; each label has the time up to the next mark.
+
+    On a GPU the marks are CUDA events, which nothing waits for until times are read; otherwise they
+    are times of the calling thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Moment]] = []
+
+    def mark(self, label: str) -> None:
+        """End the previous label and begin `label`."""
+        self._marks.append((label, self._now()))
+
+    def milliseconds(self) -> dict[str, float]:
+        """The total time of each label; waits for the device. The last mark only ends the one
+        before.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        times: dict[str, float] = {}
+        for (label, start), (_, end) in pairwise(self._marks):
+            times[label] = times.get(label, 0.0) + _between(start, end)
+        return times
+
+    def _now(self) -> Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _between(start: Moment, end: Moment) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        return 1e3 * (float(end) - float(start))  # type: ignore[arg-type]
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
+
 
 STAGES = {
     "zerocast::adam_amax": "adam",
@@ -32,11 +77,12 @@ GATHER, REST = "all_gather", "rest"
 
 
 class TrafficCounter(TorchDispatchMode):
-    """While entered, adds up the bytes of the collectives that this process issues, by what they are for.
+    """While entered, adds up the bytes of this process's collectives by operation.
 
-    The size of a collective is its full-size side: what an all-gather puts out, what a reduce-scatter takes in, this rank's own
-    part included (a ring sends (n - 1) / n of it). All-gathers into the storages of `weights`, or all if that is None, are
-    `weight_gather`, the rest goes by the name of its operation.
+    The size of a collective is that of its full side: the output of an all-gather, the input of a
+    reduce-scatter, this rank's part included (a ring sends (n - 1) / n of it). All-gathers into the
+    storages of `weights`, or all of them if `weights` is None, count as `weight_gather`; all others
+    count under the name of the operation.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None) -> None:
@@ -47,7 +93,7 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run `func`, and count it if it is a collective."""
+        """Run `func` and count its bytes if it is a collective."""
         if func.namespace == "c10d":
             self._count(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
@@ -62,11 +108,12 @@ class TrafficCounter(TorchDispatchMode):
 
 
 class StepTrace(TrafficCounter):
-    """Counts as its base does, and takes the time of phases that the caller names and of the stages of a cast within them.
+    """A TrafficCounter that also times the caller's phases and the stages of a cast within them.
 
-    A stage ends with its operator; but a collective goes on after it was issued, so what passes until the next stage begins counts
-    as the collective's if it was waited for there. Of the all-gather that is taken for granted, since nothing else is left to do;
-    without `weights`, as under FSDP2, it runs beside the passes and is no stage.
+    A stage ends with its operator, except that a collective continues after its call: the time
+    until the next stage counts as the collective's if it is waited for there. The all-gather is
+    assumed to be waited for, since no work is left at that point. Without `weights`, as under
+    FSDP2, it overlaps the passes and is no stage.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None, device: torch.device) -> None:
@@ -77,7 +124,7 @@ class StepTrace(TrafficCounter):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run `func`, and take its time if it is a stage."""
+        """Run `func` and time it if it is a stage."""
         stage = self._stages.get(func._schema.name)
         if stage is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -91,7 +138,7 @@ class StepTrace(TrafficCounter):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs within is phase `name`, and what runs in it of no stage is the rest of it; phases do not nest."""
+        """Time the body as phase `name`. Phases do not nest: RuntimeError."""
         if self._phase:
             raise RuntimeError(f"phase {name} begins within phase {self._phase}: phases follow each other")
         self._phase = name
@@ -112,7 +159,9 @@ class StepTrace(TrafficCounter):
         self._clock.mark(REST)
 
     def milliseconds(self) -> dict[str, float]:
-        """By phase, by stage within a phase (`step/adam`), and in all; waits for the device."""
+        """Times by phase, by stage within a phase (`step/adam`) and in `total`; waits for the
+        device.
+        """
         found = self._clock.milliseconds()
         times = {"total": sum(found.values())}
         for label, value in found.items():

@@ -2,8 +2,8 @@
 
 from zerocast.checkpoint.checkpoint import load, save
 from zerocast.checkpoint.checkpoints import Checkpoints
-from zerocast.optim.averages import EMA
 from zerocast.optim.config import ZeroConfig
+from zerocast.optim.ema import EMA
 from zerocast.optim.load_masters import load_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
 

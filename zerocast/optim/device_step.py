@@ -1,12 +1,17 @@
-"""DeviceStep: what of an optimizer step runs on the device, from this rank's reduced gradients to cast weights.
+"""The device's part of an optimizer step, launched by the host (DeviceStep) or as a CUDA graph (CapturedStep).
 
-Nothing in it waits for the device or asks the host, so a CUDA graph can hold all of it; whether a step is skipped is known on the
-device only. What the host does before and after a step is in `zero_adamw.py`.
+Nothing in it waits for the device or asks the host, so one graph can hold all of it, at fixed
+addresses: norm, clip, skip, Adam with its amaxes, the all-reduce, scales and cast; then the
+all-gather and the columnwise copies. With `overlap_all_gather` the all-gather follows the graph,
+since it outlives the step. The host's part before and after is in `zero_adamw.py`, the same for both.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from zerocast import backends
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.distributed.group import Group
@@ -14,9 +19,15 @@ from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.weights import ShardedWeights
 
+Work = Callable[[], None]
+MOVED = (
+    "weights, scales or masters have moved since the step was captured, and the graph would write where they were: "
+    "capture the step again"
+)
+
 
 class DeviceStep:
-    """Norm, clip, skip, and the update with its cast.
+    """Norm, clip, skip and Adam; the plan that casts what Adam makes is the caller's to launch.
 
     Args:
         gradients: this rank's averaged gradients, flat f32 like the masters.
@@ -30,12 +41,11 @@ class DeviceStep:
         self,
         gradients: Tensor,
         masters: Masters,
-        weights: ShardedWeights,
         hyperparameters: Hyperparameters,
         order: LogicalOrder | None,
         group: Group,
     ) -> None:
-        self._gradients, self._masters, self._weights = gradients, masters, weights
+        self._gradients, self._masters = gradients, masters
         self._hyperparameters, self._order, self._group = hyperparameters, order, group
         self.count = torch.zeros(1, dtype=torch.int64, device=gradients.device)
         self.skipped = torch.zeros_like(self.count)
@@ -60,12 +70,114 @@ class DeviceStep:
             self.clip.fill_(1.0)
         return clipped
 
-    def update(self, square_sum: Tensor) -> None:
-        """Adam, and the cast of what the masters become. A sum that is not finite changes nothing but `skipped`."""
-        skip = ~square_sum.isfinite().view(1)
-        self.count += ~skip
-        self.skipped += skip
+    def begin(self, square_sum: Tensor) -> tuple[AdamUpdate, Tensor]:
+        """(the Adam step, whether to skip it as bool[1]) for these gradients; a sum that is not finite is skipped."""
+        found_inf = ~square_sum.isfinite().view(1)
+        self.count += ~found_inf
+        self.skipped += found_inf
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
-        update = AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
-        self._weights.update(update, skip)
+        return AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip), found_inf
+
+    def end(self) -> None:
+        """Forget the clip of this step, once its update is launched."""
         self.clip.fill_(1.0)
+
+
+def check_capturable(device: torch.device, backend: str) -> None:
+    """RuntimeError for tensors, and for a backend, whose steps no CUDA graph can hold."""
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"only a step on CUDA tensors can be captured, these parameters are on {device}: call step()"
+        )
+    if "cuda" not in (backends.load(backend).DEVICES or ()):
+        raise RuntimeError(f"the {backend} backend asks the host during a step, which cannot be captured: call step()")
+
+
+def cuda_graph(work: Work) -> Work:
+    """Record what `work` launches on the current device, without running it; the result launches it again.
+
+    Other threads may use CUDA meanwhile, as the one that watches over NCCL does.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    replay: Work = graph.replay
+    return replay
+
+
+class CapturedStep:
+    """Call it in place of `clip_grad_norm_` and `step`: one launch, the same bits. `ZeroAdamW.capture` makes one.
+
+    Args:
+        prepare, finish: the host's part of a step, before and after the device's.
+        max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
+        record: makes of some work what repeats it; `cuda_graph`, unless a test wants to look inside.
+
+    To make one is a collective call. It first runs the device part as if a gradient were not finite, which changes nothing, so that
+    what is made at first use is made before the recording.
+    """
+
+    def __init__(
+        self,
+        device: DeviceStep,
+        weights: ShardedWeights,
+        prepare: Work,
+        finish: Work,
+        max_norm: float | None,
+        record: Callable[[Work], Work] = cuda_graph,
+    ) -> None:
+        self._device, self._weights, self._prepare, self._finish = device, weights, prepare, finish
+        self._max_norm = max_norm
+        self._norm = torch.zeros_like(device.clip).view(())
+        self._warm_up()  # what this finds missing it makes, and then everything lies elsewhere:
+        self._warm_up()  # a backend may look into a table when it first sees it, not while the graph records
+        self._tables = weights.tables()  # kept, since the graph reads them
+        self._replay = record(self._work)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """One step with what the backward passes since the last have left; returns the norm before clipping, f32[].
+
+        RuntimeError, with nothing changed, when storage has moved since the step was captured.
+        """
+        self._prepare()
+        tables = self._weights.tables()
+        if len(tables) != len(self._tables) or not all(
+            a.lies_like(b) for a, b in zip(tables, self._tables, strict=True)
+        ):
+            raise RuntimeError(MOVED)
+        with self._weights.plan.transaction("a captured step"):
+            self._replay()
+            self._weights.plan.done()
+            if self._weights.overlap:
+                self._weights.gathers.start()
+            else:
+                self._weights.gathers.done()
+        self._finish()
+        return self._norm.clone()
+
+    def _work(self) -> None:
+        square_sum = self._device.square_sum()
+        self._norm.copy_(square_sum.sqrt())
+        if self._max_norm is not None:
+            self._device.clip_to(self._max_norm, self._norm)
+        self._launch(square_sum)
+        if not self._weights.overlap:
+            self._weights.gathers.start()
+
+    def _launch(self, square_sum: Tensor) -> None:
+        adam, found_inf = self._device.begin(square_sum)
+        self._weights.plan.launch(update=adam, skip=found_inf)
+        self._device.end()
+
+    def _warm_up(self) -> None:
+        device, clip = self._device, self._device.clip.clone()
+        self._weights.ready()
+        square_sum = device.square_sum()
+        device.clip_to(1.0, square_sum.sqrt().float())
+        self._launch(torch.full_like(square_sum, torch.nan))
+        self._weights.plan.done()
+        self._weights.gathers.start()
+        device.skipped -= 1
+        device.clip.copy_(clip)
+        self._weights.ready()

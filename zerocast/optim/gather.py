@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.cast.columnwise import ColumnwiseCopies
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import QuantizedWeight
@@ -79,12 +79,12 @@ class WeightGather:
         for buffer in self._buffers:
             buffer.reclaim()
 
-    def batches(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """The tables of the columnwise copies."""
-        return [batch for buffer in self._buffers for batch in self._columnwise[id(buffer)].batches()]
+        return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
 
     def done(self) -> None:
-        """What has arrived was made from the last cast; what is in flight will say so itself."""
+        """Mark all columnwise copies as those of the last cast, unless a gather is in flight: its end marks its own."""
         if self._flying:
             return
         self._freshness.columnwise = self._freshness.cast
@@ -92,7 +92,10 @@ class WeightGather:
             buffer.note()
 
     def start(self) -> None:
-        """Gather; with overlap, what may be still on its way when this returns waits at its first read."""
+        """Gather the bytes of the last cast and make columnwise copies.
+
+        With overlap a gather may still be on its way when this returns; whatever reads first waits.
+        """
         for number, buffer in enumerate(self._buffers, 1):
             buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
             self._flying[id(buffer)] = buffer
@@ -101,6 +104,7 @@ class WeightGather:
         for buffer in self._buffers:
             if buffer.is_plain or not self._overlap:
                 self._finish(buffer)
+        self.done()
 
     def _finish_for(self, weight: QuantizedWeight) -> None:
         buffer = self._home[id(weight.state)]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import roll_call
+from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
@@ -146,13 +146,13 @@ class GradientShard:
     def norm(self, part: GradientPart, norm_type: float) -> Tensor:
         """The norm of the whole gradient, f32[]. The first reading is a collective call, which finds those of all parameters."""
         self._make_ready()
-        roll_call(self._group, f"reads norms of gradients, of type {norm_type}")
+        check_same_call(self._group, f"reads norms of gradients, of type {norm_type}")
         return self._norms.read(self.flat, part.name, norm_type)
 
     def gathered(self, part: GradientPart) -> Tensor:
         """The whole gradient, f32, flat. A collective call."""
         self._make_ready()
-        roll_call(self._group, f"gathers the gradient of {part.name}")
+        check_same_call(self._group, f"gathers the gradient of {part.name}")
         (bucket, slot), ranks = self._places[part], range(self._group.size)
         lengths = [bucket.owned(slot, rank)[0].numel for rank in ranks]
         mine = torch.zeros(max(lengths), dtype=torch.float32, device=self.flat.device)
@@ -164,5 +164,5 @@ class GradientShard:
 
     def finite_everywhere(self, found_inf: Tensor) -> None:
         """Make a flag that is set on any rank set on all of them. A collective call."""
-        roll_call(self._group, "looks for gradients that are not finite")
+        check_same_call(self._group, "looks for gradients that are not finite")
         self._group.all_reduce_max(found_inf)

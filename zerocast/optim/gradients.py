@@ -9,7 +9,6 @@ A backward pass that dies takes its end with it. That is noticed, and refused un
 it away.
 """
 
-import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zerocast.distributed.agreement import roll_call
+from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.gradient_shard import GradientShard
-from zerocast.optim.idle import IdleParameters
 from zerocast.optim.norm import ParameterNorms
-from zerocast.optim.owners import TAKEN_OVER
 from zerocast.optim.reduced_gradient import GradientPart
-from zerocast.optim.reduction import Buffers, Filling, Reduction
+from zerocast.optim.reduction import Buffers, Filling, IdleParameters, Reduction
+from zerocast.optim.validate import TAKEN_OVER
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
@@ -93,9 +91,9 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
         self._company: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-        for other in list(_alive):
+        for other in list(reducers):
             other.meet(self)
-        _alive.add(self)
+        reducers.add(self)
         me = weakref.ref(self)  # hooks live as long as the parameters do
         for bucket in buckets:
             for slot in bucket.slots:
@@ -198,13 +196,13 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """A round: gradients are added to what a clip so far has left."""
-        self.roll_call(ROUND)
+        self.check_same_call(ROUND)
         self.gradients.apply_clip()
         self._launched = 0
 
-    def roll_call(self, what: str) -> None:
+    def check_same_call(self, what: str) -> None:
         """In debug mode: RuntimeError on every rank unless all of them are here."""
-        roll_call(self._group, what)
+        check_same_call(self._group, what)
 
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
@@ -296,14 +294,7 @@ class GradientReducer:
                 self._results.give(reduction.result)
 
 
-_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-
-
-def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group; one that nobody holds any more is collected first."""
-    if _alive:
-        gc.collect()
-    return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(_alive))
+reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # all that are alive
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zerocast.checkpoint.sharded_tensor import TensorShard
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket
@@ -55,7 +55,7 @@ class ZeroState:
             model[name] = views.pop("master")
             state[name] = {**views, "step": self._step.float().view(())}
             groups[name] = _hyperparameters(self._param_groups[slot.param_group])
-        delayed = {name: dict(views) for name, views in self._weights.delayed.views.items()}
+        delayed = self._weights.plan.delayed.state_dict()
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
     def masters_of(self, flat: Tensor) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ZeroState:
                 self._check_tensor(name, tensor)
         except ValueError as error:
             problem = error
-        agree(self._group, [], problem, what="loads an average")
+        validate_across_ranks(self._group, [], problem, what="loads an average")
         for name, (bucket, slot) in self._slots.items():
             span, start = bucket.owned(slot, self._group.rank)
             _copy(flat[start : start + span.numel], saved[name], span)
@@ -89,7 +89,7 @@ class ZeroState:
             problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
         except ValueError as error:
             problem = error
-        agree(self._group, [], problem, what="loads a state")
+        validate_across_ranks(self._group, [], problem, what="loads a state")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters that was checked."""
@@ -105,7 +105,7 @@ class ZeroState:
             if isinstance(group["lr"], Tensor):
                 values["lr"] = group["lr"].fill_(values["lr"])
             group.update(values)
-        lost = [name for name in self._weights.delayed.views if not self._load_delayed(name, state.get("zerocast", {}))]
+        lost = self._weights.plan.delayed.load_state_dict(state.get("zerocast", {}))
         if lost and self._group.rank == 0:
             what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else lost[0]
             logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", what)
@@ -150,18 +150,6 @@ class ZeroState:
             if loaded.setdefault(group, {**numbers, "betas": betas}) != {**numbers, "betas": betas}:
                 raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
         return loaded
-
-    def _load_delayed(self, name: str, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Whether the state has the delayed scaling of this weight; else it is seeded at the next cast."""
-        views, saved = self._weights.delayed.views[name], state.get(name, {})
-        history = saved.get("amax_history")
-        if history is None or "scale" not in saved or history.shape != views["amax_history"].shape:
-            self._weights.delayed.lose(name)
-            return False
-        views["amax_history"].copy_(history)
-        views["scale"].copy_(saved["scale"])
-        views["cast_scale"].copy_(saved.get("cast_scale", saved["scale"]))
-        return True
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,24 +1,21 @@
 """ShardedWeights: the low-precision side of the optimizer, from masters to gathered bytes."""
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.flat_buffer import into_arena
+from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.weight_table import Batch
+from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
-from zerocast.optim.delayed import DelayedScaling
 from zerocast.optim.gather import WeightGather
 from zerocast.optim.masters import Masters
-from zerocast.verification.master_views import MasterSource, OwnedMaster
+from zerocast.verification.master_views import MasterView, MasterViews
+from zerocast.weight.write_guard import WriteGuard
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
 
@@ -41,22 +38,29 @@ class ShardedWeights:
                 shards.append(views["master"])
                 starts.append(span.start)
                 param_groups.append(slot.param_group)
-        for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
-            into_arena([w for w in weights.values() if w.state.buffers[name] is not None], name)
+        for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
+            into_flat_buffer([w for w in weights.values() if w.state.buffers[name] is not None], name)
         self._masters, self._group = masters, group
-        self.delayed = DelayedScaling(weights, group)
         self.plan = CastPlan(
-            list(weights.values()), shards, starts, group, backend=config.backend, param_groups=param_groups
+            list(weights.values()),
+            shards,
+            starts,
+            group,
+            backend=config.backend,
+            param_groups=param_groups,
+            names=list(weights),
+            guard=WriteGuard(RELOAD),
         )
+        self.plan.delayed.broadcast(group)
         self.plan.freshness.watch([masters.master], sharded=group.size > 1)
-        self.plan.freshness.advice, self.plan.torn_advice = ADVICE, RELOAD
+        self.plan.freshness.advice = ADVICE
         self.overlap = config.overlap_all_gather
-        self._gather = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
+        self.gathers = WeightGather(self.buffers, group, self.plan.freshness, self.plan.backend, self.overlap)
 
-    def master_source(self) -> MasterSource:
+    def master_views(self) -> MasterViews:
         """The masters with the parameters as the model reads them now, wherever those lie."""
         owned = [self._owned(buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots]
-        return MasterSource(self._group, tuple(owned))
+        return MasterViews(self._group, tuple(owned))
 
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
         """Format and nominal dtype of each quantized weight by name."""
@@ -65,57 +69,25 @@ class ShardedWeights:
         }
         return {name: (w.format, w.dtype) for name, w in weights.items() if w.format.element is not None}
 
-    def _owned(self, bucket: Bucket, slot: Slot) -> OwnedMaster:
+    def _owned(self, bucket: Bucket, slot: Slot) -> MasterView:
         span, views = self._masters.owned(bucket, slot)
-        scale = self.delayed.views.get(slot.name, {}).get("cast_scale")
-        return OwnedMaster(slot.name, slot.live_weight(), views["master"], span, scale)
+        return MasterView(slot.name, slot.live_weight(), views["master"], span, self.plan.delayed.cast_scale(slot.name))
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a step: nothing in flight, everything in its place. RuntimeError for what others wrote.
 
         `detail` is what all ranks must have alike.
         """
-        self._gather.ready()
+        self.gathers.ready()
         self.plan.ready(detail)
 
-    def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written parameters where they lie; local, and nothing is changed."""
-        self._gather.check_unwritten()
-
-    def tables(self) -> list[Batch]:
+    def tables(self) -> list[WeightTable]:
         """What a step works by, after `ready`: where everything lies."""
-        return [*self.plan.batches, *self._gather.batches()]
-
-    def update(self, update: AdamUpdate, skip: Tensor) -> None:
-        """Update the masters and cast them; where `skip` holds True everything stays what it is. The device's part alone."""
-        self.delayed.advance(skip)
-        self.plan.launch(skip, update)
-
-    def gather(self) -> None:
-        """All-gather the bytes and make columnwise copies; with overlap, what is still on its way waits at its first read."""
-        self._gather.start()
-
-    def done(self) -> None:
-        """The host's part after a step: what the weights hold is of a new cast."""
-        self.plan.done()
-        self._gather.done()
+        return [*self.plan.tables, *self.gathers.tables()]
 
     def recast(self) -> None:
         """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
-        with self.writing("a cast"):
-            self._gather.reclaim()
-            with self.delayed.replay():
-                self.plan.cast()
-            if self.delayed.found():  # the first cast found the amax that scales the second
-                with self.delayed.replay():
-                    self.plan.cast()
-            self._gather.start()
-            self._gather.done()
-
-    def writing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Within, masters and weights belong to different steps; what raises in here leaves them torn until a state is loaded."""
-        return self.plan.freshness.writing(what, RELOAD)
-
-    def check_whole(self) -> None:
-        """RuntimeError while masters and weights are torn."""
-        self.plan.freshness.check_whole()
+        with self.plan.transaction("a cast"):
+            self.gathers.reclaim()
+            self.plan.cast(repeat=True)
+            self.gathers.start()

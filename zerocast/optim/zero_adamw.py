@@ -1,14 +1,13 @@
-"""ZeroAdamW: AdamW over FP32 master shards, with the weights cast and gathered in low precision after each step.
+"""ZeroAdamW: AdamW over FP32 master shards, whose weights are cast and gathered after each step.
 
-One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check for non-finite values,
-Adam on this rank's shard, cast, all-gather of bytes, columnwise copies. Whether a step is skipped is known on the device
-only, so nothing here waits for it on the host.
+One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
+for non-finite values, Adam on this rank's shard, cast, all-gather of bytes, columnwise copies. Only
+the device knows whether a step is skipped, so nothing here waits for it on the host.
 """
 
 import contextlib
 import functools
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,30 +18,37 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import fill_buckets
-from zerocast.optim.captured import CapturedStep, check_capturable
 from zerocast.optim.config import ZeroConfig
-from zerocast.optim.device_step import DeviceStep
-from zerocast.optim.gradients import GradientReducer, has_company
+from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
+from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
-from zerocast.optim.own_groups import free_groups, group_of_its_own
-from zerocast.optim.owners import TAKEN_OVER, Named, check_owners, take_over
 from zerocast.optim.reduced_gradient import take_off
+from zerocast.optim.reduction_group import free_groups, group_of_its_own, has_company
 from zerocast.optim.state import ZeroState
+from zerocast.optim.validate import (
+    Named,
+    check_owners,
+    check_owns,
+    describe,
+    hyperparameters,
+    take_over,
+    trainable,
+    validated,
+)
 from zerocast.optim.weights import ShardedWeights
-from zerocast.verification.master_views import MasterSource
+from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
+from zerocast.weight import QuantizedWeight
 from zerocast.weight.freshness import debugging
 from zerocast.weight.owners import check_gradients
-from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 logger = logging.getLogger(__name__)
-STAGES = (1, 2)
 
 
 class ZeroAdamW(torch.optim.Optimizer):
@@ -79,17 +85,17 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._group = Group.of(group).called_by(self._caller)
         named, settings, company, problem = [], "", False, None
         try:
-            super().__init__(_trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-            named = _check(self.param_groups, stage)
+            super().__init__(trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+            named = validated(self.param_groups, stage)
             check_owners(named)
             backends.choose(named[0][1].device, self._config.backend)
             company = has_company(self._group, [parameter for _, parameter, _ in named])
-            settings = f"stage {stage}, {self._config}, {[_hyperparameters(group) for group in self.param_groups]}"
+            settings = f"stage {stage}, {self._config}, {[hyperparameters(group) for group in self.param_groups]}"
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
-        lines = [f"{name}: {_describe(parameter)} in group {index}" for name, parameter, index in named]
+        lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         free = free_groups(self._group)
-        by_rank = agree(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
+        by_rank = validate_across_ranks(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
         first = by_rank[0][0]
         for rank, (found, _, _) in enumerate(by_rank):
             if found != first:
@@ -107,22 +113,24 @@ class ZeroAdamW(torch.optim.Optimizer):
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
         self._masters = Masters(buckets, group, device, config.moment_dtype)
         self._weights = ShardedWeights(buckets, self._masters, group, config)
+        self._plan, self._gathers = self._weights.plan, self._weights.gathers
         names = [name for name, _, _ in named]
         order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
         norms = ParameterNorms(buckets, reduction_group, order, device)
         self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device, norms)
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         flat = self._reducer.gradients.flat
-        self._device = DeviceStep(flat, self._masters, self._weights, self._hyperparameters, order, group)
+        self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group)
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported = 0
         self._clipped = ""  # to what, since the last step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
-        self.averages = Averages(self._masters.master, self._device.count, self._state, self._weights, self._reducer)
-        self._weights.plan.freshness.owner = weakref.ref(self)
-        self._weights.plan.freshness.has_masters = False  # of these parameters alone: a claim says which
+        self._plan.freshness.owner = weakref.ref(self)
+        self._plan.freshness.has_masters = False  # of these parameters alone: a claim says which
         self._claim = take_over(named)
+        master, count = self._masters.master, self._device.count
+        self.averages = Averages(master, count, self._state, self._weights, self._reducer, self._claim)
         self._steps = 0
         self._weights.recast()
         self._caller.number = 1
@@ -140,12 +148,14 @@ class ZeroAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._before()
+        self._prepare()
         square_sum = self._reduced_square_sum()
-        with self._weights.writing("an optimizer step"):
-            self._device.update(square_sum)
-            self._weights.gather()
-        self._after()
+        with self._plan.transaction("an optimizer step"):
+            adam, found_inf = self._device.begin(square_sum)
+            self._plan.cast(update=adam, skip=found_inf)
+            self._gathers.start()
+            self._device.end()
+        self._finish()
         return loss
 
     @torch.no_grad()
@@ -157,38 +167,40 @@ class ZeroAdamW(torch.optim.Optimizer):
         hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
         parameters that are not on a CUDA device, and for the reference backend.
         """
-        self._weights.check_whole()
+        self._plan.guard.check_complete()
         self._check_owns()
         self.averages.check_not_swapped("a step was captured")
-        check_capturable(self._masters.master.device, self._weights.plan.backend)
-        before = self._before if max_norm is None else functools.partial(self._before_clipping, max_norm)
-        return CapturedStep(self._device, self._weights, before, self._after, max_norm)
+        check_capturable(self._masters.master.device, self._plan.backend)
+        prepare = self._prepare if max_norm is None else functools.partial(self._prepare_clipping, max_norm)
+        return CapturedStep(self._device, self._weights, prepare, self._finish, max_norm)
 
-    def _before(self, clipped: str = "") -> None:
-        """The host's part before the device's: gradients reduced, hyper-parameters as they are now, weights in their places."""
-        self._weights.check_whole()
+    def _prepare(self, clipped: str = "") -> None:
+        """The host's part before the device's, which raises with nothing changed.
+
+        It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped` says
+        to what a graph clips.
+        """
+        self._plan.guard.check_complete()
         check_gradients()
         self.averages.before_step()
-        self._weights.check_unwritten()
-        self._finish_gradients()
+        self._gathers.check_unwritten()
+        self._reduce_gradients()
         self._hyperparameters.refresh(self.param_groups)
-        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.says}")
+        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.description}")
         if debugging():
-            self._reducer.roll_call(f"steps with {[_hyperparameters(group) for group in self.param_groups]}")
+            self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
     def _check_owns(self) -> None:
         """RuntimeError once a newer optimizer has taken a parameter over."""
-        if self._claim.ended:
-            raise RuntimeError(TAKEN_OVER)
+        check_owns(self._claim)
 
-    def _before_clipping(self, max_norm: float) -> None:
-        """The same of a graph that clips: it overwrites the factor of a clip before it."""
-        self._before(f", clipped to {max_norm:.6g}")
+    def _prepare_clipping(self, max_norm: float) -> None:
+        """The same for a graph that clips: it overwrites the factor of a clip before it."""
+        self._prepare(f", clipped to {max_norm:.6g}")
         self._apply_clip()
 
-    def _after(self) -> None:
-        """The host's part after the device's: a new cast, gradients used up; every so often what is live is verified."""
-        self._weights.done()
+    def _finish(self) -> None:
+        """The host's part after the device's: gradients are used up; every so often all live bytes are verified."""
         self.averages.after_step()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
@@ -205,9 +217,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
         `torch.nn.utils.clip_grad_norm_` does the same, but takes a kernel for each gradient where this one scales in the update.
         """
-        self._weights.check_whole()
-        self._finish_gradients()
-        self._reducer.roll_call(f"clips gradients to {max_norm}")
+        self._plan.guard.check_complete()
+        self._reduce_gradients()
+        self._reducer.check_same_call(f"clips gradients to {max_norm}")
         self._apply_clip()
         norm = self._reduced_square_sum().sqrt().float()
         self._device.clip_to(max_norm, norm)
@@ -228,7 +240,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             self._square_sum = version, self._device.square_sum()
         return self._square_sum[1]
 
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         self._check_owns()
         self._reducer.finish()
 
@@ -254,9 +266,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The group that the masters are sharded over; None for one process without any."""
         return self._group.handle
 
-    def master_sources(self) -> tuple[MasterSource, ...]:
+    def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of all parameters, for `zerocast.verify`."""
-        return (self._weights.master_source(),)
+        return (self._weights.master_views(),)
 
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
@@ -279,10 +291,10 @@ class ZeroAdamW(torch.optim.Optimizer):
         after a step that raised half-way, since that would save masters and moments of different steps, and when parameters were
         written by somebody else: masters do not know of it.
         """
-        self._weights.check_whole()
+        self._plan.guard.check_complete()
         self.averages.check_not_swapped("the state of an optimizer was asked for")
-        self._weights.plan.check_call()
-        self._weights.check_unwritten()
+        self._plan.check_call()
+        self._gathers.check_unwritten()
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:
@@ -294,12 +306,12 @@ class ZeroAdamW(torch.optim.Optimizer):
         """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
         self._check_owns()
         self.averages.check_not_swapped("a state was loaded")
-        nested = self._weights.plan.freshness.is_writing  # a reader, around load_state_dict
-        if self._weights.plan.freshness.is_torn:
+        nested = self._plan.guard.is_open  # a reader, around load_state_dict
+        if self._plan.guard.is_partial:
             self.zero_grad()
         if not nested:
-            self._weights.plan.forget_call()
-        with self._weights.writing("loading a checkpoint"):
+            self._plan.forget_call()
+        with self._plan.transaction("loading a checkpoint"):
             yield
         if not nested:
             self.averages.masters_loaded()
@@ -329,61 +341,3 @@ class ZeroAdamW(torch.optim.Optimizer):
                 "a ZeroAdamW cannot take more parameters: build a new one and load the state of this one"
             )
         super().add_param_group(param_group)
-
-
-def _trainable(params: Iterable[Any]) -> list[Any]:
-    items = list(params)
-    if items and isinstance(items[0], dict):
-        # a group whose parameters are all frozen stays, so that the groups are numbered as the caller numbers them
-        return [{"param_names": [], **group, "params": _trainable(group.get("params", ()))} for group in items]
-    for item in items:
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)):
-            raise TypeError("parameters come with their names: pass model.named_parameters()")
-    return [(name, parameter) for name, parameter in items if parameter.requires_grad and parameter.numel()]
-
-
-def _check(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
-    if stage not in STAGES:
-        raise ValueError(f"stage is one of {STAGES}, got {stage}")
-    _check_ranges(param_groups)
-    return _check_parameters(param_groups)
-
-
-def _check_ranges(param_groups: list[dict[str, Any]]) -> None:
-    for group in param_groups:
-        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in ("lr", "eps", "weight_decay")]
-        betas = group["betas"]
-        ranges += [("betas", betas, len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas))]
-        for name, value, valid in ranges:
-            if not valid:
-                raise ValueError(f"{name} is out of range: {value}")
-
-
-def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
-    named = [
-        (name, parameter, index)
-        for index, group in enumerate(param_groups)
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    ]
-    if not named:
-        raise ValueError("no parameter needs a gradient")
-    if len({name for name, _, _ in named}) < len(named):
-        raise ValueError("two parameters have the same name")
-    if len({id(parameter) for _, parameter, _ in named}) < len(named):
-        raise ValueError("a parameter is listed twice, under two names")
-    devices = {parameter.device for _, parameter, _ in named}
-    if len(devices) > 1:
-        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
-    for name, parameter, _ in named:
-        if parameter.dtype not in NOMINAL_DTYPES:
-            raise TypeError(f"{name} is {parameter.dtype}; bf16, fp16 and fp32 parameters can be trained")
-    return named
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
-
-
-def _describe(parameter: Tensor) -> str:
-    stored = parameter.format if isinstance(parameter, QuantizedWeight) else "plain"
-    return f"{stored} {tuple(parameter.shape)} {parameter.dtype}"

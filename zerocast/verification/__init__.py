@@ -1,1 +1,1 @@
-"""The live bytes of weights against an unsharded cast of their gathered masters; `verify.py` is the call."""
+"""Compares the live bytes of weights with an unsharded cast of their masters (`verify.py`)."""

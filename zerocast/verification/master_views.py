@@ -1,7 +1,8 @@
-"""MasterSource: the masters behind cast weights, as whoever owns them shows them to `zerocast.verify` and `zerocast.metrics`.
+"""MasterViews: masters behind cast weights, for `zerocast.verify` and `zerocast.metrics`.
 
-An optimizer, a plan or a host offers it by one method, `master_sources()`: a source for each group that masters are sharded over,
-or for each part of a model whose bytes are there together. A parameter says who that is by `master_owner`.
+An optimizer, a plan or a host provides them by one method, `master_views()`: one for each group
+that masters are sharded over, or for each part of a model whose bytes exist at the same time. The
+attribute `master_owner` of a parameter names the object that has this method.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,11 +18,15 @@ from zerocast.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class OwnedMaster:
-    """One weight with the flat master of the elements that this rank owns, `span` of the row-major weight.
+class MasterView:
+    """A weight and the flat master of the elements owned here, `span` of the row-major weight.
 
-    `weight` holds the live bytes. `scale`, f32[1], is what they were cast with; delayed scaling only. `name` is None where the
-    owner knows none. `slices` are the ranks of all slices of a weight that tensor parallelism cuts: they share the tensor amax.
+    Attributes:
+        name: None if the owner knows no names.
+        weight: the weight with the live bytes.
+        scale: f32[1], the scale of the last cast, for delayed scaling only.
+        slices: the ranks of all slices of a weight that tensor parallelism cuts; they share the
+            tensor amax.
     """
 
     name: str | None
@@ -33,38 +38,45 @@ class OwnedMaster:
 
 
 @dataclass(frozen=True)
-class MasterSource:
-    """The masters of some weights, in the same order on every rank of `group`. Spans of the ranks do not overlap.
+class MasterViews:
+    """The masters of some weights, in the same order on every rank of `group`. Spans of the ranks
+    do not overlap.
 
-    `left_out` names weights that are not shown, since no rank has a master of them, or none of some of their elements. The bytes of
-    `transient` ones are there for this look alone: a step gathers into other memory.
+    Attributes:
+        left_out: names of weights that are not included, because some of their elements have no
+            master on any rank.
+        transient: True if the bytes were gathered for this call only; a step gathers into other
+            memory.
     """
 
     group: Group
-    masters: tuple[OwnedMaster, ...]
+    masters: tuple[MasterView, ...]
     left_out: tuple[str, ...] = ()
     transient: bool = False
 
 
 class OwnsMasters(Protocol):
-    """What `zerocast.verify` takes, besides a model."""
+    """An object that `zerocast.verify` accepts besides a model."""
 
-    def master_sources(self) -> Iterable[MasterSource]:
-        """The masters as they are now. All ranks ask for the sources one by one; each holds until the next is asked for."""
+    def master_views(self) -> Iterable[MasterViews]:
+        """Yield the present masters. All ranks iterate together; each item is valid until the
+        next.
+        """
         ...
 
 
 def owners_of(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, ...]]:
-    """(owners, names of weights by their state, quantized weights whose masters nobody here owns).
+    """(owners, names of weights by the id of their state, quantized weights without an owner).
 
-    `what` is an owner, a model whose weights were given to one, or a model or an optimizer under `zerocast.fsdp2`.
+    `what` is an owner, a model whose weights have owners, or a model or optimizer under
+    `zerocast.fsdp2`.
     """
-    if hasattr(what, "master_sources"):
+    if hasattr(what, "master_views"):
         return [what], {}, ()
     owners: dict[int, OwnsMasters] = {}
     names, without = {}, []
     for name, parameter in _parameters(what):
-        held = getattr(parameter, "_local_tensor", parameter)  # that of a DTensor
+        held = getattr(parameter, "_local_tensor", parameter)  # the local shard of a DTensor
         if not hasattr(held, "master_owner"):
             continue
         names[id(getattr(held, "state", None))] = name

@@ -1,19 +1,23 @@
-"""VerifyReport: what a comparison of live bytes with their masters found, the same value on every rank."""
+"""VerifyReport: the result of comparing live bytes with their masters, the same on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 class VerificationError(RuntimeError):
-    """Live bytes are not what their masters cast to; the message is the report."""
+    """Live bytes differ from the cast of their masters; the message is the report."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One buffer of one weight on one rank that does not hold what it should.
+    """One buffer of one weight on one rank that differs from the expected bytes.
 
-    `buffer` is a name in `zerocast.formats.layout.BUFFERS`, `wrong` of its `total` bytes differ, `offset` is that of the first
-    one from the start of the buffer, which holds `found` where `expected` was expected.
+    Attributes:
+        buffer: a name in `zerocast.formats.layout.BUFFERS`.
+        wrong: the number of bytes that differ, of `total`.
+        offset: the byte offset of the first difference in the buffer.
+        found: the byte there.
+        expected: the byte that the master casts to.
     """
 
     name: str
@@ -35,10 +39,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `zerocast.verify` compared: so many weights, so many bytes on each rank; and every buffer that differs on any rank.
+    """The result of `zerocast.verify`.
 
-    `without_masters` names the quantized weights whose masters nobody here owns, or not all of; they were not compared.
-    `not_finite` counts the NaN and Inf in masters, by weight: no difference, since they are cast like any other value.
+    Attributes:
+        weights: the number of weights compared.
+        nbytes: the bytes compared on each rank.
+        ranks: the number of ranks.
+        differences: every buffer that differs on any rank.
+        without_masters: quantized weights that were not compared, since some masters have no owner
+            here.
+        not_finite: (name, number of NaN and Inf) of masters; these are cast like any other value
+            and are no difference.
     """
 
     weights: int
@@ -50,7 +61,7 @@ class VerifyReport:
 
     @staticmethod
     def of(parts: "Sequence[VerifyReport]", without: tuple[str, ...]) -> "VerifyReport":
-        """What several comparisons found together; `ranks` is the largest number of them."""
+        """Merge several reports into one; `ranks` is their largest number of ranks."""
         return VerifyReport(
             sum(part.weights for part in parts),
             sum(part.nbytes for part in parts),
@@ -62,7 +73,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if no buffer differs on any rank."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -74,6 +85,6 @@ class VerifyReport:
         return "\n".join([f"{what}: {found}", *map(str, self.differences), *masters])
 
     def raise_for_differences(self) -> None:
-        """VerificationError, with the report as its message, if anything differs."""
+        """Raise VerificationError, with the report as its message, if any buffer differs."""
         if self.differences:
             raise VerificationError(str(self))

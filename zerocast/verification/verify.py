@@ -1,11 +1,13 @@
-"""verify: the live bytes of every weight against an unsharded cast of its gathered master.
+"""verify: compares the live bytes of every weight with an unsharded cast of its gathered master.
 
-The plan is what is checked, so none of it is used: a piece of a master is put together on every rank, cast by the reference's
-`quantize`, and compared with the bytes that products read there. A piece is 512 rows or a million elements, whichever is more, so
-memory does not grow with the weight; a format with a tensor amax gathers its pieces twice.
+The plan is under test, so no part of it is used. Every rank gathers a piece of a master, casts it
+with the reference's `quantize`, and compares the result with the bytes that its products read. A
+piece is 512 rows or a million elements, whichever is more, so memory does not grow with the weight;
+a format with a tensor amax gathers its pieces twice.
 
-Columnwise copies that are marked as stale are left out: reading one raises anyway. What no master determines (the scale of the next
-delayed cast and the amax history) is compared with rank 0's, unless a host keeps them.
+Stale columnwise copies are skipped, since reading one raises. No master determines the scale of the
+next delayed cast and the amax history; they are compared with those of rank 0, unless a host keeps
+them.
 """
 
 import dataclasses
@@ -15,32 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.blocks import block_amax
 from zerocast.backends.reference.codec import round_nominal
 from zerocast.backends.reference.quantize import Quantized, quantize
-from zerocast.distributed.agreement import agree
+from zerocast.backends.reference.scales import block_amax
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.formats import Columnwise, FormatSpec, layout
 from zerocast.formats.layout import Span
-from zerocast.verification.master_views import MasterSource, OwnedMaster, owners_of
+from zerocast.verification.master_views import MasterView, MasterViews, owners_of
 from zerocast.verification.report import Difference, VerifyReport
 
 PIECE = 2**20  # elements
-ROWS = 512  # a multiple of it never cuts a block, nor the padding of a scale buffer
+ROWS = 512  # multiples of it cut neither a block nor the padding of a scale buffer
 UNDETERMINED = ("scale", "amax_history")
 
 
 @torch.no_grad()
 def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
-    """Compare the live bytes, scales, amaxes and columnwise copies of every weight with an unsharded cast of its master.
+    """Compare the live bytes, scales, amaxes and columnwise copies of every weight with an
+    unsharded cast of its master.
 
-    Takes what owns masters (a ZeroAdamW, a CastPlan, what `attach` of a host returns), a model whose weights were given to such an
-    owner, or a model or optimizer under `zerocast.fsdp2`. All ranks of its group call it, between steps. It waits for gathers in
-    flight and for the device; a cast or gather that the next forward pass would begin with is done now, nothing else changes.
-    `group` are the ranks that the report is about, by default those that share the masters. Returns the same report on each of
-    them; its `raise_for_differences()` raises.
+    Accepts an owner of masters (a ZeroAdamW, a CastPlan, the result of a host's `attach`), a model
+    whose weights have such an owner, or a model or optimizer under `zerocast.fsdp2`. All ranks of
+    its group call it, between steps. It waits for gathers in flight and for the device, and
+    performs a cast or gather that the next forward pass would begin with; nothing else changes.
+    `group` is the ranks that the report covers, by default those that share the masters. Each of
+    them gets the same report, whose `raise_for_differences()` raises.
 
-    Raises TypeError for anything else, ValueError for a model without any known master or for ranks that hold other weights.
+    Raises TypeError for any other argument, ValueError for a model without any known master and for
+    ranks that hold different weights.
     """
     owners, names, without = owners_of(model_or_optimizer)
     if not owners and not isinstance(model_or_optimizer, torch.nn.Module):
@@ -50,17 +55,17 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
         raise ValueError(
             "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
         )
-    sources = (source for owner in owners for source in owner.master_sources())
+    sources = (source for owner in owners for source in owner.master_views())
     reports = [_verify(source, source.group if group is None else Group.of(group), names) for source in sources]
     return VerifyReport.of(reports, without)
 
 
-def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
+def _verify(source: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
     named = [_named(owned, index, names) for index, owned in enumerate(source.masters)]
-    agree(source.group, [_describe(owned) for owned in named], None, what="verifies")
+    validate_across_ranks(source.group, [_describe(owned) for owned in named], None, what="verifies")
     compared = [_compare(owned, source.group) for owned in named]
     found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
-    by_rank = agree(ranks, [], None, found, "verifies")
+    by_rank = validate_across_ranks(ranks, [], None, found, "verifies")
     return VerifyReport(
         len(named),
         sum(nbytes for _, nbytes, _ in compared),
@@ -71,28 +76,28 @@ def _verify(source: MasterSource, ranks: Group, names: Mapping[int, str]) -> Ver
     )
 
 
-def _named(owned: OwnedMaster, index: int, names: Mapping[int, str]) -> OwnedMaster:
+def _named(owned: MasterView, index: int, names: Mapping[int, str]) -> MasterView:
     if owned.name is not None:
         return owned
     return dataclasses.replace(owned, name=names.get(id(owned.weight.state), f"weight {index}"))
 
 
-def _describe(owned: OwnedMaster) -> str:
+def _describe(owned: MasterView) -> str:
     weight = owned.weight
     return f"{owned.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
 
 
-def _compare(owned: OwnedMaster, group: Group) -> tuple[list[Difference], int, int]:
-    """What differs on this rank, the bytes that were compared, and the elements of the master that are not finite."""
+def _compare(owned: MasterView, group: Group) -> tuple[list[Difference], int, int]:
+    """(differences on this rank, bytes compared, elements of the master that are not finite)."""
     weight = owned.weight
     weight.wait()
     held = dict(weight.state.buffers)
     if not weight.state.columnwise_is_fresh():
         held["columnwise_data"] = held["columnwise_scale_inv"] = None
-    if weight.state.only:  # the other direction's codes were not gathered
-        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.only]
+    if weight.state.gathered_direction:  # the other direction's codes were not gathered
+        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.gathered_direction]
         held[f"{other}_data"] = held[f"{other}_scale_inv"] = None
-    if weight.state.keeps_amax:  # a host moves its amax and scale on between casts
+    if weight.state.external_scaling_state:  # the host updates amax and scale between casts
         held["amax"] = held["scale"] = None
     comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
     for name in UNDETERMINED:
@@ -121,8 +126,11 @@ def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
     return [Span(first * columns, min(first + step, rows) * columns) for first in range(0, rows, step)]
 
 
-def _gather(owned: OwnedMaster, piece: Span, group: Group) -> Tensor:
-    """The piece of the master from all ranks, f32. The bits are summed as integers, to which whoever owns nothing adds zero."""
+def _gather(owned: MasterView, piece: Span, group: Group) -> Tensor:
+    """Gather a piece of the master from all ranks, f32.
+
+    The all-reduce sums bits as integers; ranks that own nothing of the piece add 0.
+    """
     whole = torch.zeros(piece.numel, dtype=torch.float32, device=owned.weight.device)
     common = owned.span.intersect(piece)
     if owned.master is not None and common.numel:
@@ -132,7 +140,7 @@ def _gather(owned: OwnedMaster, piece: Span, group: Group) -> Tensor:
     return whole
 
 
-def _tensor_amax(owned: OwnedMaster, pieces: Sequence[Span], group: Group) -> Tensor:
+def _tensor_amax(owned: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
     amax = torch.zeros(1, dtype=torch.float32, device=owned.weight.device)
     for piece in pieces:
         x = round_nominal(_gather(owned, piece, group).view(-1, owned.weight.matrix_shape[1]), owned.weight.dtype)
@@ -145,7 +153,7 @@ def _tensor_amax(owned: OwnedMaster, pieces: Sequence[Span], group: Group) -> Te
 def _expected(
     fmt: FormatSpec, quantized: Quantized, row: int, columns: int
 ) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
-    """(name, what it should hold, where that starts) for the part of each buffer that rows from `row` on make."""
+    """(name, expected part, its (row, column) in the buffer) for the rows from `row` on."""
     before = layout.buffers(fmt, (row, columns), torch.float32)
     for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax"):
         expected, buffer = getattr(quantized, name), before[name]
@@ -158,7 +166,7 @@ def _expected(
 
 
 class _Comparison:
-    """One live buffer, compared part by part."""
+    """A live buffer that is compared part by part."""
 
     def __init__(self, live: Tensor) -> None:
         self._live = live.detach().view(1, -1) if live.dim() < 2 else live.detach()
@@ -166,7 +174,7 @@ class _Comparison:
         self._first = (0, 0, 0)  # offset, found, expected
 
     def of_rank_0(self, group: Group) -> Tensor:
-        """The buffer of rank 0."""
+        """The same buffer as rank 0 has it."""
         theirs = self._live.clone()
         group.broadcast(theirs, "a buffer to verify")
         return theirs
@@ -190,7 +198,7 @@ class _Comparison:
         self.wrong += wrong
 
     def difference(self, name: str, fmt: str, buffer: str) -> Difference:
-        """What was found, on this rank."""
+        """The difference that was found on this rank."""
         total = self._live.numel() * self._live.element_size()
         return Difference(name, fmt, 0, buffer, self.wrong, total, *self._first)
 

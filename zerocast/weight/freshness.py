@@ -5,7 +5,7 @@ compares and refuses what is stale. Columnwise copies are compared always. In de
 the masters have changed since their last cast: at their version counters, and at steps of torch optimizers over them, since fused
 ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels; `zerocast.verify` sees everything.
 
-Weights that something has left half written are not read either (`write_guard.py`).
+Weights whose last write broke off are not read either: `guard` knows (`write_guard.py`).
 """
 
 import weakref
@@ -18,19 +18,20 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zerocast.weight.write_guard import Wholeness
+from zerocast.weight.write_guard import WriteGuard
 
 CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
 
 
 @dataclass(eq=False)
-class Freshness(Wholeness):
+class Freshness:
     """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes columnwise copies on demand.
 
     `sharded` says whether other ranks hold masters too, `advice` which call makes weights fresh. A weight outlives its optimizer:
     nothing here keeps masters alive.
     """
 
+    guard: WriteGuard = field(default_factory=WriteGuard)
     cast: int = 0
     columnwise: int = -1  # the cast that the columnwise copies of all of them were made from
     finish: Callable[[Any], None] | None = None

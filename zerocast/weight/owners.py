@@ -23,7 +23,7 @@ Held = Sequence[tuple[Any, Sequence[Span]]]  # the states of weights, with the e
 
 _claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 _numbers = itertools.count()
-_trained: dict[int, int] = {}  # the id of each parameter that an owner hooks, and the number of its claim
+_trained: dict[int, int] = {}  # the id of each parameter that an owner trains, and the number of that owner
 _read: dict[int, "weakref.ref[Any]"] = {}  # weights without an owner that were read since the last step, by id
 _hooks: list[RemovableHandle] = []  # registered when the first such weight is read
 
@@ -42,11 +42,9 @@ class Claim:
         self.who, self.ended = who, False
         self._by: Callable[[], object] = (lambda: None) if by is None else weakref.ref(by)
         self._held = {id(state): (state, spans) for state, spans in held}
+        parameters = list(parameters)
         self._parameters = {id(parameter): parameter for parameter in parameters}
-        number = next(_numbers)
-        _trained.update(dict.fromkeys(self._parameters, number))
-        self._forget = weakref.finalize(self, _forget, list(self._parameters), number)
-        self._forget.atexit = False
+        self._forget = train(self, parameters)
         _claims.add(self)
 
     def end(self) -> None:
@@ -69,6 +67,15 @@ class Claim:
     def is_by(self, owner: object) -> bool:
         """Whether this owner has taken the claim."""
         return self._by() is owner
+
+
+def train(owner: object, parameters: Iterable[Tensor]) -> "weakref.finalize[Any, Any]":
+    """Remember that `owner` trains these objects, whatever storage they have, until it is gone or the result is called."""
+    number, places = next(_numbers), [id(parameter) for parameter in parameters]
+    _trained.update(dict.fromkeys(places, number))
+    forget = weakref.finalize(owner, _forget, places, number)
+    forget.atexit = False
+    return forget
 
 
 def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:

@@ -37,7 +37,7 @@ class WeightState:
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
     `was_cast` says that the bytes are somebody's, apart from casts that its present freshness counts; `is_cast` that it counts
     those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
-    rowwise bytes is made by each product that reads it, and not kept. `only` names the direction that is there, where just
+    rowwise bytes is made by each product that reads it, and not kept. `gathered_direction` names the one that is there, where just
     one is. `initial` is the high-precision value of these bytes, until somebody has made masters of it. `choices` keeps what
     `zerocast.gemm` decided for the storage as it lies now. `name` is the parameter's, where it is known.
     """
@@ -51,7 +51,7 @@ class WeightState:
     was_cast: bool = True
     is_cast: bool = True
     columnwise_on_demand: bool = False
-    only: str = ""
+    gathered_direction: str = ""
     name: str = ""
     initial: Tensor | None = None
     choices: dict[Hashable, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class WeightState:
         return data
 
     @property
-    def keeps_amax(self) -> bool:
+    def external_scaling_state(self) -> bool:
         """Whether a host keeps the amax history: `amax` then grows by what casts see, and `scale` is the host's to set."""
         return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
@@ -91,11 +91,11 @@ class WeightState:
     def check_direction(self, columnwise: bool) -> None:
         """RuntimeError if just the other direction is there."""
         wanted = "columnwise" if columnwise else "rowwise"
-        if self.only not in ("", wanted):
+        if self.gathered_direction not in ("", wanted):
             raise RuntimeError(
                 f"the {wanted} codes of this {self.format} weight of shape {self.matrix_shape} were not gathered, only the "
-                f"{self.only} ones: with one_direction a forward pass reads rowwise codes and a backward pass columnwise ones, "
-                "so prepare without it where a forward pass is recomputed"
+                f"{self.gathered_direction} ones: with one_direction a forward pass reads rowwise codes and a backward pass "
+                "columnwise ones, so prepare without it where a forward pass is recomputed"
             )
 
     def columnwise_is_fresh(self) -> bool:
@@ -130,7 +130,7 @@ class WeightState:
             self._share_scalar()
             moved()
 
-    def rehome(self, targets: Mapping[str, Tensor]) -> None:
+    def move_to(self, targets: Mapping[str, Tensor]) -> None:
         """Move buffers, by name, into new storage: same bytes, new place.
 
         ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype and device of what it replaces.
@@ -156,7 +156,7 @@ class WeightState:
         self._share_scalar()
         moved()
 
-    def repoint(self, buffers: Mapping[str, Tensor | None]) -> None:
+    def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Their owner moved these buffers, by name, and the bytes with them: read and write them there from now on."""
         self.buffers.update(buffers)
         self._forget()
@@ -179,7 +179,7 @@ class WeightState:
         else:
             self.drop_columnwise()  # it was the copy of the old bytes
 
-    def once_a_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What `make` derives from the bytes of the last cast, kept until the next cast or until the bytes change or move."""
         cast, value = self._derived.get(name, (-1, None))
         if value is None or cast != self.freshness.cast:

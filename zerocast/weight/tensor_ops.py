@@ -55,7 +55,7 @@ def _set_data(target: Tensor, source: Tensor) -> None:
     if not _is_like(source, target) or source.device != target.device or target.transposed_of is not None:
         raise RuntimeError(
             f"cannot set the data of {target!r} to {_described(source)}: {INSTEAD}; a host that moves parameters into buffers of "
-            "its own needs its integration around that, as zerocast.integrations.megatron.building()"
+            "its own needs its integration around that, as zerocast.integrations.megatron.quantized_params()"
         )
     assert isinstance(source, QuantizedWeight)
     target.restate(source.state)

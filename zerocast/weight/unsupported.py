@@ -40,7 +40,7 @@ VIEW = (
 SPLIT = "to shard the model call zerocast.fsdp2.prepare, not quantize_, before fully_shard; to split values call dequantize()"
 FLAT = (
     "zerocast.ZeroAdamW takes the place of DDP, zerocast.fsdp2.prepare that of quantize_ before fully_shard; Megatron's model is "
-    "built inside zerocast.integrations.megatron.building(); for the values call dequantize()"
+    "built inside zerocast.integrations.megatron.quantized_params(); for the values call dequantize()"
 )
 COLLECTIVE = (
     "zerocast.ZeroAdamW sends weights as bytes and takes the place of DDP, zerocast.fsdp2.prepare comes before fully_shard; to "

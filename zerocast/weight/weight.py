@@ -19,6 +19,7 @@ from zerocast.gemm import inputs
 from zerocast.weight import linear as compute
 from zerocast.weight import owners, unsupported
 from zerocast.weight import state as weight_state
+from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.freshness import debugging
 from zerocast.weight.state import WeightState
 
@@ -32,14 +33,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
 
 
-class QuantizedWeight(Tensor):
+class QuantizedWeight(WeightBuffers):
     """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and scales.
 
-    Make one with `empty`, or by `zerocast.quantize_` on a model. Layouts of the buffers: docs/formats/common.md.
+    Make one with `empty`, or by `zerocast.quantize_` on a model. Its buffers: `buffers.py`.
     """
 
     format: FormatSpec
-    state: WeightState
     transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
 
     @staticmethod
@@ -104,70 +104,6 @@ class QuantizedWeight(Tensor):
         """Whether its buffers stand for those of a later call, as while a compiler traces."""
         return inputs.is_traced(self.state.rowwise_data)
 
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(rows, columns) as stored: leading dimensions folded into the rows."""
-        return self.state.matrix_shape
-
-    @property
-    def rowwise_data(self) -> Tensor:
-        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
-        self.wait()
-        return self.state.rowwise_data
-
-    @property
-    def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for identity."""
-        return self.state.buffers["rowwise_scale_inv"]
-
-    @property
-    def columnwise_data(self) -> Tensor | None:
-        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
-        self.wait()
-        return self.state.buffers["columnwise_data"]
-
-    @property
-    def columnwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of the columnwise data."""
-        self.wait()
-        return self.state.buffers["columnwise_scale_inv"]
-
-    @property
-    def amax(self) -> Tensor | None:  # type: ignore[override]
-        """f32[1]: the amax of the last cast; None for formats without a tensor amax."""
-        return self.state.buffers["amax"]
-
-    @property
-    def scale(self) -> Tensor | None:
-        """f32[1]: the scale of the next cast; delayed scaling only."""
-        return self.state.buffers["scale"]
-
-    @property
-    def amax_history(self) -> Tensor | None:
-        """f32[amax_history_len]; delayed scaling only."""
-        return self.state.buffers["amax_history"]
-
-    @property
-    def high_precision_init_val(self) -> Tensor | None:
-        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
-        return self.state.initial
-
-    @high_precision_init_val.setter
-    def high_precision_init_val(self, value: Tensor | None) -> None:
-        self.state.initial = value
-
-    @property
-    def master_owner(self) -> Any:
-        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
-        owner = self.state.freshness.owner
-        return None if owner is None else owner()
-
-    def wait(self) -> None:
-        """Until the bytes are here: completes a gather in flight."""
-        finish = self.state.freshness.finish  # read once: another thread may complete the last gather meanwhile
-        if finish is not None:
-            finish(self)
-
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
         value = self.read(columnwise=False, dtype=self.dtype)
@@ -212,8 +148,8 @@ class QuantizedWeight(Tensor):
         owners.note_read(self)
 
     def check_filled(self) -> None:
-        """RuntimeError for bytes that were never cast nor filled, and for those that a cast or step left torn."""
-        self.state.freshness.check_whole()
+        """RuntimeError for bytes that were never cast nor filled, and for those whose last write is partial."""
+        self.state.freshness.guard.check_complete()
         if not self.state.ever_cast:
             raise RuntimeError(
                 f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
@@ -266,7 +202,7 @@ class QuantizedWeight(Tensor):
         """
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
-        self.state.rehome({name: tensor for name, tensor in targets.items() if tensor is not None})
+        self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
 
     def restate(self, state: WeightState) -> None:
         """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
@@ -329,7 +265,7 @@ class QuantizedWeight(Tensor):
         The constants tell graphs apart, too: with them, how products of this weight are computed now.
         """
         names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
-        if self.state.only:
+        if self.state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         fixed = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
         return names, (*fixed, gemm.ways(self))

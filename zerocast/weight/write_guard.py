@@ -1,54 +1,93 @@
-"""Wholeness: whether what is written in many pieces was written to its end.
+"""WriteGuard: whether a write of many parts (masters, moments, weights) was completed.
 
-What raises while it writes masters or weights (out of memory, a rank that died) leaves them torn, and they are not read until they
-have been written whole.
+Out of memory or a dead rank can stop a step, a cast or a load half-way. What that leaves is
+partial: nothing reads or saves it before a complete write. What is always written together shares
+one guard; what belongs to several owners is written under the guards of all (`transaction`).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
 
 
 @dataclass(eq=False)
-class Wholeness:
-    """Of what is written within `writing`."""
+class WriteGuard:
+    """Tracks whether a multi-part write completed.
 
-    torn: str | None = None  # what died while it wrote, and what to do now
-    _writing: bool = field(default=False, init=False)
+    Attributes:
+        remedy: what the user does when a write broke off. A host gives it once.
+        recast_remedy: the same for a write of weights alone, whose masters are complete; None where
+            the remedy is the same.
+        partial: what broke off, and its remedy; None while everything is complete.
+    """
+
+    remedy: str = CAST_AGAIN
+    recast_remedy: str | None = None
+    partial: str | None = field(default=None, init=False)
+    _partial_masters: bool = field(default=False, init=False)
+    _is_open: bool = field(default=False, init=False)
 
     @contextlib.contextmanager
-    def writing(self, what: str, remedy: str) -> Iterator[None]:
-        """Within, `what` writes masters or weights; an exception leaves them torn until another such write is complete."""
-        if self._writing:
-            yield  # a part of something larger
+    def transaction(self, what: str, *, masters: bool = True) -> Iterator[None]:
+        """Write `what`; an exception leaves everything partial until another transaction completes.
+
+        A transaction inside another one is a part of it. One that writes no `masters` does not
+        complete partial ones.
+        """
+        if self._is_open:
+            yield
             return
-        self._writing, self.torn = True, f"{what} raised half-way: {remedy}"
+        if not (self.has_partial_masters and not masters):
+            self.mark_partial(what, masters=masters)
+        self._is_open = True
         try:
             yield
-            self.torn = None
+            if masters or not self._partial_masters:
+                self.partial, self._partial_masters = None, False
         finally:
-            self._writing = False
+            self._is_open = False
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
-        """Within, what is torn is shown all the same, to somebody who will write it whole."""
-        before, self._writing = self._writing, True
+        """Let a reader that is going to overwrite everything read what is partial."""
+        before, self._is_open = self._is_open, True
         try:
             yield
         finally:
-            self._writing = before
+            self._is_open = before
+
+    def mark_partial(self, what: str, *, masters: bool = True) -> None:
+        """Declare that `what` broke off while it wrote weights, and masters unless told otherwise."""
+        remedy = self.remedy if masters or self.recast_remedy is None else self.recast_remedy
+        self.partial, self._partial_masters = f"{what} raised half-way: {remedy}", masters
 
     @property
-    def is_writing(self) -> bool:
-        """Whether a write is under way, of which another may be a part."""
-        return self._writing
+    def is_open(self) -> bool:
+        """Whether a transaction is under way, of which another would be a part."""
+        return self._is_open
 
     @property
-    def is_torn(self) -> bool:
-        """Whether something died while it wrote, and nothing has been written whole since."""
-        return self.torn is not None and not self._writing
+    def is_partial(self) -> bool:
+        """Whether a write broke off, and no other has completed since; False inside a transaction."""
+        return self.partial is not None and not self._is_open
 
-    def check_whole(self) -> None:
-        """RuntimeError while masters or weights are torn."""
-        if self.is_torn:
-            raise RuntimeError(self.torn)
+    @property
+    def has_partial_masters(self) -> bool:
+        """The same of a write of masters, which no cast can complete."""
+        return self.is_partial and self._partial_masters
+
+    def check_complete(self) -> None:
+        """RuntimeError while a write is partial; it names the write and the remedy."""
+        if self.is_partial:
+            raise RuntimeError(self.partial)
+
+
+@contextlib.contextmanager
+def transaction(guards: Iterable[WriteGuard], what: str, *, masters: bool = True) -> Iterator[None]:
+    """Write `what` under all these guards: if it breaks off, it is partial for each of their owners."""
+    with contextlib.ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard.transaction(what, masters=masters))
+        yield

@@ -1,1 +1,1 @@
-"""What quantized weights cost in quality: the same GPT in every format, three seeds each, against bf16; see README.md."""
+"""The study: the quality of quantized training against bf16, with three seeds a format."""

@@ -29,22 +29,28 @@ from examples.gpt_pretrain.study.runs import finished, train
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """Compare the quality of training on quantized weights with bf16: six variants, three seeds each."""
+    """Compare the quality of training on quantized weights with bf16: six variants, three seeds
+    each.
+    """
 
     size: Literal["cpu", "h200"] = "cpu"
-    """What is trained (plan.py): cpu is a minute or two a run on two cores, h200 is meant for one H200."""
+    """Size of the models (plan.py): cpu takes a minute or two a run on two cores, h200 is for
+    one H200.
+    """
     out: Path = Path("runs/study")
-    """Folder for the runs, in a folder of their size."""
+    """Folder for the runs, with a subfolder for each size."""
     results: Path | None = None
-    """Folder for table.md, gap.png and results.json, in a folder of their size; by default `out`."""
+    """Folder for table.md, gap.png and results.json, with a subfolder for each size; by default
+    `out`.
+    """
     limit: int | None = None
-    """Make so many runs at most, and leave the others to the next call."""
+    """Most runs to make now; the next call continues with the others."""
 
 
 def make_runs(
     todo: Sequence[Job], out: Path, progress: Progress, limit: int | None = None
 ) -> Mapping[Job, Sequence[Record]]:
-    """The records of all runs; of fewer when `limit` new ones were made before the end."""
+    """The records of all runs, or of fewer if `limit` new ones were made before the end."""
     made: dict[Job, Sequence[Record]] = {}
     for job in todo:
         records = finished(job, out)

@@ -1,4 +1,4 @@
-"""What the runs of a study amount to: losses, and gaps to the baseline of the same seed with their spread."""
+"""The outcome of a study: losses, and gaps to the baseline of the same seed with their spread."""
 
 import dataclasses
 import json
@@ -15,10 +15,11 @@ SAME = ("text", "machine", "parameters", "device", "ranks")  # what runs must sh
 
 
 def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outcome:
-    """Everything of the table and the picture, as plain data, from the records of all runs.
+    """The data of the table and the picture, from the records of all runs.
 
-    A gap is a run's validation loss less that of the baseline of the same seed, which saw the same initial values and the same
-    batches; its spread over the seeds is the sample standard deviation. ValueError for runs on other machines, texts or versions.
+    A gap is a run's validation loss less that of the baseline of the same seed, which saw the same
+    initial values and the same batches; its spread over the seeds is the sample standard deviation.
+    ValueError for runs on other machines, texts or versions.
     """
     starts = [records[0] for records in runs.values()]
     for key in SAME:

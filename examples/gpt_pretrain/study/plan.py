@@ -1,6 +1,7 @@
-"""What the study trains, fixed before it was run: variants, seeds, and for each size the model, the tokens and the schedule.
+"""The plan of the study, fixed before it was run: variants, seeds and sizes.
 
-Change nothing here to make a result look better. A change makes every finished run one of another plan, which is trained again.
+Change nothing here to make a result look better. A change makes every finished run one of another
+plan, which is trained again.
 """
 
 import dataclasses
@@ -26,13 +27,14 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Size:
-    """What the runs of a size have in common, and on how many ranks each of them is made."""
+    """A size of the study: the configuration that its runs share, and the number of ranks."""
 
     ranks: int
     config: TrainConfig
 
 
-# Products dequantize on a GPU too: tensor cores would round the inputs as well, and the study is about weights.
+# Products dequantize on a GPU too: tensor cores would round the inputs as well, and the study is
+# about weights.
 _COMMON = TrainConfig(gemm="dequantize", min_lr_ratio=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
 
 SIZES: Mapping[str, Size] = {
@@ -82,12 +84,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the run is called, on the console and on disk."""
+        """The name of the run, on the console and on disk."""
         return f"{self.variant}-{self.seed}"
 
 
 def jobs(size: Size) -> Iterator[Job]:
-    """Every run, seed after seed, so that a study that is cut short has whole comparisons."""
+    """All runs, seed by seed, so that an interrupted study has complete comparisons."""
     for seed in SEEDS:
         for variant, changes in VARIANTS.items():
             yield Job(variant, seed, size.ranks, dataclasses.replace(size.config, seed=seed, **changes))

@@ -1,4 +1,4 @@
-"""The runs of a study on disk: a finished one is not made again."""
+"""The runs of a study on disk; a finished run is not repeated."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ TIMEOUT = 3600.0  # seconds after which a run is ended as hung
 
 
 def finished(job: Job, out: Path) -> list[Record] | None:
-    """The records of a run below `out` that was made to its end as `job` has it, else None."""
+    """The records of a finished run below `out` with the configuration of `job`, or None."""
     records = read_records(out / job.name / "metrics.jsonl")
     if not records or records[-1]["event"] != "end":
         return None
@@ -27,7 +27,7 @@ def finished(job: Job, out: Path) -> list[Record] | None:
 
 
 def train(job: Job, out: Path, progress: Progress) -> list[Record]:
-    """Make one run, from its beginning, and return its records; RunFailedError if it ends badly."""
+    """Make one run from its beginning and return its records; RunFailedError if it fails."""
     progress.start(job.name)
     folder = out / job.name
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier attempt
@@ -39,7 +39,7 @@ def train(job: Job, out: Path, progress: Progress) -> list[Record]:
 
 
 def command_line(config: TrainConfig) -> list[str]:
-    """The options of train.py that make this configuration; where a run lies, `--out`, is left to whoever starts it."""
+    """The options of train.py for this configuration, without `--out`, which the caller adds."""
     return [
         word for name, value in _flatten(dataclasses.asdict(config)) if name != "out" for word in _option(name, value)
     ]
@@ -64,7 +64,7 @@ def _option(name: str, value: Any) -> Sequence[str]:
 
 
 def _as_recorded(config: TrainConfig) -> Any:
-    """As the log of a run holds it."""
+    """A configuration as the log of a run stores it."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 

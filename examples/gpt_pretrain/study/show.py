@@ -11,11 +11,12 @@ from examples.gpt_pretrain.report import COLORS, STYLES, smooth
 from examples.gpt_pretrain.study.outcome import Outcome
 from examples.gpt_pretrain.study.plan import BASELINE
 
-LINEAR = 0.02  # nats a byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
+# nats a byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
+LINEAR = 0.02
 
 
 def table(outcome: Outcome) -> str:
-    """A row a variant; gaps as mean ± standard deviation, then seed by seed."""
+    """A table with a row for each variant: gaps as mean ± standard deviation, then seed by seed."""
     seeds = list(next(iter(outcome["variants"].values()))["seeds"])
     heads = ["weights", "validation loss", f"gap to {BASELINE}", *(f"seed {seed}" for seed in seeds), "skipped steps"]
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
@@ -31,7 +32,7 @@ def table(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome, command: str) -> str:
-    """The table with what it was measured on and the command that makes it."""
+    """The table with the machine that it was measured on and the command that makes it."""
     machine, config = outcome["machine"], outcome["config"]
     tokens = (
         config["steps"] * config["batch_size"] * config["grad_accum"] * config["model"]["context"] * outcome["ranks"]
@@ -55,7 +56,7 @@ def markdown(outcome: Outcome, command: str) -> str:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Draw the final gap of every run, and the gap of the training loss as it goes."""
+    """Draw the final gap of every run, and the gap of the training loss over the steps."""
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     final, course = figure.subplots(1, 2, width_ratios=(1, 1.3))
     _plot_final(final, outcome)
@@ -81,7 +82,7 @@ def _plot_final(axes: Axes, outcome: Outcome) -> None:
 
 
 def _plot_course(axes: Axes, outcome: Outcome) -> None:
-    """Batches of a step are the same in all runs of a seed, so a difference is that of the weights and not of the text."""
+    """The smoothed gap over the steps; all runs of a seed train on the same batches."""
     baseline = outcome["variants"][BASELINE]["seeds"]
     names = [name for name in outcome["variants"] if name != BASELINE]
     for name, color, style in zip(names, COLORS[1:], STYLES[1:], strict=False):

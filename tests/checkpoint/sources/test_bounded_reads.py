@@ -16,7 +16,7 @@ from tests.checkpoint.sources.written import KINDS, values
 from tests.optim.folders import saved
 from tests.optim.runs import Run, Trainer
 from zerocast import optim
-from zerocast.bench.regression import stored_ratios
+from zerocast.bench.report import stored_ratios
 from zerocast.checkpoint.sources import open_source
 from zerocast.checkpoint.sources.manifest import NAME
 from zerocast.footprint.shapes import read_model

@@ -1,7 +1,8 @@
-"""The CUDA backend: the stages in CUDA C++ (`csrc/cuda`), on the current stream, without a look at the device's memory.
+"""The CUDA backend: the stages in CUDA C++ (`csrc/cuda`), on the current stream.
 
-This module turns tensors into addresses and values into plain data, as the table of stages (`../ops.py`) says, and decides
-nothing. ../README.md says what each stage does, csrc/README.md how the work of a stage is cut.
+This module converts tensors to addresses and values to plain data, as the table of stages
+(`../ops.py`) prescribes; it makes no decisions and never reads device memory. ../README.md
+describes each stage, csrc/README.md how its work is divided.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
-from zerocast.backends.cuda.targets import why_no_kernels
-from zerocast.backends.extension import DTYPES, data, format_of, typed
+from zerocast.backends.extension import DTYPES, data, format_of, typed, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -27,7 +27,7 @@ if not hasattr(_C, "cuda"):
 
 
 def why_not(device: torch.device) -> str | None:
-    """None when the kernels were built for this GPU."""
+    """The reason why the kernels do not run on this GPU, or None if they do."""
     return why_no_kernels(_C.cuda.targets(), device)
 
 
@@ -87,9 +87,10 @@ def _transpose_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
 
 
 def _stage(name: str, tables: Callable[..., dict[str, Any]] | None = None, **other: Callable[[Any], Any]) -> Any:
-    """The stage of the extension, given tensors in place of plain data.
+    """The extension's stage, wrapped to take tensors instead of addresses.
 
-    `tables` makes of the format and the table what the kernels work by; `other` are ways to pass a kind of argument.
+    `tables` builds the work lists from the format and the table; `other` replaces how a kind of
+    argument is passed.
     """
     kinds = {**_PLAIN, **other}
     kind_of = {argument.name: argument.kind for argument in ops.arguments_of(name)}

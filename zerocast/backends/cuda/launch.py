@@ -1,8 +1,10 @@
-"""What a launch needs beside its tensors, kept in device memory: addresses of bases, and which thread block does what.
+"""Device memory that a launch needs besides its tensors: base addresses and work lists.
 
-Both are made once, kept on the tensors that they are made for and found there again, so that they live as long as a captured
-graph that refers to those. So a step copies nothing to the device, and its host work does not grow with the number of weights.
-Making work reads the table back, the only time that the host waits for the device.
+A work list tells each thread block which weight and which part of it to process. Addresses and work
+lists are made once and stored on the tensors that they describe, so they live as long as a captured
+graph that uses those tensors. A step then copies nothing to the device, and its host work does not
+grow with the number of weights. Making a work list reads the table back, which is the only time
+that the host waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +18,14 @@ from zerocast.formats import FormatSpec
 
 _C = extension.load()
 
-Work = tuple[int, int, int, int]  # addresses of the table and of (weight, ordinal) pairs, with the length of each
+# addresses of the table and of (weight, ordinal) pairs, with the length of each
+Work = tuple[int, int, int, int]
 Stream = tuple[int, int]  # handle and device
 
 
 _current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)  # without a Stream object, which takes ten times as long to make as the rest of a call
+)  # a Stream object takes ten times as long to make as the rest of a call
 
 
 def stream_of(tensor: Tensor) -> Stream:
@@ -32,7 +35,7 @@ def stream_of(tensor: Tensor) -> Stream:
 
 
 def addresses(tensors: Sequence[Tensor]) -> int:
-    """The device address of the tensors' addresses; 0 for an empty list."""
+    """The device address of an array of the tensors' addresses; 0 for an empty list."""
     if not tensors:
         return 0
     values = tuple([tensor.data_ptr() for tensor in tensors])
@@ -43,12 +46,19 @@ def addresses(tensors: Sequence[Tensor]) -> int:
 
 
 def one_or_more(tensors: Sequence[Tensor]) -> int:
-    """As `addresses`, but the address of an only tensor itself, marked as such: it may not live to be found again."""
+    """Like `addresses`, but a single tensor passes its own address, marked with ONLY_BASE.
+
+    A single tensor may be temporary, and an array stored on it would be made anew each time.
+    """
     return tensors[0].data_ptr() | _C.cuda.ONLY_BASE if len(tensors) == 1 else addresses(tensors)
 
 
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
-    """The thread blocks of a kind of work for a table: amax, cast, scales, transpose, transpose_scales; or weights, one each."""
+    """The work list of a table for one `kind` of work.
+
+    `kind` is amax, cast, scales, transpose or transpose_scales; "weights" is one thread block a
+    weight and needs no list.
+    """
     assert table.dtype == torch.int64 and table.is_contiguous(), table
     weights = table.shape[0]
     if kind == "weights":
@@ -62,7 +72,9 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
 
 
 def partial_amaxes(table: Tensor) -> Tensor:
-    """Scratch memory for the tensor amaxes of a table's weights, f32 `[weights, PARTIAL_AMAXES]`."""
+    """Scratch memory for the tensor amaxes of a table's weights, f32
+    `[weights, PARTIAL_AMAXES]`.
+    """
     kept = _kept_on(table, "_zerocast_partial_amaxes")
     if not kept:
         kept[()] = torch.empty(table.shape[0], _C.cuda.PARTIAL_AMAXES, dtype=torch.float32, device=table.device)
@@ -70,14 +82,17 @@ def partial_amaxes(table: Tensor) -> Tensor:
 
 
 def segment_work(segments: Tensor) -> Work:
-    """The thread blocks for rows of (offset, numel, row of scalars)."""
+    """The work list for segments, int64 rows of (offset, numel, row of scalars)."""
     size = _C.cuda.SEGMENT_ELEMENTS
     items = _items(("segments", ""), segments, lambda host: [(0, -(-numel // size)) for numel in host[:, 1].tolist()])
     return segments.data_ptr(), segments.shape[0], items.data_ptr(), items.shape[0]
 
 
 def _items(key: tuple[str, str], table: Tensor, ordinals: Callable[[Tensor], list[tuple[int, int]]]) -> Tensor:
-    """int32 `[blocks, 2]`: for each thread block its row of the table and its ordinal, `ordinals` being (first, count) a row."""
+    """int32 `[blocks, 2]`: the table row and the ordinal of each thread block.
+
+    `ordinals` returns (first ordinal, count) for each row of the table in host memory.
+    """
     made = _kept_on(table, "_zerocast_work")
     if key not in made:
         first, count = torch.tensor(ordinals(table.cpu()), dtype=torch.int64).view(-1, 2).unbind(1)

@@ -1,6 +1,6 @@
 """Encoders and decoders in integer and compare logic (docs/formats/common.md and mxfp8.md).
 
-Torch's own FP8 casts are not used: they differ between torch versions for overflow, NaN and Inf.
+Torch's own FP8 casts are not used, since torch versions differ for overflow, NaN and Inf.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ INF_BITS = 0x7F800000
 def to_nominal(x: Tensor, nominal: torch.dtype) -> Tensor:
     """`x` rounded to the nominal dtype: RNE, overflow to Inf.
 
-    NaN becomes 0x7FFF in 16 bits, as in hardware: the bits of torch's NaN depend on where in a tensor it lies.
+    In 16 bits NaN becomes 0x7FFF, as in hardware; the bits of torch's NaN depend on its position.
     """
     if x.dtype == nominal or nominal is torch.float32:
         return x.to(nominal)
@@ -64,7 +64,9 @@ def encode_e5m2(x: Tensor) -> Tensor:
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """f32 to E2M1 codes 0..15, one a byte: RNE with ties to the even code, saturating, NaN to +6."""
+    """f32 to E2M1 codes 0..15, one a byte: RNE with ties to the even code, saturating, NaN to
+    +6.
+    """
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)
     for above in (a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0):

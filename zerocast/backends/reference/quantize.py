@@ -1,20 +1,19 @@
-"""The unsharded cast of a whole weight: the specification that every plan, rank count and backend is compared with."""
+"""The unsharded cast of a whole weight, the standard for every plan, rank count and backend."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.blocks import block_amax, expand, fill_scales
 from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
-from zerocast.backends.reference.scales import encode_scales, stored_scales
+from zerocast.backends.reference.scales import block_amax, encode_scales, expand, fill_scales, stored_scales
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """All bytes of a cast weight; the fields are those of `QuantizedWeight`."""
+    """All buffers of a cast weight, under the names that `QuantizedWeight` gives them."""
 
     rowwise_data: Tensor
     rowwise_scale_inv: Tensor | None
@@ -32,9 +31,10 @@ def quantize(
 ) -> Quantized:
     """Cast a whole master of logical shape to `fmt` (docs/formats).
 
-    `scale` is the f32[1] scale of delayed formats. Columnwise data is given where the format has any, as post-all-gather
-    processing leaves it. Rows of a larger weight give that weight's part of every buffer when they start and end at multiples of
-    512 and `tensor_amax`, f32[1], is the amax of all of it. Raises ValueError for a shape that the format cannot take.
+    `scale` is the f32[1] scale of delayed formats. Columnwise buffers are included, as they are
+    after post-all-gather processing. A slice of rows of a larger weight gives that slice of every
+    buffer, if it starts and ends at multiples of 512 rows and `tensor_amax`, f32[1], is the amax of
+    the whole weight. Raises ValueError for a shape that the format cannot take.
     """
     check_shape(fmt, master.shape)
     rows, columns = matrix_shape(master.shape)

@@ -1,6 +1,7 @@
-"""Scale rules: from amaxes to what is stored and to what an element is multiplied by (docs/formats).
+"""Scales: amaxes of blocks, the scale rules, and scales in their buffers (docs/formats).
 
-Every line is one f32 operation a tensor element; the order of operations is part of the format.
+Every line of a rule is one f32 operation on a tensor; the order of operations is part of the
+format.
 """
 
 import struct
@@ -9,20 +10,58 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.codec import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
-from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule
+from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
+from zerocast.formats.layout import Buffer, amax_grid
+
+
+def block_amax(x: Tensor, block: Block | None) -> Tensor:
+    """The largest |x| of each block of an f32 matrix `[R, C]`, as `[down, across]`; NaN is
+    ignored.
+    """
+    rows, columns = x.shape
+    down, across = amax_grid(block, rows, columns)
+    height, width = block or (rows, columns)
+    padded = x.new_zeros(down * height, across * width)
+    padded[:rows, :columns] = torch.where(x.isnan(), 0.0, x.abs())
+    return padded.view(down, height, across, width).amax((1, 3))
+
+
+def expand(grid: Tensor, block: Block | None, rows: int, columns: int) -> Tensor:
+    """Repeat each block's value over its elements: `[down, across]` to `[rows, columns]`."""
+    if block is None:
+        return grid.expand(rows, columns)
+    over = grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return over[:rows, :columns]
+
+
+def fill_scales(fmt: FormatSpec, grid: Tensor, rows: int, buffer: Buffer) -> Tensor:
+    """The whole scale buffer: the grid at its origin, two-level scales repeated over rows,
+    padding.
+    """
+    full = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=grid.device)
+    if fmt.scale_rule is ScaleRule.TWO_LEVEL:
+        assert fmt.block
+        grid = grid.repeat_interleave(fmt.block[0], 0)[:rows]
+    if len(buffer.shape) == 1:
+        return full.copy_(grid.view(1))
+    full[: grid.shape[0], : grid.shape[1]] = grid
+    return full
+
 
 FLT_MIN = torch.finfo(torch.float32).tiny
 FLT_MAX = torch.finfo(torch.float32).max
 
 
 def f32(bits: int) -> float:
-    """The f32 with these bits; the constants of the formats are given so."""
+    """The f32 with these bits, in which form the formats specify their constants."""
     value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return value
 
 
 def divide(numerator: float, x: Tensor) -> Tensor:
-    """One correctly rounded division; torch's `scalar / tensor` is a reciprocal and a product."""
+    """`numerator / x`, rounded once; torch computes `scalar / tensor` as reciprocal times
+    scalar.
+    """
     return torch.full_like(x, numerator) / x
 
 
@@ -43,15 +82,16 @@ def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def _nvfp4_global(amax: Tensor) -> Tensor:
-    """S_enc, from the tensor amax."""
+    """The global scale S_enc, computed from the tensor amax."""
     s = divide(2688.0, amax.clamp(min=FLT_MIN)).clamp(max=FLT_MAX)
     return torch.where(amax > 0, s, torch.ones_like(s))
 
 
 def _nvfp4_byte(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
-    """sd, the stored E4M3 byte of each block."""
+    """The stored E4M3 scale sd of each block, as a byte."""
     v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
-    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))  # fminf: NaN gives FLT_MAX
+    # fminf: NaN gives FLT_MAX
+    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))
 
 
 def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
@@ -62,12 +102,12 @@ def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
 
 
 def _e8m0_encode(code: Tensor) -> Tensor:
-    """2**(127 - code); 2**-127 is subnormal and kept."""
+    """2**(127 - code), including the subnormal 2**-127."""
     return decode_e8m0(254 - code)
 
 
 def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What an element of each block is multiplied by before it is encoded; same shape as `amaxes`, f32."""
+    """The factor for the elements of each block before encoding, f32 of the shape of `amaxes`."""
     if fmt.scale_rule is ScaleRule.NONE:
         return torch.ones_like(amaxes)
     if fmt.scale_rule is ScaleRule.E8M0:
@@ -82,7 +122,7 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What the scale buffer holds for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
+    """The entry of the scale buffer for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
     if fmt.scale_rule is ScaleRule.E8M0:
         return encode_e8m0(amaxes * ONE_448TH)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
@@ -92,7 +132,7 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -> Tensor:
-    """What a decoded element of each block is multiplied by, f32."""
+    """The factor for the decoded elements of each block, f32."""
     if fmt.scale_rule is ScaleRule.E8M0:
         return decode_e8m0(stored)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:

@@ -1,4 +1,4 @@
-"""The owned elements of one weight on a canvas of whole block rows, so that a stage can see them as a matrix."""
+"""Window: the owned elements of one weight as a matrix of whole block rows, zero elsewhere."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ from zerocast.formats.layout import amax_grid, round_up
 
 @dataclass(frozen=True)
 class Window:
-    """Rows `[first, last)` of a weight, cut to block rows around the owned span."""
+    """Rows `[first, last)` of a weight: the whole block rows that contain the owned span."""
 
-    row: list[int]  # the descriptor
+    row: list[int]  # the weight's descriptor row
     first: int
     last: int
 
     @staticmethod
     def of(fmt: FormatSpec, row: list[int]) -> "Window | None":
-        """The window of a descriptor row; None when nothing is owned."""
+        """The window of a descriptor row, or None if nothing is owned."""
         if row[Column.NUMEL] == 0:
             return None
         rows, columns = row[Column.ROWS], row[Column.COLUMNS]
@@ -33,7 +33,7 @@ class Window:
 
     @property
     def columns(self) -> int:
-        """Columns of the weight."""
+        """The number of columns of the weight."""
         return self.row[Column.COLUMNS]
 
     @property
@@ -43,19 +43,19 @@ class Window:
         return slice(start, start + self.row[Column.NUMEL])
 
     def elements(self, masters: list[Tensor]) -> Tensor:
-        """The owned elements as they are."""
+        """The owned elements, flat, in the dtype of the master."""
         offset = self.row[Column.MASTER_OFFSET]
         return masters[self.row[Column.MASTER_BASE]][offset : offset + self.row[Column.NUMEL]]
 
     def canvas(self, masters: list[Tensor], nominal: torch.dtype) -> Tensor:
-        """The owned elements rounded to nominal, f32 `[last - first, columns]`, 0 elsewhere."""
+        """f32 `[last - first, columns]`: owned elements rounded to nominal, 0 elsewhere."""
         elements = self.elements(masters)
         canvas = elements.new_zeros((self.last - self.first) * self.columns, dtype=torch.float32)
         canvas[self.owned] = round_nominal(elements, nominal)
         return canvas.view(-1, self.columns)
 
     def grid(self, packed: Tensor, offset: int, block: Block | None) -> Tensor:
-        """The amaxes of this window's blocks, as a view of the packed buffer `[down, across]`."""
+        """The amaxes of the window's blocks, a view `[down, across]` of the packed buffer."""
         down, across = amax_grid(block, self.row[Column.ROWS], self.columns)
         height = block[0] if block else self.row[Column.ROWS]
         grid = packed[offset : offset + down * across].view(down, across)

@@ -1,7 +1,8 @@
 """The Triton backend: the stages as Triton kernels, for GPUs where the extension has no CUDA build.
 
-Under TRITON_INTERPRET=1, which must be set before this package is imported, the kernels run in Triton's interpreter on CPU tensors:
-for tests, by name only. README.md says what differs.
+With TRITON_INTERPRET=1, set before this package is imported, the kernels run in Triton's
+interpreter on CPU tensors; this serves tests and is never chosen automatically. README.md describes
+the differences.
 """
 
 try:
@@ -21,7 +22,7 @@ from zerocast.backends.triton.roll_history import roll_history
 from zerocast.backends.triton.transpose import transpose
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = ("cpu",) if INTERPRETED else ("cuda",)  # the interpreter follows addresses itself, so they must be the host's
+DEVICES = ("cpu",) if INTERPRETED else ("cuda",)  # the interpreter dereferences host addresses
 PREFERENCE = -1 if INTERPRETED else 1
 
 __all__ = [

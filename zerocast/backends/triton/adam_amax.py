@@ -1,4 +1,4 @@
-"""Stage adam_amax: the AdamW update and, of the master that it leaves, the partial amaxes, in one pass."""
+"""Stage adam_amax: the AdamW update and the partial amaxes of the updated masters, in one pass."""
 
 from typing import Any
 
@@ -7,14 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerocast.backends.triton.adam import update
+from zerocast.backends.triton.adam_step import update
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into
-from zerocast.backends.triton.blocks import TileShape
 from zerocast.backends.triton.codec import DTYPES, round_nominal
-from zerocast.backends.triton.descriptor import COLUMNS, NUMEL, ROW_AMAX, START, WIDTH, find
-from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
+from zerocast.backends.triton.launch import (
+    COLUMNS,
+    NUMEL,
+    ROW_AMAX,
+    START,
+    WIDTH,
+    addresses,
+    find,
+    launch,
+    skip_flag,
+    tiling,
+)
 from zerocast.backends.triton.partial_amax import store_amaxes
-from zerocast.backends.triton.tiles import Bands, Flat, band_tile, element, is_owned, offsets, owned
+from zerocast.backends.triton.tiles import Bands, Flat, TileShape, band_tile, element, is_owned, offsets, owned
 from zerocast.formats import AmaxPolicy, FormatSpec
 
 RUN = 2048
@@ -35,7 +44,7 @@ def adam_amax(
     packed: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the owned spans and take the partial amaxes of the new masters in the same pass.
+    """Run Adam over the owned spans and take the partial amaxes in the same pass.
 
     `masters` are FP32; each other list has one dtype.
     """
@@ -98,7 +107,7 @@ def _run(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """One amax a tensor, or none."""
+    """A run of elements of a format without blocks: one amax for the tensor, or none."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)
@@ -140,7 +149,9 @@ def _update_band(
     EXP_AVG_SQ: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Update a band's tile; the largest |x| of the elements that share a place in its STEPS parts, `[HEIGHT, WIDTH_A]`, as bits."""
+    """Update the STEPS tiles of a band; returns their elementwise largest |x| as bits
+    `[HEIGHT, WIDTH_A]`.
+    """
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)
     largest = tl.zeros((HEIGHT, WIDTH_A), tl.int32)
@@ -181,7 +192,7 @@ def _blocks(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """One amax a block."""
+    """A band of whole block rows: one amax for each block."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

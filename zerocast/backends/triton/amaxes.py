@@ -1,4 +1,4 @@
-"""Amaxes inside a kernel: from elements to blocks, and to and from the packed buffer of bf16 or f32, passed as integers."""
+"""Amaxes inside a kernel: reduced to blocks, loaded from and stored to the packed buffer."""
 
 import torch
 import triton
@@ -6,11 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.codec import INF, as_f32, bf16_bits, magnitude
-from zerocast.backends.triton.descriptor import COLUMNS, ROWS
+from zerocast.backends.triton.launch import COLUMNS, ROWS
 
 
 def as_integers(packed: Tensor) -> Tensor:
-    """The packed buffer as int16 or int32: what it holds is not negative, so its bits order as its values do."""
+    """The packed buffer as int16 or int32: amaxes are not negative, so bits and values order
+    alike.
+    """
     return packed.view(torch.int16 if packed.dtype is torch.bfloat16 else torch.int32)
 
 
@@ -30,7 +32,7 @@ def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS_A: tl.constexpr
 
 @triton.jit
 def _word(packed, bits):
-    """The bits of an f32 amax as the packed buffer holds it."""
+    """The bits of an f32 amax in the dtype of the packed buffer."""
     if packed.dtype.element_ty == tl.int16:
         return (bf16_bits(as_f32(bits)) >> 16).to(tl.int16)
     else:
@@ -56,7 +58,9 @@ def grid_cells(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """(index within a weight's grid of ROWS_A x COLUMNS_A blocks, whether it exists) of the DOWN x ACROSS blocks of a tile."""
+    """(index in the weight's grid, mask of the blocks that exist) of the DOWN x ACROSS blocks of
+    a tile.
+    """
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     i = first_row // ROWS_A + tl.arange(0, DOWN)[:, None]
     j = first_column // COLUMNS_A + tl.arange(0, ACROSS)[None, :]
@@ -76,7 +80,7 @@ def store_blocks(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Store amaxes of whole blocks `[DOWN, ACROSS]`: no other program has a part of them, so plain stores do, in 16 bits too."""
+    """Store amaxes of whole blocks `[DOWN, ACROSS]`. No other program shares them: no atomics."""
     cell, exists = grid_cells(row, first_row, first_column, ROWS_A, COLUMNS_A, DOWN, ACROSS)
     tl.store(packed + tl.load(row + PLACE) + cell, _word(packed, bits), mask=exists)
 
@@ -85,8 +89,8 @@ def store_blocks(
 def max_into(packed, i, bits):
     """`packed[i] = max(packed[i], bits)` for one amax that many programs share.
 
-    There is no atomic maximum on 16 bits: that of a bf16 buffer swaps the 32-bit word around it until nobody came in between. Both
-    ways look first, so that only a new maximum costs an atomic.
+    There is no 16-bit atomic maximum, so a bf16 buffer uses compare-and-swap on the 32-bit word
+    around the amax. Both variants read first, so that only a new maximum costs an atomic.
     """
     word = _word(packed, bits)
     if word > tl.load(packed + i):

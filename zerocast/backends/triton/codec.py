@@ -1,7 +1,8 @@
 """Encoders, decoders and the rounding to 16 bits in integer logic (docs/formats/common.md).
 
-Triton's own float8 conversions are not used: they differ from the formats for overflow, NaN and Inf, and from compiler to
-interpreter. What is left to the hardware is one f32 addition for subnormal codes, which rounds as the format wants it.
+Triton's own float8 conversions are not used: they differ from the formats for overflow, NaN and
+Inf, and between compiler and interpreter. Only the rounding of subnormal codes is left to the
+hardware, as one f32 addition.
 """
 
 import torch
@@ -27,7 +28,9 @@ def as_f32(bits):
 
 @triton.jit
 def bf16_bits(x):
-    """f32 rounded to bf16 (RNE, overflow to Inf), as int32 bits in the upper half of a word; NaN is 0x7FFF."""
+    """f32 rounded to bf16 (RNE, overflow to Inf), as int32 bits in the upper half of a word; NaN
+    is 0x7FFF.
+    """
     a = magnitude(x)
     bounded = tl.minimum(a, INF)  # also keeps the sum below within 31 bits
     rounded = (bounded + 0x7FFF + ((bounded >> 16) & 1)) & 0x7FFF0000
@@ -37,14 +40,16 @@ def bf16_bits(x):
 
 @triton.jit
 def fp16_bits(x):
-    """f32 rounded to fp16 (RNE, overflow to Inf), as int32 bits in the lower half of a word; NaN is 0x7FFF."""
+    """f32 rounded to fp16 (RNE, overflow to Inf), as int32 bits in the lower half of a word; NaN
+    is 0x7FFF.
+    """
     half = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return tl.where(magnitude(x) > INF, 0x7FFF, half)
 
 
 @triton.jit
 def round_nominal(x, NOMINAL: tl.constexpr):
-    """f32 rounded to the nominal dtype, as f32; the NaN that comes of a NaN is whatever it is."""
+    """f32 rounded to the nominal dtype, as f32; the bits of a NaN are unspecified."""
     if NOMINAL == tl.bfloat16:
         x = as_f32(bf16_bits(x))
     if NOMINAL == tl.float16:
@@ -60,7 +65,8 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
     drop: tl.constexpr = 23 - MANTISSA
     half: tl.constexpr = (1 << (drop - 1)) - 1
     normal = ((bounded + half + ((bounded >> drop) & 1)) >> drop) - ((127 - BIAS) << MANTISSA)
-    # Below the smallest normal the code counts multiples of 2**(1 - BIAS - MANTISSA): the unit of this sum's last place.
+    # Below the smallest normal the code counts multiples of 2**(1 - BIAS - MANTISSA): the unit of
+    # this sum's last place.
     unit: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     subnormal = (as_f32(bounded) + as_f32(a * 0 + unit)).to(tl.int32, bitcast=True) - unit
     smallest_normal: tl.constexpr = (128 - BIAS) << 23
@@ -82,7 +88,9 @@ def encode(x, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_e8m0(x):
-    """Non-negative f32 to the biased exponent, as int32, of the next power of two at or above it."""
+    """Non-negative f32 to the biased exponent, as int32, of the next power of two at or above
+    it.
+    """
     bits = x.to(tl.int32, bitcast=True)
     exponent = bits >> 23
     mantissa = bits & 0x7FFFFF

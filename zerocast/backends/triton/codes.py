@@ -1,18 +1,18 @@
-"""A tile of codes: the scales of its blocks, the encoding, and the stores, to the byte or to the half byte."""
+"""A tile of codes: the scales of its blocks, its encoding and its stores, to the half byte."""
 
 import triton
 import triton.language as tl
 
 from zerocast.backends.triton.amaxes import grid_cells, load_amax
 from zerocast.backends.triton.codec import encode
-from zerocast.backends.triton.descriptor import address
+from zerocast.backends.triton.launch import address
 from zerocast.backends.triton.scales import encode_scale
 from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
 
 
 @triton.jit
 def code_address(bases, row, BASE: tl.constexpr, first, ELEMENT: tl.constexpr):
-    """Address of the byte that holds the code of element `first` of the weight, which is even where a byte holds two."""
+    """The address of the byte with the code of element `first`, which is even for 4-bit codes."""
     if ELEMENT == "e2m1":
         first = first // 2
     return address(bases, row, BASE, 1) + first
@@ -35,7 +35,9 @@ def tile_scales(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Encode scales of the blocks of a tile, which a block may be higher than: `[down, across]`."""
+    """Encode scales `[down, across]` of the blocks of a tile; a block may be higher than the
+    tile.
+    """
     down: tl.constexpr = HEIGHT // ROWS_A if HEIGHT > ROWS_A else 1
     cell, exists = grid_cells(row, top, left, ROWS_A, COLUMNS_A, down, WIDTH_A // COLUMNS_A)
     amax = load_amax(packed, tl.load(row + PLACE) + cell, exists)
@@ -44,7 +46,9 @@ def tile_scales(
 
 @triton.jit
 def tile_codes(x, scale, HEIGHT: tl.constexpr, WIDTH_A: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of a tile, as int32 `[HEIGHT, WIDTH_A]`; `scale [down, across]` is spread over equal blocks."""
+    """Codes of a tile as int32 `[HEIGHT, WIDTH_A]`; `scale [down, across]` is broadcast over
+    blocks.
+    """
     down: tl.constexpr = scale.shape[0]
     across: tl.constexpr = scale.shape[1]
     blocks = tl.reshape(x, (down, HEIGHT // down, across, WIDTH_A // across))
@@ -64,8 +68,10 @@ def store_codes(
     ELEMENT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Store the owned codes of a tile. Of a byte with one owned code, the other half is written back as it is: its owner is another
-    rank, never another program.
+    """Store the owned codes of a tile.
+
+    A byte with one owned code keeps its other half, which is read and written back. That half
+    belongs to another rank and never to another program.
     """
     if ELEMENT != "e2m1":
         i = offsets(columns, HEIGHT, WIDTH_A, FULL)

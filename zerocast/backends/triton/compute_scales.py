@@ -10,7 +10,7 @@ from torch import Tensor
 from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.amaxes import as_integers, load_amax
 from zerocast.backends.triton.codec import as_f32
-from zerocast.backends.triton.descriptor import (
+from zerocast.backends.triton.launch import (
     AMAX,
     COLUMN_AMAX,
     COLUMN_SCALE,
@@ -21,9 +21,12 @@ from zerocast.backends.triton.descriptor import (
     SCALE,
     WIDTH,
     address,
+    addresses,
     find,
+    launch,
+    skip_flag,
+    tiling,
 )
-from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
 from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, stored_scale, two_level_global
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
@@ -68,13 +71,15 @@ def compute_scales(
 
 @dataclass(frozen=True)
 class GridRuns:
-    """Runs of `size` amaxes of the rowwise grid, for formats whose tensor amax is the largest of them."""
+    """Cuts the rowwise amaxes into runs of `size`, for formats whose tensor amax is their
+    maximum.
+    """
 
     fmt: FormatSpec
     size: int
 
     def count(self, row: list[int]) -> int:
-        """Number of runs."""
+        """The number of runs of one weight."""
         down, across = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
         return -(-down * across // self.size) if self.fmt.has_tensor_amax else 0
 
@@ -92,7 +97,7 @@ def _tensor(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale a tensor: one program a weight."""
+    """One scale for the tensor; one program for each weight."""
     if tl.load(skip) != 0:
         return
     row = table + tl.program_id(0).to(tl.int64) * WIDTH
@@ -107,7 +112,10 @@ def _tensor(
 
 @triton.jit(do_not_specialize=["n"])
 def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr, SIZE: tl.constexpr):
-    """The largest amax of each run of a weight's grid, as bits. Scratch, so that no program needs the result of another here."""
+    """The largest amax of each run of a weight's grid, as bits in scratch memory.
+
+    A launch of its own: no program may wait for the result of another one.
+    """
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
     row = table + weight * WIDTH
@@ -144,7 +152,7 @@ def _blocks(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale a block: a tile of a scale buffer, padding included."""
+    """One scale for each block: fill a tile of a scale buffer, padding included."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

@@ -56,7 +56,7 @@ def dequantize(
 
 @triton.jit
 def _origin(height, width, SIDE_A: tl.constexpr):
-    """(first row, first column) of this program's square, as int64."""
+    """(first row, first column) of this program's square tile, as int64."""
     tile = tl.program_id(0).to(tl.int64)
     across = (width + SIDE_A - 1) // SIDE_A
     return tile // across * SIDE_A, tile % across * SIDE_A
@@ -103,7 +103,9 @@ def _decode(
     OUT: tl.constexpr,
     SIDE_A: tl.constexpr,
 ):
-    """A square of the stored matrix `[height, width]`; written transposed where that is the weight's orientation."""
+    """Decode a square of the stored matrix `[height, width]`; write it in the weight's
+    orientation.
+    """
     top, left = _origin(height, width, SIDE_A)
     amax = tl.full((), 1.0, tl.float32)
     if RULE == TWO_LEVEL:
@@ -141,7 +143,9 @@ def _stored_scales(
     REPEAT: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """Stored scales of the DOWN x ACROSS blocks of a square, which a block may be larger than; without rows, one of a tensor."""
+    """Stored scales of the DOWN x ACROSS blocks of a square; ROWS_A of 0 means one scale a
+    tensor.
+    """
     i = tl.arange(0, DOWN)[:, None]
     j = tl.arange(0, ACROSS)[None, :]
     exists = (i >= 0) & (j >= 0)

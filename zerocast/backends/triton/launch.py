@@ -1,8 +1,9 @@
-"""How a stage becomes one launch: base addresses on the device, and a grid that covers the owned tiles only.
+"""How a stage becomes one launch, and how a program finds its weight and its data.
 
-A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a `Tiling`, by whose running sum a
-program finds its weight. All three are made once and found again by identity, so that a step does no work on the host for a weight,
-and nothing waits for the device. Only `launch` knows Triton.
+A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a
+`Tiling`, whose running sum tells a program which weight it works on (`find`). All three are made
+once and found again by identity, so that a step does no host work for a single weight and never
+waits for the device.
 """
 
 import contextlib
@@ -12,33 +13,41 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from zerocast.backends.descriptor import WIDTH as _WIDTH
+from zerocast.backends.descriptor import Column
 
 _KEPT_ADDRESSES = 1024
 
 
 class Geometry(Protocol):
-    """How the work on one row of a table is cut into tiles; a hashable value."""
+    """Cuts the work on one row of a table into tiles; a hashable value."""
 
     def count(self, row: list[int]) -> int:
-        """Number of tiles of a row; 0 where there is nothing to do."""
+        """The number of tiles of a row; 0 if there is nothing to do."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of all rows of a table, numbered through: those of row i are `[firsts[i], firsts[i + 1])`."""
+    """The tiles of all rows, numbered consecutively: row i has `[firsts[i], firsts[i + 1])`."""
 
     firsts: Tensor  # int64 [n + 1], on the device
     rows: int
     total: int
 
 
-_tilings: Any = WeakIdKeyDictionary()  # table -> {geometry: Tiling}; a tiling lives as long as its table
+# table -> {geometry: Tiling}; a tiling lives as long as its table
+_tilings: Any = WeakIdKeyDictionary()
 
 
 def tiling(table: Tensor, geometry: Geometry) -> Tiling:
-    """The tiles of a table, which must not change afterwards. The first call reads the table back from the device."""
+    """The tiles of a table, which must not change afterwards; the first call waits for the
+    device.
+    """
     known = _tilings.setdefault(table, {})
     if geometry not in known:
         firsts = [0]
@@ -50,9 +59,10 @@ def tiling(table: Tensor, geometry: Geometry) -> Tiling:
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The addresses of some base tensors as an int64 tensor on the device.
+    """The addresses of base tensors as an int64 tensor on the device.
 
-    A CUDA graph reads this tensor again at every replay, so what was handed out during a capture is kept for good.
+    A CUDA graph reads this tensor at every replay, so one handed out during a capture is kept
+    forever.
     """
     found = _addresses(tuple([tensor.data_ptr() for tensor in tensors]), device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -69,7 +79,7 @@ def _addresses(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def skip_flag(skip: Tensor | None, device: torch.device) -> Tensor:
-    """`skip` as a uint8[1] that a kernel reads; None is a flag that is never set."""
+    """`skip` as a uint8[1] for a kernel to read; None becomes a flag that is never set."""
     return _never(device) if skip is None else skip.view(torch.uint8)
 
 
@@ -87,13 +97,58 @@ def launch(
     registers: int | None = None,
     **constants: Any,
 ) -> None:
-    """One launch of a Triton kernel on the device's current stream; multiply and add are never contracted.
+    """Launch a Triton kernel on the device's current stream, without contracting multiply and add.
 
-    `registers` bounds those of a thread. Masked tiles need many and full ones few, and what a kernel needs at most decides how many
-    programs share a processor: with a bound the masked tiles spill, and the full ones, which are nearly all, go at full speed.
+    `registers` bounds the registers of a thread. Masked tiles need many, full tiles few, and the
+    larger need would decide how many programs share a multiprocessor. With a bound the rare masked
+    tiles spill registers and the full ones run at full speed.
     """
     if programs == 0:
         return
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, maxnreg=registers, enable_fp_fusion=False)
+
+
+WIDTH = tl.constexpr(_WIDTH)
+ROWS = tl.constexpr(int(Column.ROWS))
+COLUMNS = tl.constexpr(int(Column.COLUMNS))
+START = tl.constexpr(int(Column.START))
+NUMEL = tl.constexpr(int(Column.NUMEL))
+MASTER_BASE = tl.constexpr(int(Column.MASTER_BASE))
+MASTER_OFFSET = tl.constexpr(int(Column.MASTER_OFFSET))
+ROW_AMAX = tl.constexpr(int(Column.ROW_AMAX))
+COLUMN_AMAX = tl.constexpr(int(Column.COLUMN_AMAX))
+ROW_DATA = tl.constexpr(int(Column.ROW_DATA_BASE))
+COLUMN_DATA = tl.constexpr(int(Column.COLUMN_DATA_BASE))
+ROW_SCALE = tl.constexpr(int(Column.ROW_SCALE_BASE))
+COLUMN_SCALE = tl.constexpr(int(Column.COLUMN_SCALE_BASE))
+AMAX = tl.constexpr(int(Column.AMAX_BASE))
+SCALE = tl.constexpr(int(Column.SCALE_BASE))
+HISTORY = tl.constexpr(int(Column.HISTORY_BASE))
+
+
+@triton.jit
+def find(firsts, n, tile):
+    """The row that a tile belongs to: the last one whose first tile is not after it.
+
+    The search skips rows without tiles.
+    """
+    low = tile * 0
+    high = low + n
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(firsts + middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def address(bases, row, BASE: tl.constexpr, SIZE: tl.constexpr):
+    """The address that the columns BASE and BASE + 1 (its offset) refer to, as an integer.
+
+    SIZE is the size of an element in bytes.
+    """
+    return tl.load(bases + tl.load(row + BASE)) + tl.load(row + BASE + 1) * SIZE

@@ -6,11 +6,30 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, block_max, max_into, store_blocks
-from zerocast.backends.triton.blocks import TileShape
 from zerocast.backends.triton.codec import DTYPES, round_nominal
-from zerocast.backends.triton.descriptor import COLUMN_AMAX, COLUMNS, NUMEL, ROW_AMAX, START, WIDTH, find
-from zerocast.backends.triton.launch import addresses, launch, tiling
-from zerocast.backends.triton.tiles import Bands, Flat, band_tile, element, is_owned, load_f32, offsets, owned
+from zerocast.backends.triton.launch import (
+    COLUMN_AMAX,
+    COLUMNS,
+    NUMEL,
+    ROW_AMAX,
+    START,
+    WIDTH,
+    addresses,
+    find,
+    launch,
+    tiling,
+)
+from zerocast.backends.triton.tiles import (
+    Bands,
+    Flat,
+    TileShape,
+    band_tile,
+    element,
+    is_owned,
+    load_f32,
+    offsets,
+    owned,
+)
 from zerocast.formats import AmaxPolicy, FormatSpec
 
 RUN = 8192
@@ -71,7 +90,7 @@ def _magnitudes(
     NOMINAL: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """The largest |x| of the STEPS elements that share a place in the tiles of a band, `[HEIGHT, WIDTH_A]`, as bits."""
+    """The elementwise largest |x| of the STEPS tiles of a band, as bits `[HEIGHT, WIDTH_A]`."""
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)
     largest = tl.zeros((HEIGHT, WIDTH_A), tl.int32)
@@ -128,7 +147,7 @@ def store_amaxes(
     OWN_ROWS: tl.constexpr,
     OWN_COLUMNS: tl.constexpr,
 ):
-    """Reduce the magnitudes of a band's tile to its blocks, rowwise and in an own columnwise grid, and store them."""
+    """Reduce the magnitudes of a band to its rowwise and columnwise blocks, and store them."""
     down: tl.constexpr = HEIGHT * STEPS // ROWS_A
     across: tl.constexpr = WIDTH_A // COLUMNS_A
     bits = block_max(m, HEIGHT, WIDTH_A, ROWS_A // STEPS, COLUMNS_A)

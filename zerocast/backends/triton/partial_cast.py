@@ -1,4 +1,4 @@
-"""Stage partial_cast: the codes of the owned elements, written to the byte, or to the half byte."""
+"""Stage partial_cast: the codes of the owned elements, written to the half byte."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.amaxes import as_integers, load_amax
-from zerocast.backends.triton.blocks import TileShape
 from zerocast.backends.triton.codec import DTYPES, bf16_bits, encode, fp16_bits, round_nominal
 from zerocast.backends.triton.codes import code_address, store_codes, tile_codes, tile_scales
-from zerocast.backends.triton.descriptor import (
+from zerocast.backends.triton.launch import (
     AMAX,
     COLUMN_AMAX,
     COLUMN_DATA,
@@ -23,13 +22,17 @@ from zerocast.backends.triton.descriptor import (
     START,
     WIDTH,
     address,
+    addresses,
     find,
+    launch,
+    skip_flag,
+    tiling,
 )
-from zerocast.backends.triton.launch import addresses, launch, skip_flag, tiling
 from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, two_level_global
 from zerocast.backends.triton.tiles import (
     Bands,
     Flat,
+    TileShape,
     band_tile,
     element,
     is_owned,
@@ -57,7 +60,7 @@ def partial_cast(
     column_data: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Write the codes of the owned elements, to the byte or the half byte."""
+    """Write the codes of the owned elements, and only those, to the half byte."""
     if not masters:
         return
     device = table.device
@@ -109,7 +112,9 @@ def partial_cast(
 
 @triton.jit
 def _run_origin(masters, table, firsts, n, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """(row, address of its first master element, index of that element in the weight, elements left) of this program's run."""
+    """(table row, address of the run's first master element, its index in the weight, elements
+    left).
+    """
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
     row = table + weight * WIDTH
@@ -131,7 +136,9 @@ def _round(
     DTYPE: tl.constexpr,
     NOMINAL: tl.constexpr,
 ):
-    """Formats without codes: the master rounded to the nominal dtype; its bits as they are where it has that dtype already."""
+    """Formats without codes: the master rounded to nominal, or its bits if it is nominal
+    already.
+    """
     if tl.load(skip) != 0:
         return
     row, at, first, left = _run_origin(masters, table, firsts, n, SIZE, DTYPE)
@@ -180,7 +187,7 @@ def _run(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale a tensor."""
+    """Encode a run of elements with one scale for the tensor."""
     if tl.load(skip) != 0:
         return
     row, at, first, left = _run_origin(masters, table, firsts, n, SIZE, DTYPE)
@@ -224,7 +231,7 @@ def _blocks(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale a block, rowwise and in an own columnwise grid."""
+    """Encode a tile with one scale for each block, rowwise and in a columnwise grid of its own."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,7 @@
-"""Stage roll_history: delayed scaling's step of its amax history (docs/formats/fp8_delayed.md), one program a weight."""
+"""Stage roll_history: the amax history of delayed scaling, one program a weight.
+
+docs/formats/fp8_delayed.md has the formula.
+"""
 
 import struct
 
@@ -7,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.codec import INF, as_f32
-from zerocast.backends.triton.descriptor import AMAX, HISTORY, SCALE, WIDTH, address
-from zerocast.backends.triton.launch import addresses, launch, skip_flag
+from zerocast.backends.triton.launch import AMAX, HISTORY, SCALE, WIDTH, address, addresses, launch, skip_flag
 from zerocast.formats import FormatSpec
 
 
@@ -20,7 +22,7 @@ def roll_history(
     histories: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Move each amax history by one step and write the scale of the next cast."""
+    """Shift each amax history by one and write the scale of the next cast."""
     assert fmt.element
     device = table.device
     bases = [addresses(tensors, device) for tensors in (amaxes, scales, histories)]
@@ -63,7 +65,8 @@ def _roll(
     moved = tl.where(i == LENGTH - 1, last, older)
     chosen = last
     if MAX:
-        chosen = as_f32(tl.max(moved.to(tl.int32, bitcast=True), 0))  # nothing in a history is negative or NaN
+        # nothing in a history is negative or NaN
+        chosen = as_f32(tl.max(moved.to(tl.int32, bitcast=True), 0))
     fresh = tl.div_rn(LARGEST, chosen).to(tl.int32, bitcast=True)
     finite = (chosen > 0) & (chosen.to(tl.int32, bitcast=True) < INF)
     fresh = tl.where(finite, fresh, scale.to(tl.int32, bitcast=True))

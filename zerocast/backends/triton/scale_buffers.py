@@ -1,4 +1,4 @@
-"""Scale buffers of blocked formats as grids of tiles, padding included (layout.py has their shapes)."""
+"""Scale buffers of blocked formats, cut into tiles with their padding (formats/layout.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zerocast.backends.descriptor import Column
-from zerocast.backends.triton.descriptor import COLUMNS, ROWS, address
+from zerocast.backends.triton.launch import COLUMNS, ROWS, address
 from zerocast.backends.triton.scales import FP32
 from zerocast.formats import Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv
@@ -17,45 +17,47 @@ HEIGHT, WIDTH = 32, 128  # of a tile, in scales
 
 @dataclass(frozen=True)
 class ScaleBuffer:
-    """One scale buffer a weight: a grid of `block`s, transposed or not, whose rows are repeated, in a padded buffer."""
+    """One kind of scale buffer: a padded grid of blocks, perhaps transposed or with repeated
+    rows.
+    """
 
     fmt: FormatSpec
     block: Block
     is_columnwise: bool
     transposed: bool
-    rounding: Block  # what the buffer's rows and columns are rounded up to
+    rounding: Block  # multiples that the buffer's rows and columns are padded to
 
     @staticmethod
     def rowwise(fmt: FormatSpec) -> "ScaleBuffer":
-        """Of the rowwise data."""
+        """The scale buffer of the rowwise data."""
         assert fmt.block
         return ScaleBuffer(fmt, fmt.block, False, False, (1 if fmt.scale_rule is ScaleRule.FP32 else 128, 4))
 
     @staticmethod
     def columnwise(fmt: FormatSpec) -> "ScaleBuffer":
-        """Of an own columnwise grid."""
+        """The scale buffer of a columnwise grid of its own."""
         assert fmt.columnwise_block
         return ScaleBuffer(fmt, fmt.columnwise_block, True, False, (4, 128))
 
     @staticmethod
     def transpose(fmt: FormatSpec) -> "ScaleBuffer":
-        """Of columnwise data that are the transposed rowwise data."""
+        """The scale buffer of columnwise data that is the transposed rowwise data."""
         rowwise = ScaleBuffer.rowwise(fmt)
         return ScaleBuffer(fmt, rowwise.block, True, True, rowwise.rounding)
 
     def shape(self, rows: int, columns: int) -> Buffer:
-        """The buffer of a weight."""
+        """Shape and dtype of the buffer of a weight."""
         buffer = (columnwise_scale_inv if self.is_columnwise else rowwise_scale_inv)(self.fmt, rows, columns)
         assert buffer and len(buffer.shape) == 2
         return buffer
 
     def count(self, row: list[int]) -> int:
-        """Number of tiles."""
+        """The number of tiles of one weight's buffer."""
         down, across = self.shape(row[Column.ROWS], row[Column.COLUMNS]).shape
         return -(-down // HEIGHT) * -(-across // WIDTH)
 
     def constants(self) -> dict[str, Any]:
-        """What the kernels are compiled with."""
+        """The compile-time arguments of the kernels."""
         return {
             "TRANSPOSED": self.transposed,
             "ROWS_A": self.block[0],
@@ -81,7 +83,9 @@ def buffer_tile(
     HEIGHT: tl.constexpr,
     WIDTH_A: tl.constexpr,
 ):
-    """A tile of the buffer: (row, column, offset in the buffer, whether it is in the buffer, whether it is more than padding)."""
+    """A tile of the buffer: (row, column, offset, mask of the buffer, mask of the grid within
+    it).
+    """
     down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     if TRANSPOSED:

@@ -1,6 +1,7 @@
-"""Scale rules: from amaxes to what is stored and to what an element is multiplied by (docs/formats).
+"""Scale rules inside a kernel: stored scales and encoding factors from amaxes (docs/formats).
 
-Every line is one f32 operation; the order of operations is part of the format. Functions take scalars and blocks alike.
+Every line is one f32 operation; the order of operations is part of the format. All functions accept
+scalars and blocks.
 """
 
 import struct
@@ -24,7 +25,7 @@ ONE_2688TH = tl.constexpr(0x430C31 * 2.0**-35 + 2.0**-12)  # 0x39C30C31
 
 
 def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
-    """The scale rule of a format as kernels are compiled with it."""
+    """The scale rule of a format as compile-time arguments of the kernels."""
     return {
         "RULE": int(fmt.scale_rule),
         "LARGEST": fmt.element.max if fmt.element else 0.0,
@@ -35,7 +36,7 @@ def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
 
 @triton.jit
 def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr):
-    """`LARGEST / amax`, 1 for an amax of 0 or Inf. EPSILON is given by its f32 bits: non-negative floats order as their bits do."""
+    """`LARGEST / amax`, or 1 for an amax of 0 or Inf; EPSILON is passed as its f32 bits."""
     bits = tl.maximum(amax.to(tl.int32, bitcast=True), EPSILON)
     s = tl.div_rn(LARGEST, as_f32(bits)).to(tl.int32, bitcast=True)
     s = tl.where(s == INF, 0x7F7FFFFF, s)
@@ -46,21 +47,21 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSIL
 
 @triton.jit
 def two_level_global(amax):
-    """S_enc, from the tensor amax."""
+    """The global scale S_enc, computed from the tensor amax."""
     s = tl.minimum(tl.div_rn(2688.0, tl.maximum(amax, FLT_MIN)), FLT_MAX)
     return tl.where(amax > 0, s, 1.0)
 
 
 @triton.jit
 def two_level_byte(amax, s_enc):
-    """sd, the stored E4M3 code of each block, as int32."""
+    """The stored E4M3 scale sd of each block, as an int32 code."""
     v = amax * (s_enc * ONE_6TH)
     return encode(tl.where(v <= FLT_MAX, v, FLT_MAX), "e4m3")  # fminf: a NaN gives FLT_MAX
 
 
 @triton.jit
 def two_level_encode(amax, s_enc):
-    """What an element of each block is multiplied by."""
+    """The encoding factor of each block of a two-level format."""
     s_dec = tl.div_rn(1.0, tl.where(s_enc > 0, s_enc, 1.0))
     sd = decode(two_level_byte(amax, s_enc), "e4m3")
     return tl.where(sd > 0, tl.minimum(tl.div_rn(1.0, sd * s_dec), FLT_MAX), FLT_MAX)
@@ -70,7 +71,7 @@ def two_level_encode(amax, s_enc):
 def encode_scale(
     amax, s_enc, RULE: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr
 ):
-    """What an element of each block is multiplied by before it is encoded; `s_enc` is read by two-level rules only."""
+    """The factor for the elements of each block before encoding; `s_enc` is for two-level rules."""
     if RULE == TWO_LEVEL:
         return two_level_encode(amax, s_enc)
     elif RULE == E8M0:
@@ -83,7 +84,7 @@ def encode_scale(
 def stored_scale(
     amax, s_enc, RULE: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr
 ):
-    """What the scale buffer holds for each block: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
+    """The entry of the scale buffer: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
     if RULE == TWO_LEVEL:
         return two_level_byte(amax, s_enc)
     elif RULE == E8M0:
@@ -94,7 +95,7 @@ def stored_scale(
 
 @triton.jit
 def decode_scale(stored, amax, RULE: tl.constexpr):
-    """What a decoded element of each block is multiplied by; `stored` as `stored_scale` gives it."""
+    """The factor for decoded elements of each block; `stored` is what `stored_scale` returns."""
     if RULE == TWO_LEVEL:
         return (decode(stored, "e4m3") * amax) * ONE_2688TH
     elif RULE == E8M0:

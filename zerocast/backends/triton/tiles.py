@@ -1,8 +1,10 @@
-"""How the owned span of a weight is cut into tiles, on the host as a count and in a kernel as positions, loads and stores.
+"""How the owned span of a weight is cut into tiles, and the loads and stores of a tile.
 
-Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands of whole block rows around the
-span, and those into tiles, so that no two programs share a block. A tile that is owned to its last element and lies on 16-byte
-boundaries takes loads and stores without masks (`FULL`), which Triton vectorises; all others go element by element.
+Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands
+of whole block rows around the span, and those into tiles of whole blocks in both directions, so
+that no two programs share a block. A tile that is owned to its last element and lies on 16-byte
+boundaries takes loads and stores without masks (`FULL`), which Triton vectorises; all others go
+element by element.
 """
 
 from dataclasses import dataclass
@@ -12,29 +14,78 @@ import triton.language as tl
 
 from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.codec import as_f32, bf16_bits
-from zerocast.backends.triton.descriptor import COLUMNS, MASTER_BASE, NUMEL, START, address
+from zerocast.backends.triton.launch import COLUMNS, MASTER_BASE, NUMEL, START, address
+from zerocast.formats import FormatSpec
+
+_WIDEST = 256
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """A tile of `height` x `width` elements; `steps` of them, stacked, form a program's band."""
+
+    fmt: FormatSpec
+    height: int
+    width: int
+    steps: int
+
+    @staticmethod
+    def of(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
+        """One tile a program; its height divides that of a block, or is a multiple of it."""
+        assert fmt.block
+        own = fmt.columnwise_block or (1, 1)
+        height = max(fmt.block[0], own[0])
+        width = max(fmt.block[1], own[1], min(_WIDEST, elements // height))
+        height = min(height, elements // width)
+        return TileShape(fmt, height, width, 1)
+
+    @staticmethod
+    def for_amaxes(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
+        """Enough tiles a program to cover whole blocks."""
+        assert fmt.block
+        shape = TileShape.of(fmt, elements)
+        return TileShape(fmt, shape.height, shape.width, max(1, fmt.block[0] // shape.height))
+
+    @property
+    def band(self) -> int:
+        """The number of rows that a program covers."""
+        return self.height * self.steps
+
+    def constants(self) -> dict[str, int]:
+        """The compile-time arguments of the kernels; an absent columnwise grid has 0 rows."""
+        assert self.fmt.block
+        own = self.fmt.columnwise_block or (0, 0)
+        return {
+            "HEIGHT": self.height,
+            "STEPS": self.steps,
+            "WIDTH_A": self.width,
+            "ROWS_A": self.fmt.block[0],
+            "COLUMNS_A": self.fmt.block[1],
+            "OWN_ROWS": own[0],
+            "OWN_COLUMNS": own[1],
+        }
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Runs of `size` elements from the first owned one on."""
+    """Cuts the owned span into runs of `size` elements."""
 
     size: int
 
     def count(self, row: list[int]) -> int:
-        """Number of runs."""
+        """The number of runs of one weight."""
         return -(-row[Column.NUMEL] // self.size)
 
 
 @dataclass(frozen=True)
 class Bands:
-    """Tiles of `height` rows and `width` columns, over all columns of the bands that hold an owned element."""
+    """Cuts the bands of `height` rows that hold an owned element into tiles of `width` columns."""
 
     height: int
     width: int
 
     def count(self, row: list[int]) -> int:
-        """Number of tiles."""
+        """The number of tiles of one weight."""
         if row[Column.NUMEL] == 0:
             return 0
         columns, start = row[Column.COLUMNS], row[Column.START]
@@ -53,7 +104,7 @@ def band_tile(row, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def is_owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether every element of a rectangle is owned."""
+    """True if every element of a rectangle is owned."""
     columns = tl.load(row + COLUMNS)
     start = tl.load(row + START)
     first = first_row * columns + first_column
@@ -63,7 +114,10 @@ def is_owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Which elements of a rectangle are owned, `[HEIGHT, WIDTH]`: of each row a run, so that only its ends take 64 bits."""
+    """The mask `[HEIGHT, WIDTH]` of the owned elements of a rectangle.
+
+    Each row owns one run, so that only the ends of the runs need 64-bit arithmetic.
+    """
     columns = tl.load(row + COLUMNS)
     begin = tl.load(row + START) - (first_row + tl.arange(0, HEIGHT)[:, None]) * columns
     end = tl.minimum(begin + tl.load(row + NUMEL), columns) - first_column
@@ -75,7 +129,10 @@ def owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def offsets(columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr):
-    """Offsets of a rectangle's elements from its first, `[HEIGHT, WIDTH]`; in a full tile, rows are a multiple of 16 apart."""
+    """Offsets `[HEIGHT, WIDTH]` of a rectangle's elements from its first.
+
+    The row pitch of a full tile is a multiple of 16, which the compiler is told.
+    """
     if FULL:
         columns = columns // 16 * 16
     return tl.arange(0, HEIGHT)[:, None] * columns + tl.arange(0, WIDTH)[None, :]
@@ -83,14 +140,14 @@ def offsets(columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constex
 
 @triton.jit
 def element(bases, row, first, DTYPE: tl.constexpr):
-    """Address of element `first` of the weight within the master, or within what lies parallel to it."""
+    """The address of element `first` of the weight in the master, or in a parallel base."""
     size: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     return address(bases, row, MASTER_BASE, size) + (first - tl.load(row + START)) * size
 
 
 @triton.jit
 def pointer(at, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    """An address as a pointer; that of a full tile is a multiple of 16."""
+    """An address as a pointer, which the compiler is told is a multiple of 16 for a full tile."""
     p = at.to(tl.pointer_type(DTYPE))
     if FULL:
         p = tl.multiple_of(p, 16)
@@ -99,7 +156,7 @@ def pointer(at, DTYPE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def load_raw(at, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    """Elements `i` behind an address, as they are; 0 where masked."""
+    """Load elements `i` from an address unconverted; 0 where masked."""
     p = pointer(at, DTYPE, FULL)
     if FULL:
         return tl.load(p + i)
@@ -109,7 +166,7 @@ def load_raw(at, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def load_f32(at, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    """Elements `i` behind an address, widened to f32; 0 where masked."""
+    """Load elements `i` from an address, widened to f32; 0 where masked."""
     if DTYPE == tl.bfloat16:
         return as_f32(load_raw(at, i, mask, tl.uint16, FULL).to(tl.int32) << 16)
     else:
@@ -118,7 +175,7 @@ def load_f32(at, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def store_raw(at, i, value, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    """Store elements `i` behind an address as they are."""
+    """Store elements `i` at an address unconverted."""
     p = pointer(at, DTYPE, FULL)
     if FULL:
         tl.store(p + i, value)
@@ -128,7 +185,7 @@ def store_raw(at, i, value, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def store_f32(at, i, value, mask, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    """Store f32 as f32, or rounded to bf16."""
+    """Store f32 elements as f32, or rounded to bf16."""
     if DTYPE == tl.bfloat16:
         store_raw(at, i, (bf16_bits(value) >> 16).to(tl.int16), mask, tl.int16, FULL)
     else:

@@ -1,4 +1,4 @@
-"""Stage transpose: columnwise copies from the gathered rowwise bytes, one launch for the data and one for the scales."""
+"""Stage transpose: columnwise copies, one launch for the data and one for the scales."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.descriptor import Column
-from zerocast.backends.triton.descriptor import (
+from zerocast.backends.triton.launch import (
     COLUMN_DATA,
     COLUMN_SCALE,
     COLUMNS,
@@ -16,26 +16,28 @@ from zerocast.backends.triton.descriptor import (
     ROWS,
     WIDTH,
     address,
+    addresses,
     find,
+    launch,
+    tiling,
 )
-from zerocast.backends.triton.launch import addresses, launch, tiling
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
 from zerocast.backends.triton.scales import FP32
 from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
 from zerocast.formats import FormatSpec
 
-SIDE = 64  # bytes of a square tile; of one with two codes a byte, the rows are twice as many
+SIDE = 64  # bytes along a square tile; with two codes a byte it has twice as many rows
 
 
 @dataclass(frozen=True)
 class Squares:
-    """Tiles of `height` x `width` elements over the whole weight."""
+    """Cuts the whole weight into tiles of `height` x `width` elements."""
 
     height: int
     width: int
 
     def count(self, row: list[int]) -> int:
-        """Number of tiles."""
+        """The number of tiles of one weight."""
         return -(-row[Column.ROWS] // self.height) * -(-row[Column.COLUMNS] // self.width)
 
 
@@ -47,7 +49,7 @@ def transpose(
     column_data: list[Tensor],
     column_scales: list[Tensor],
 ) -> None:
-    """Write columnwise data and scales from all rowwise bytes."""
+    """Write the columnwise data and scales from the gathered rowwise bytes."""
     device, packing = table.device, fmt.elements_per_byte
     squares = Squares(SIDE * packing, SIDE * packing)
     tiles = tiling(table, squares)
@@ -114,7 +116,7 @@ def _tile(
     PACKING: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Both matrices have whole bytes in a row: with two codes a byte, rows and columns are even."""
+    """Transpose one tile. With two codes a byte rows and columns are even, so no byte is split."""
     width: tl.constexpr = WIDTH_A // PACKING
     height: tl.constexpr = HEIGHT // PACKING
     mask = (top + tl.arange(0, HEIGHT)[:, None] < rows) & (left + PACKING * tl.arange(0, width)[None, :] < columns)

@@ -1,7 +1,9 @@
-"""TransformerEngine on the same shards: `quantize_master_weights`, `post_all_gather_processing` and `FusedAdam`.
+"""TransformerEngine on the same shards: `quantize_master_weights`, `post_all_gather_processing` and
+`FusedAdam`.
 
-Weights have rowwise data only (both directions for mxfp8), which is TransformerEngine's faster setting. Its casts want a process
-group even when alone: one of one rank is made over an in-memory store, with NCCL. Its FP4 conversion exists on Blackwell only.
+Weights have rowwise data only (both directions for mxfp8), which is TransformerEngine's faster
+setting. Its casts need a process group even on one rank, so one is made over an in-memory store,
+with NCCL. Its FP4 conversion exists on Blackwell only.
 """
 
 import atexit
@@ -14,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocast.bench.adam_work import HYPERPARAMETERS, Moments
-from zerocast.bench.job import Job, Place
 from zerocast.bench.peers import Peer
 from zerocast.bench.shard import STANDARD_DEVIATION
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.workload import Workload
+from zerocast.bench.work import HYPERPARAMETERS, Moments
+from zerocast.bench.workload import Job, Place, Workload
 
 PACKAGE = "transformer_engine"
 TENSOR = f"{PACKAGE}.pytorch.tensor"
@@ -27,7 +28,7 @@ FP4_NEEDS = (10, 0)
 
 
 def is_importable() -> bool:
-    """Whether it is installed and its PyTorch side loads."""
+    """True if TransformerEngine is installed and its PyTorch extension loads."""
     if importlib.util.find_spec(PACKAGE) is None:
         return False
     try:
@@ -70,7 +71,7 @@ def _group(device: torch.device) -> Any:
 
 
 class _Shard:
-    """Its weights, and masters that are views of one flat tensor."""
+    """TransformerEngine weights, and masters that are views of one flat tensor."""
 
     def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
         spans = list(workload.spans(workload.rank))
@@ -87,23 +88,23 @@ class _Shard:
         self._calls, self._group = importlib.import_module(f"{TENSOR}.utils"), _group(place.device)
 
     def cast(self) -> None:
-        """The keyword keeps columnwise copies allocated, as Megatron has it."""
+        """Call `quantize_master_weights` as Megatron does: columnwise copies stay allocated."""
         self._calls.quantize_master_weights(
             self.weights, self.masters, self.starts, self._group, manual_post_all_gather_processing=True
         )
 
     def post_all_gather(self) -> None:
-        """Columnwise copies."""
+        """Make the columnwise copies of all weights."""
         self._calls.post_all_gather_processing(self.weights)
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
-    """`quantize_master_weights`."""
+    """Job of the peer's cast: `quantize_master_weights`."""
     return Job(_Shard(workload, fmt, place).cast, list)
 
 
 def transpose(workload: Workload, fmt: str, place: Place) -> Job:
-    """`post_all_gather_processing`, after one cast."""
+    """Job of the peer's columnwise copies: `post_all_gather_processing`, after one cast."""
     shard = _Shard(workload, fmt, place)
     shard.cast()
     return Job(shard.post_all_gather, list)
@@ -117,14 +118,16 @@ def _optimizer(master: Tensor, place: Place) -> Any:
 
 
 def adam(workload: Workload, fmt: str, place: Place) -> Job:
-    """`FusedAdam` on one flat parameter, in its AdamW mode."""
+    """Job of the peer's Adam step: `FusedAdam` on one flat parameter, in its AdamW mode."""
     master = torch.empty(workload.owned, device=place.device)
     master.normal_(0, STANDARD_DEVIATION, generator=place.generator())
     return Job(_optimizer(master, place).step, list)
 
 
 def step(workload: Workload, fmt: str, place: Place) -> Job:
-    """`FusedAdam`, then `quantize_master_weights`: it has no fused form."""
+    """Job of the peer's whole step: `FusedAdam`, then `quantize_master_weights`; it has no fused
+    form.
+    """
     shard = _Shard(workload, fmt, place)
     optimizer = _optimizer(shard.flat, place)
 

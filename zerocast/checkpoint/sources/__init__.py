@@ -1,4 +1,4 @@
-"""What can be read in place of a checkpoint: safetensors, plain state dicts, folders of torch.distributed.checkpoint."""
+"""Sources of masters: safetensors, plain state dicts and torch.distributed.checkpoint folders."""
 
 import os
 from collections.abc import Mapping
@@ -16,10 +16,11 @@ AnySource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def open_source(source: AnySource) -> TensorSource:
-    """The tensors at a path, or of a mapping from names to tensors.
+    """Open the tensors at a path, or of a mapping from names to tensors.
 
-    A path is a safetensors file, its index or a folder of them; a folder of torch.distributed.checkpoint; or else a file of
-    torch.save. Raises FileNotFoundError, ValueError for damage, pickle.UnpicklingError for metadata that would run code.
+    A path is a safetensors file, an index or a folder of them; a folder of
+    torch.distributed.checkpoint; or a file of torch.save. Raises FileNotFoundError, ValueError for
+    a damaged file, pickle.UnpicklingError for metadata that would run code.
     """
     if isinstance(source, Mapping):
         return StateDictSource(source)

@@ -1,4 +1,4 @@
-"""DcpSource: a folder of torch.distributed.checkpoint, of zerocast or of any other program, saved by any number of ranks."""
+"""DcpSource: a torch.distributed.checkpoint folder of any program, saved by any number of ranks."""
 
 import functools
 import pickle
@@ -18,10 +18,11 @@ from zerocast.checkpoint.sources.source import Entry, dtype_name
 
 
 class DcpSource:
-    """Tensors of a checkpoint folder. Objects that are no tensors are passed over, and never unpickled.
+    """Tensors of a checkpoint folder; objects that are no tensors are skipped and never unpickled.
 
-    Files are stored rank by rank, so `read` holds one whole tensor in memory; the ranks that load together, by `reader`, do not.
-    Raises pickle.UnpicklingError for metadata that would run code, ValueError for metadata that is damaged.
+    Files are stored rank by rank, so `read` holds one whole tensor in memory; ranks that load
+    together through `reader` do not. Raises pickle.UnpicklingError for metadata that would run
+    code, ValueError for damaged metadata.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,16 +37,16 @@ class DcpSource:
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What there is."""
+        """Shape and dtype of each tensor by name."""
         return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A view of the tensor, which is kept until another one is read."""
+        """A box of a tensor, which stays in memory until another tensor is read."""
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
         return self._whole(name)[box]
 
     def reader(self) -> StorageReader:
-        """For torch.distributed.checkpoint."""
+        """The folder as storage that torch.distributed.checkpoint loads from."""
         return SafeReader(self._path)
 
     def _load(self, name: str) -> Tensor:

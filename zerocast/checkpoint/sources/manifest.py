@@ -1,8 +1,9 @@
-"""Manifest: the files of a checkpoint with their sizes and hashes, written last, so that damage is found before anything is loaded.
+"""Manifest: sizes and hashes of the files of a checkpoint, by which damage is found before loading.
 
-It guards against disks and broken transfers, also of the manifest, which has a hash of itself, and against folders whose names were
-exchanged. It does not guard against somebody who rewrites it too: what is loaded cannot run code either way (`safe_reader.py`).
-`zerocast.optim.Checkpoints`, which writes one always, requires it. Folders of other programs have none and load unchecked.
+The manifest is written last. It detects disk errors, broken transfers (its own too, by a hash of
+itself) and folders whose names were exchanged. It does not detect somebody who rewrites it as well;
+loading runs no code in any case (`safe_reader.py`). `zerocast.optim.Checkpoints` always writes one
+and requires it; folders of other programs have none and are loaded unchecked.
 """
 
 import hashlib
@@ -18,15 +19,15 @@ import torch
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
 from zerocast.checkpoint.whole_folder import sync_file
-from zerocast.distributed.agreement import agree, from_rank_0
+from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
 
 logger = logging.getLogger(__name__)
 NAME = "manifest.json"
 VERSIONS = (1, 2)  # 1 has neither a step nor a hash of itself
 CHUNK = 2**20
-MOST_BYTES = 2**28  # of a manifest: a million files and more
-LOADS = "loads a checkpoint"  # what ranks are in the middle of, if not in the same call
+MOST_BYTES = 2**28  # of a manifest, enough for a million files
+LOADS = "loads a checkpoint"  # the call, as errors name it when ranks make different ones
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class FileSum:
 
     @staticmethod
     def of(path: Path) -> "FileSum":
-        """Reads the whole file."""
+        """The sum of a whole file; ValueError if it is no regular file."""
         with open_regular(path) as stream:
             return FileSum.of_stream(stream, os.fstat(stream.fileno()).st_size)
 
     @staticmethod
     def of_stream(stream: BinaryIO, most: int) -> "FileSum":
-        """Reads to the end, or `most` bytes and some more."""
+        """The sum of a stream, which is read to its end or to a little more than `most` bytes."""
         digest, nbytes = hashlib.sha256(), 0
         while nbytes <= most and (chunk := stream.read(CHUNK)):
             digest.update(chunk)
@@ -54,7 +55,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Stored:
-    """Format and nominal dtype that a weight had, as text. Nothing depends on them when masters are loaded."""
+    """Format and nominal dtype that a weight had, as text; loading masters ignores them."""
 
     format: str
     dtype: str
@@ -62,7 +63,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Sums by file name; the formats that weights had, by parameter name; the number of the checkpoint; the torch that wrote it."""
+    """Sums by file name, formats by parameter name, the training step and the torch that wrote
+    it.
+    """
 
     files: dict[str, FileSum]
     formats: dict[str, Stored] = field(default_factory=dict)
@@ -71,9 +74,9 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
-        """The manifest of a checkpoint, None where there is none. ValueError for one that cannot be understood.
+        """The manifest of a checkpoint, or None if it has none; ValueError for a damaged one.
 
-        A folder that is no checkpoint may hold a file of the same name that is something else.
+        A folder that is no checkpoint may hold an unrelated file of the same name.
         """
         if not (folder / ".metadata").is_file():
             return None
@@ -84,7 +87,9 @@ class Manifest:
 
     @staticmethod
     def of_step(folder: Path, step: int) -> "Manifest":
-        """The manifest of a checkpoint that has one. ValueError where it is missing, damaged or notes another step."""
+        """The manifest of a checkpoint of `step`; ValueError if it is missing, damaged or of
+        another step.
+        """
         path = folder / NAME
         try:
             manifest = Manifest._of_file(path)
@@ -127,7 +132,7 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Into the folder, down to the disk."""
+        """Write the manifest into a folder and sync it."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
         formats = {name: {"format": one.format, "dtype": one.dtype} for name, one in sorted(self.formats.items())}
         content: dict[str, Any] = {
@@ -142,7 +147,9 @@ class Manifest:
         sync_file(folder / NAME)
 
     def check(self, folder: Path, names: Sequence[str]) -> None:
-        """ValueError, with both values, for the first of these files that is not what was written."""
+        """Raise ValueError, with both values, for the first of these files that differs from its
+        sum.
+        """
         for name in names:
             path, expected = folder / name, self.files[name]
             try:
@@ -160,19 +167,19 @@ class Manifest:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of a manifest without its own hash."""
+    """The SHA-256 of a manifest without its own hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, damaged or not: metadata or a manifest are there."""
+    """True if a folder is a checkpoint, perhaps damaged: it has metadata or a manifest."""
     return (folder / ".metadata").is_file() or (folder / NAME).is_file()
 
 
 def check_files(path: Path, group: Group) -> None:
-    """ValueError on every rank if any file is not what the manifest says; each rank reads some of them.
+    """Raise ValueError on every rank if a file differs from the manifest; ranks share the work.
 
-    Without a manifest, as other programs leave a folder of torch.distributed.checkpoint, nothing is checked, and rank 0 says so.
+    A folder of another program has no manifest; rank 0 then logs that nothing is checked.
     """
     manifest: Manifest | None = from_rank_0(group, lambda: Manifest.read(path), LOADS)
     if manifest is None and group.rank == 0 and (path / ".metadata").is_file():
@@ -181,7 +188,9 @@ def check_files(path: Path, group: Group) -> None:
 
 
 def check_step(path: Path, step: int, group: Group) -> None:
-    """Likewise for checkpoint `step` of `zerocast.optim.Checkpoints`: the manifest must be there and be that of the step."""
+    """Like `check_files`, for a folder of `Checkpoints`: the manifest must exist and name this
+    step.
+    """
     _check(from_rank_0(group, lambda: Manifest.of_step(path, step), LOADS), path, group)
 
 
@@ -191,4 +200,4 @@ def _check(manifest: Manifest, path: Path, group: Group) -> None:
         manifest.check(path, sorted(manifest.files)[group.rank :: group.size])
     except (OSError, ValueError) as error:
         problem = error
-    agree(group, [], problem, what=LOADS)
+    validate_across_ranks(group, [], problem, what=LOADS)

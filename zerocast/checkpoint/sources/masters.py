@@ -1,4 +1,4 @@
-"""read_masters: high-precision tensors from any source into masters, each rank the elements that it owns."""
+"""read_masters: fill masters from any source of high-precision tensors, sharded or not."""
 
 import fnmatch
 import pickle
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
 from zerocast.checkpoint.sources.manifest import check_files
-from zerocast.distributed.agreement import agree
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 
 PREFIXES = ("", "model.", "module.", "state_dict.")
@@ -24,13 +24,16 @@ SHOWN = 4
 def read_masters(
     masters: Mapping[str, Tensor], source: AnySource, ignore: Sequence[str], group: Group, begin: Callable[[], object]
 ) -> None:
-    """Fill `masters`, FP32 by parameter name, in place with the tensors of these names; bf16 and fp16 are widened, exactly.
+    """Fill the FP32 tensors `masters` in place by name; each rank reads the elements it owns.
 
-    Names in the source may all have "model.", "module." or "state_dict." in front. What matches a glob of `ignore` is passed
-    over; anything else that is left over there or missing, has another shape, or a dtype that FP32 cannot hold, is a
-    ValueError that names it with both values, on every rank and with nothing changed. So are files that are not what their
-    manifest says. FileNotFoundError becomes a RuntimeError where there are several ranks. RuntimeError for a file that turns out to
-    be damaged on the way: masters are then partly what it holds. `begin` is called when they are about to be written.
+    bf16 and fp16 are widened exactly. All names in the source may begin with "model.", "module." or
+    "state_dict.". Tensors that match a glob of `ignore` are skipped. `begin` is called just before
+    masters are written.
+
+    Raises on every rank, with nothing changed: ValueError for a tensor that is missing on either
+    side, has another shape or a dtype that FP32 cannot hold, and for files that differ from their
+    manifest; FileNotFoundError, on several ranks as RuntimeError. Raises RuntimeError for damage
+    that shows only while reading; masters are then partly overwritten.
     """
     if not isinstance(source, Mapping):
         check_files(Path(source), group)
@@ -48,7 +51,7 @@ def read_masters(
         if group.size == 1:
             raise
         problem = error
-    agree(group, [prefix], problem)
+    validate_across_ranks(group, [prefix], problem)
     assert opened is not None
     begin()
     _load({prefix + name: tensor for name, tensor in masters.items()}, opened, group)
@@ -65,7 +68,7 @@ def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, 
         elif entry.dtype not in HIGH_PRECISION:
             problems.append(f"{prefix}{name} is {entry.dtype} there; a master takes {', '.join(HIGH_PRECISION)}")
     left = [name for name in kept if not name.startswith(prefix) or name.removeprefix(prefix) not in masters]
-    if prefix == "model.":  # perhaps a checkpoint, which holds more than masters
+    if prefix == "model.":  # may be one of our checkpoints, which holds more than masters
         left = [name for name in left if not name.startswith(BESIDE_MASTERS)]
     return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in left]
 
@@ -73,7 +76,8 @@ def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, 
 def _load(state: Mapping[str, Any], source: TensorSource, group: Group) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # one process without a process group is an ordinary case here
+            # one process without a process group is an ordinary case here
+            warnings.simplefilter("ignore", UserWarning)
             state_dict_loader.load(
                 dict(state), storage_reader=source.reader(), process_group=group.handle, no_dist=group.handle is None
             )

@@ -1,11 +1,12 @@
-"""SafeReader: torch.distributed.checkpoint's reader of folders, without the ability to run what a file carries.
+"""SafeReader: torch.distributed.checkpoint's folder reader, unable to run code from a file.
 
-The default reader unpickles `.metadata` freely. This one builds the classes of checkpoint metadata and
-nothing else, and opens nothing but regular files of the folder, whatever the metadata says. Tensors are
-read with `weights_only` by torch itself.
+The default reader unpickles `.metadata` freely. This one builds only the classes of checkpoint
+metadata, and opens only regular files of the folder, whatever the metadata says. torch itself reads
+tensors with `weights_only`.
 
-It also looks at what metadata says before anything is read by it: where chunks leave out a part of a tensor, that part of a master
-would otherwise stay what it was, without a word, and where they overlap, what it becomes would depend on their order.
+The metadata is checked before anything is read through it. If chunks left out a part of a tensor,
+that part of a master would silently keep its old value; if they overlapped, the result would depend
+on their order.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ _PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 def _memory_format(encoding: Any, name: str) -> Any:
-    """What stands in for getattr, by which some releases of Python 3.11 pickle members of an enumeration."""
+    """Replaces getattr, with which some releases of Python 3.11 pickle enumeration members."""
     if encoding is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"checkpoint metadata may not read {name!r} of {encoding!r}")
     return _MEM_FORMAT_ENCODING[name]
@@ -76,7 +77,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _RegularFiles(FileSystem):
-    """Files to read; ValueError for a device, a FIFO or a folder in the place of one."""
+    """A FileSystem that opens regular files for reading and raises ValueError for anything else."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -87,8 +88,8 @@ class _RegularFiles(FileSystem):
 class SafeReader(FileSystemReader):
     """A FileSystemReader whose metadata cannot run code.
 
-    Raises pickle.UnpicklingError for metadata that tries, ValueError for metadata that is damaged or whose chunks leave parts of a
-    tensor out or overlap.
+    Raises pickle.UnpicklingError for metadata that would run code, ValueError for damaged metadata
+    and for chunks that overlap or leave out a part of a tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -96,7 +97,7 @@ class SafeReader(FileSystemReader):
         self.fs = _RegularFiles()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata."""
+        """Read and check the checkpoint's metadata; raises as the class says."""
         place = Path(self.path, ".metadata")
         content = read_bounded(place, MOST_BYTES)
         try:
@@ -118,14 +119,18 @@ class SafeReader(FileSystemReader):
 
 
 def _check_memo(content: bytes) -> None:
-    """ValueError for a pickle whose memo would have more places than the file has bytes: it is allocated before it is used."""
+    """Raise ValueError for a pickle that would allocate a memo of more entries than it has
+    bytes.
+    """
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in _PUTS and isinstance(argument, int) and argument > len(content):
             raise ValueError(f"it would remember {argument:,} objects")
 
 
 def _problems(metadata: Metadata) -> Iterator[str]:
-    """What is wrong with it; AttributeError, TypeError or ValueError for what has other types than metadata has."""
+    """The problems of metadata; attributes of wrong types may raise AttributeError, TypeError,
+    ValueError.
+    """
     stored = dict(metadata.storage_data or {})
     for place in stored.values():
         if not isinstance(place, _StorageInfo) or place.offset < 0 or place.length < 0:
@@ -162,12 +167,13 @@ def _tensor_problems(name: str, found: TensorStorageMetadata, stored: dict[Metad
 
 
 def first_uneven(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], size: tuple[int, ...]) -> str | None:
-    """The first element that boxes within a tensor do not hold once; None where they are a partition.
+    """The first element that the boxes do not cover exactly once, as text; None for a partition.
 
-    How many boxes hold an element is a step function, and its mixed differences determine it: +1 and -1
-    in turn at the corners of each box. So boxes are a partition just when their corners cancel but for
-    those of the tensor. At the first corner, in lexicographic order, where they do not, the difference
-    is how many boxes too many hold that element. The time grows with the number of boxes alone.
+    The number of boxes over an element is a step function that its mixed differences determine:
+    each box adds +1 and -1 alternately at its corners. The boxes are a partition exactly if all
+    corners cancel except those of the tensor itself. At the first corner in lexicographic order
+    where they do not cancel, the difference is the number of boxes in excess at that element. The
+    time is linear in the number of boxes and independent of the size of the tensor.
     """
     cut = [axis for axis, whole in enumerate(size) if any(sizes[axis] != whole for _, sizes in boxes)]
     if len(cut) > MOST_CUTS:

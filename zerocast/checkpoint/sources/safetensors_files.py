@@ -1,4 +1,4 @@
-"""SafetensorsSource: one safetensors file, or the files of a folder, with or without an index. Mapped, not read."""
+"""SafetensorsSource: a safetensors file, or a folder of them with or without an index, mapped."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import check_regular, read_bounded
-from zerocast.checkpoint.sources.reader import SourceReader
-from zerocast.checkpoint.sources.source import Entry
+from zerocast.checkpoint.sources.source import Entry, SourceReader
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -32,11 +31,11 @@ DTYPES = {  # as safetensors calls them
 
 
 class SafetensorsSource:
-    """Tensors of safetensors files.
+    """Tensors of safetensors files; `path` is a file, an index or a folder.
 
-    `path` is a file, an index, or a folder. ModuleNotFoundError without the package safetensors; ValueError, naming the file, for
-    one that breaks off or is damaged, a file that the index names and that is missing or lacks a tensor, and a tensor that two
-    files hold.
+    Raises ValueError, naming the file, for one that is truncated or damaged, for a file that the
+    index names and that is missing or lacks a tensor, and for a tensor that two files hold;
+    ModuleNotFoundError without the package safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,11 +51,11 @@ class SafetensorsSource:
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What there is."""
+        """Shape and dtype of each tensor by name."""
         return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Only the box is read."""
+        """A box of a tensor; nothing else is read from the file."""
         opened = self._files[name]
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
         tensor: Tensor = _or_damaged(
@@ -65,7 +64,7 @@ class SafetensorsSource:
         return tensor
 
     def reader(self) -> StorageReader:
-        """For torch.distributed.checkpoint."""
+        """The files as storage that torch.distributed.checkpoint loads from."""
         return SourceReader(self)
 
     def _open_index(self, index: Path) -> None:
@@ -81,10 +80,10 @@ class SafetensorsSource:
             self._open(index.parent / file, {name for name, place in places.items() if place == file})
 
     def _open(self, file: Path, wanted: set[str] | None) -> None:
-        """Note the tensors of a file, all or those that an index names."""
+        """Register the tensors of a file: all, or those that an index names."""
         from safetensors import safe_open  # noqa: PLC0415
 
-        check_regular(file)  # safe_open would wait for a FIFO
+        check_regular(file)  # safe_open would block on a FIFO
         if not file.is_file():
             raise ValueError(f"{file} is missing, which the index of {self.place} names")
         opened = _or_damaged(str(file), lambda: safe_open(file, "pt"))
@@ -101,7 +100,7 @@ class SafetensorsSource:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the name or the content of a folder says so."""
+    """True for a safetensors file or index by name, and for a folder that contains one."""
     if path.is_dir():
         return any(path.glob(f"*{SUFFIX}")) or any(path.glob(f"*{INDEX_SUFFIX}"))
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))
@@ -117,7 +116,7 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _or_damaged(place: str, work: Callable[[], Any]) -> Any:
-    """ValueError for what safetensors says of a file that it cannot read."""
+    """Run `work`, with the errors of safetensors as ValueError."""
     from safetensors import SafetensorError  # noqa: PLC0415
 
     try:

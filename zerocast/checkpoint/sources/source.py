@@ -1,34 +1,45 @@
-"""TensorSource: named tensors that are somewhere else, as shapes and dtypes first and as values piece by piece.
+"""TensorSource: named tensors in storage, with their shapes known and their values read in boxes.
 
-Whatever can be read in place of a checkpoint of ours is one: a safetensors file, a plain state dict, a folder of
-torch.distributed.checkpoint. None of them runs what a file carries.
+A safetensors file, a plain state dict and a folder of torch.distributed.checkpoint are sources;
+none of them runs code from a file. SourceReader lets torch.distributed.checkpoint load from any of
+them, each rank only the boxes that it needs.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from zerocast.formats.layout import Span
 
-HIGH_PRECISION = ("float32", "bfloat16", "float16")  # what an FP32 master can take without rounding
+HIGH_PRECISION = ("float32", "bfloat16", "float16")  # dtypes that FP32 holds exactly
 PIECE = 2**20  # elements
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Shape of a tensor, and its dtype by torch's name, or by that of the file where torch has none."""
+    """Shape of a tensor and the name of its dtype in torch, or in the file if torch lacks it."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -36,38 +47,90 @@ class Entry:
 
 
 class TensorSource(Protocol):
-    """Tensors by name. Constructing one reads names and shapes, and raises ValueError for a file that is damaged."""
+    """Tensors by name; the constructor reads names and shapes and raises ValueError for damage."""
 
     place: str  # for messages
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What there is."""
+        """Shape and dtype of each tensor by name."""
         ...
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The box of a tensor, on the CPU, in the dtype that it is stored in. ValueError for damage that shows only now."""
+        """A box of a tensor, on the CPU, in its stored dtype; ValueError for damage found only
+        now.
+        """
         ...
 
     def reader(self) -> StorageReader:
-        """The same for torch.distributed.checkpoint."""
+        """The source as storage that torch.distributed.checkpoint loads from."""
         ...
 
 
 def read_span(source: TensorSource, name: str, span: Span) -> Tensor:
-    """Elements of the row-major tensor, f32, flat."""
+    """The elements `span` of a row-major tensor, flat, as f32."""
     shape = source.entries[name].shape
     parts = [source.read(name, *box).reshape(-1).float() for box in span.boxes(shape)]
     return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
 
 def pieces(rows: int, columns: int, multiple: int) -> Iterator[Span]:
-    """Consecutive spans of whole rows of a matrix, `multiple` rows or a multiple of it each, of about PIECE elements."""
+    """Cut a matrix into spans of about PIECE elements, each of whole rows in multiples of
+    `multiple`.
+    """
     step = max(1, PIECE // (multiple * max(1, columns))) * multiple
     for first in range(0, rows, step):
         yield Span(first * columns, min(first + step, rows) * columns)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in `torch.<name>`."""
+    """The name of a dtype as an attribute of `torch`."""
     return str(dtype).removeprefix("torch.")
+
+
+class SourceReader(StorageReader):
+    """A storage reader over the high-precision tensors of a source."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: the reader has one fixed source."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Metadata in which each tensor is one chunk."""
+        entries = self._source.entries.items()
+        tensors: dict[str, Any] = {name: _metadata(entry) for name, entry in entries if entry.dtype in HIGH_PRECISION}
+        return Metadata(tensors, storage_meta=StorageMeta())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the source is open already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan of this rank unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy each box of the plan into its tensor."""
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._source.read(item.storage_index.fqn, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a source is not opened by a path here."""
+        return False
+
+
+def _metadata(entry: Entry) -> TensorStorageMetadata:
+    size = torch.Size(entry.shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), size, [whole])

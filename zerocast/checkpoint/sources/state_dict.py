@@ -1,7 +1,8 @@
 """StateDictSource: a plain state dict, in memory or in a file of torch.save.
 
-Files are read with `weights_only`, which builds tensors and containers and nothing else, and are mapped rather than read where
-torch can. Dictionaries in dictionaries are flattened, names joined by dots; values that are no tensors are passed over.
+Files are read with `weights_only`, which builds nothing but tensors and containers, and are mapped
+if torch can map them. Nested dictionaries are flattened with names joined by dots; values that are
+no tensors are skipped.
 """
 
 import zipfile
@@ -14,14 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import check_regular
-from zerocast.checkpoint.sources.reader import SourceReader
-from zerocast.checkpoint.sources.source import Entry, dtype_name
+from zerocast.checkpoint.sources.source import Entry, SourceReader, dtype_name
 
 DEEPEST = 16
 
 
 class StateDictSource:
-    """Tensors of a mapping."""
+    """Tensors of a mapping from names to tensors."""
 
     def __init__(self, state: Mapping[str, Any], place: str = "the state dict") -> None:
         self.place = place
@@ -33,13 +33,15 @@ class StateDictSource:
 
     @staticmethod
     def of_file(path: Path) -> "StateDictSource":
-        """From a file of torch.save. ValueError for one that is damaged or that holds more than tensors and containers."""
+        """Open a file of torch.save; ValueError if it is damaged or holds more than plain
+        tensors.
+        """
         check_regular(path)
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except FileNotFoundError:
             raise
-        except Exception as error:  # whatever a damaged file makes torch say
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
             first = str(error).strip().splitlines()[:1]
             raise ValueError(f"{path} is no file of plain tensors: {type(error).__name__}: {' '.join(first)}") from None
         if not isinstance(state, Mapping):
@@ -48,16 +50,16 @@ class StateDictSource:
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What there is."""
+        """Shape and dtype of each tensor by name."""
         return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A view of the tensor, or a copy from its device."""
+        """A box of a tensor: a view, or a copy from its device."""
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
         return self._tensors[name].detach()[box].cpu()
 
     def reader(self) -> StorageReader:
-        """For torch.distributed.checkpoint."""
+        """The tensors as storage that torch.distributed.checkpoint loads from."""
         return SourceReader(self)
 
 
@@ -72,7 +74,7 @@ def _tensors(state: Mapping[Any, Any], prefix: str, levels: int) -> Iterator[tup
 
 
 def _kind(tensor: Tensor) -> str:
-    """Its dtype; for what has no elements at hand that could be read, what it is instead."""
+    """The name of the dtype, or of the kind of tensor if its elements cannot be read here."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return type(tensor).__name__
     if tensor.is_meta or tensor.layout is not torch.strided:

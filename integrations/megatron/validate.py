@@ -1,0 +1,131 @@
+"""What `attach` and the construction of a model refuse, and why: settings under which Megatron casts or gathers in its own way."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from zerocast import QuantizedWeight
+
+from . import host, unattached
+
+_FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
+_WHOLE_MASTERS = (
+    "use_distributed_optimizer=False is not supported: quantized weights lie in the byte buffers of the distributed optimizer; set "
+    "it in DistributedDataParallelConfig and in OptimizerConfig"
+)
+SETTINGS = (
+    ("use_megatron_fsdp", _FSDP),
+    (
+        "use_precision_aware_optimizer",
+        "the precision-aware optimizer keeps the masters inside the fused optimizer: leave it off",
+    ),
+    ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan: leave it off"),
+    (
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take fp8_block or nvfp4",
+    ),
+)
+
+
+def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> None:
+    """ValueError for settings that are not supported, RuntimeError for a host of another shape and for a second attachment."""
+    if verify_every is not None and verify_every < 1:
+        raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
+    check_owns_slices(optimizer)
+    for chunk in chunks:
+        _check_experts(chunk)
+    distributed = host.distributed_optimizers(optimizer)
+    for one in distributed:
+        check_settings([getattr(one, name, None) for name in ("ddp_config", "config")])
+    host.check_optimizers(optimizer, distributed)
+    _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
+
+
+def check_owns_slices(optimizer: Any) -> None:
+    """ValueError for an optimizer, or one in a chain, whose ranks own whole layers."""
+    if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
+        refuse_whole_layers(type(optimizer).__name__)
+    for one in getattr(optimizer, "chained_optimizers", []):
+        check_owns_slices(one)
+
+
+def check_settings(settings: Sequence[Any]) -> None:
+    """ValueError with the reason where a configuration of the host has a setting that is not supported."""
+    for name, reason in SETTINGS:
+        if any(getattr(config, name, False) for config in settings):
+            raise ValueError(f"{name} is not supported: {reason}")
+
+
+def check_distributed(config: Any) -> None:
+    """ValueError for a configuration without the distributed optimizer."""
+    if not config.use_distributed_optimizer:
+        raise ValueError(_WHOLE_MASTERS)
+
+
+def check_kind(optimizer: Any) -> None:
+    """ValueError for an optimizer over quantized weights that keeps no shards of masters."""
+    if not isinstance(optimizer, host.module(host.OPTIMIZER).DistributedOptimizer):
+        raise ValueError(f"{type(optimizer).__name__}: {_WHOLE_MASTERS}")
+
+
+def sharded_otherwise() -> ValueError:
+    """The error for a model with quantized weights in a wrapper other than DistributedDataParallel."""
+    return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
+
+
+def refuse_whole_layers(what: str) -> NoReturn:
+    """ValueError for an optimizer whose ranks own whole layers."""
+    raise ValueError(
+        f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
+    )
+
+
+def has_stepped(optimizer: Any) -> bool:
+    """Whether the inner optimizer holds any state yet."""
+    inner = optimizer.optimizer
+    return any(inner.state.values()) or any(group.get("step", 0) for group in inner.param_groups)
+
+
+def check_checkpoint(optimizer: Any, metadata: Any) -> None:
+    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint that Megatron would assert on with some ranks alone."""
+    if (metadata or {}).get("distrib_optim_sharding_type") != "dp_reshardable":
+        return
+    ranks = optimizer.data_parallel_group.size()
+    for buffer in optimizer.buffers:
+        for bucket in buffer.buckets:
+            slice_numel = bucket.grad_data.numel() // ranks
+            places = [buffer.param_index_map[param][:2] for param in bucket.params_list]
+            owners = {
+                rank
+                for start, stop in places
+                for rank in _owners(start - bucket.offset, stop - bucket.offset, slice_numel)
+            }
+            if len(owners) < ranks:
+                raise ValueError(
+                    f"bucket {bucket.bucket_id} with {len(places)} parameters leaves {ranks - len(owners)} of {ranks} ranks "
+                    "without any, which dp_reshardable checkpoints do not provide for: take fully_reshardable, or larger buckets"
+                )
+
+
+def _owners(start: int, stop: int, slice_numel: int) -> range:
+    """The ranks that own elements [start, stop) of a bucket."""
+    return range(start // slice_numel, (stop - 1) // slice_numel + 1)
+
+
+def _check_experts(chunk: Any) -> None:
+    """ValueError for a module that keeps all of its experts in one quantized weight, as GroupedMLP of older releases does."""
+    for name, module in chunk.named_modules():
+        own = module.named_parameters(recurse=False) if hasattr(module, "num_local_experts") else ()
+        for weight, param in own:
+            if isinstance(param, QuantizedWeight):
+                raise ValueError(
+                    f"{name}.{weight} holds {module.num_local_experts} experts side by side, and a {type(module).__name__} "
+                    "views it expert by expert, which blocks would span: set moe_grouped_gemm=False, by which each has weights of "
+                    "its own, or leave it out of the recipe"
+                )
+
+
+def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
+    taken = [one for one in optimizers if "step_with_ready_grads" in vars(one) and not unattached.is_refused(one)]
+    taken += [group for group in groups if "start_param_sync" in vars(group)]
+    if taken:
+        raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")

@@ -1,0 +1,166 @@
+"""PlanCache: the plan behind each list of weights, from one call to the next."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerocast import CastPlan
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.partition import ShardData
+from zerocast.distributed.group import Group
+from zerocast.verification.master_views import MasterViews
+
+from .adapters import is_quantized
+from .entry import Entry
+from .fingerprint import Fingerprint
+from .weight_view import WeightView
+
+
+class CachedPlan:
+    """A CastPlan over the views of some weights. Building it is collective; every later cast is one all-reduce.
+
+    A call that finds what the one before it found casts at once: `remember` notes what that was, `matches` compares.
+    """
+
+    def __init__(self, entries: Sequence[Entry], group: Group) -> None:
+        self._views: list[WeightView] = [entry.view for entry in entries]
+        self._fingerprint: Fingerprint | None = None
+        self._group, self._owned = group, _owned(entries)
+        weights, starts = [view.weight for view in self._views], [entry.start for entry in entries]
+        into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
+        masters, shards = _lists(entries)
+        self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
+        self._plan.freshness.advice = "call quantize_master_weights after the masters change"
+        self._places = _places(entries)
+
+    def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
+        """Whether this was built for these weights and this group."""
+        same = len(views) == len(self._views) and group.handle is self._group.handle
+        return same and all(one is other for one, other in zip(views, self._views, strict=True))
+
+    def master_views(self) -> MasterViews:
+        """The masters of the last call with the views that they were cast into."""
+        (source,) = self._plan.master_views()
+        return source
+
+    def changed(self, entries: Sequence[Entry]) -> int | None:
+        """The first entry of which this rank owns other elements than when this was built; None if there is none."""
+        pairs = enumerate(zip(self._owned, _owned(entries), strict=True))
+        return next((index for index, (before, now) in pairs if before != now), None)
+
+    def remember(
+        self, entries: Sequence[Entry], model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any]
+    ) -> None:
+        """What a call without shards has found; nothing where codes are cast beside their tensors, or in directions of them."""
+        whole = len(entries) == len(model_weights) and all(
+            entry.tensor is weight and not entry.view.codes_in_transpose
+            for entry, weight in zip(entries, model_weights, strict=True)
+        )
+        if whole:
+            self._fingerprint = Fingerprint(
+                model_weights, [entry.view.cast_attributes(entry.tensor) for entry in entries]
+            )
+            self._given = _facts(masters), list(starts)
+
+    def forget_fingerprint(self) -> None:
+        """A call has begun that may find something else."""
+        self._fingerprint = None
+
+    def matches(
+        self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
+    ) -> bool:
+        """Whether these are the weights, the masters and the group of the call before, all where they were."""
+        if (
+            self._fingerprint is None
+            or group.handle is not self._group.handle
+            or not self._fingerprint.matches(model_weights)
+        ):
+            return False
+        return (_facts(masters), list(starts)) == self._given
+
+    def parts(self, model_weights: Sequence[Any]) -> list[tuple[Any, WeightView]]:
+        """The tensors of a call that `matches`, with their views."""
+        return list(zip(model_weights, self._views, strict=True))
+
+    def cast_again(self) -> None:
+        """Cast the masters of the call before."""
+        self._plan.cast()
+
+    def cast(self, entries: Sequence[Entry]) -> None:
+        """Cast the masters of this call, wherever they lie."""
+        places = _places(entries)
+        if places != self._places:
+            self._plan.move_masters(*_lists(entries))
+            self._places = places
+        self._plan.cast()
+        for entry in entries:
+            entry.scatter()
+
+
+class PlanCache:
+    """Plans by list of weights. A plan lives as long as the first weight of its list."""
+
+    def __init__(self) -> None:
+        self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def find(self, model_weights: Sequence[Any], views: Sequence[WeightView], group: Group) -> CachedPlan | None:
+        """The plan of these weights, if one was built."""
+        found: list[CachedPlan] = self._by_first.get(model_weights[0], [])
+        return next((cached for cached in found if cached.is_of(views, group)), None)
+
+    def find_unchanged(
+        self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
+    ) -> CachedPlan | None:
+        """The plan whose last call was of just these weights and masters."""
+        found: list[CachedPlan] = self._by_first.get(model_weights[0], []) if is_quantized(model_weights[0]) else []
+        return next((cached for cached in found if cached.matches(model_weights, masters, starts, group)), None)
+
+    def add(self, model_weights: Sequence[Any], cached: CachedPlan) -> None:
+        """Remember it; it replaces one of the same weights and group."""
+        self._by_first.setdefault(model_weights[0], []).append(cached)
+
+    def drop(self, weight: Any) -> None:
+        """Let go of the plans of lists that begin with this weight."""
+        self._by_first.pop(weight, None)
+
+    def __contains__(self, weight: Any) -> bool:
+        """Whether a list that begins with this weight was cast before."""
+        return weight in self._by_first
+
+
+plans = PlanCache()
+
+
+def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:
+    return [(entry.start, 0 if entry.master is None else entry.master.numel()) for entry in entries]
+
+
+def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None] | None]:
+    shards = [entry.shard for entry in entries]
+    return [entry.master for entry in entries], shards if any(shard is not None for shard in shards) else None
+
+
+def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
+    """Where masters lie and what they are; None for what is no tensor."""
+    present = [master for master in masters if master is not None]
+    if not all(isinstance(master, Tensor) for master in present):
+        return None
+    return (
+        [master is None for master in masters],
+        [master.data_ptr() for master in present],
+        [master.numel() for master in present],
+        [master.dtype for master in present],
+        [master.is_contiguous() for master in present],
+    )
+
+
+def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """Where masters and shards lie; whether they are what they should be is looked at when they moved."""
+    return [tuple((t.data_ptr(), t.dtype) for t in _tensors(entry.shard, entry.master)) for entry in entries]
+
+
+def _tensors(shard: ShardData | None, master: Any) -> list[Any]:
+    tensors = () if shard is None else shard if isinstance(shard, tuple) else (shard,)
+    return [*tensors, *([] if master is None else [master])]

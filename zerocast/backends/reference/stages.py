@@ -1,0 +1,306 @@
+"""The stages of a cast and of an Adam step in plain torch, in the order in which a step runs them.
+
+This file is the specification: ../README.md says what each stage reads and writes, and every other
+backend gives these bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.descriptor import Column
+from zerocast.backends.reference.codec import decode, encode, pack, to_nominal, unpack
+from zerocast.backends.reference.scales import (
+    FLT_MAX,
+    block_amax,
+    decode_scales,
+    divide,
+    encode_scales,
+    expand,
+    fill_scales,
+    stored_scales,
+)
+from zerocast.backends.reference.window import Window
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv
+
+
+def adam_step(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    segments: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    skip: Tensor | None,
+) -> None:
+    """Stage adam_step: run Adam in place over the segments of one flat shard."""
+    if skip is not None and bool(skip):
+        return
+    for offset, numel, group in segments.tolist():
+        s = slice(offset, offset + numel)
+        p, m, v = adamw(master[s], grad[s].float(), exp_avg[s].float(), exp_avg_sq[s].float(), scalars[group], clip)
+        master[s], exp_avg[s], exp_avg_sq[s] = p, m, v  # bf16 moments are rounded here
+
+
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The AdamW update of f32 tensors as a pure function; returns the new (p, m, v).
+
+    Each line is one f32 operation on an element, in the order that ../README.md fixes.
+    """
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_c2, eps = scalars.unbind()
+    g = g * clip
+    p = p * decay
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + (one_minus_beta2 * g) * g
+    p = p - step_size * (m / (_sqrt(v) / root_c2 + eps))
+    return p, m, v
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded f32 square root; torch.sqrt on the CPU is often off by one ulp."""
+    return x.double().sqrt().float()
+
+
+def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
+    """Stage partial_amax: the amax of the owned elements of every block that holds any."""
+    for row in table.tolist():
+        window = Window.of(fmt, row)
+        if window is None:
+            continue
+        canvas = window.canvas(masters, nominal)
+        window.grid(packed, row[Column.ROW_AMAX], fmt.block).copy_(block_amax(canvas, fmt.block))
+        if fmt.columnwise is Columnwise.OWN_GRID:
+            amaxes = block_amax(canvas, fmt.columnwise_block)
+            window.grid(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block).copy_(amaxes)
+
+
+def adam_amax(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    table: Tensor,
+    groups: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    packed: Tensor,
+    skip: Tensor | None,
+) -> None:
+    """Stage adam_amax: run Adam over the owned spans, then take the amaxes of the new masters."""
+    if skip is not None and bool(skip):
+        return
+    owned = table[:, Column.NUMEL] > 0
+    segments = torch.stack((table[:, Column.MASTER_OFFSET], table[:, Column.NUMEL], groups), 1)
+    for base, state in enumerate(zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        here = owned & (table[:, Column.MASTER_BASE] == base)
+        adam_step(*state, segments[here], scalars, clip, None)
+    partial_amax(fmt, nominal, masters, table, packed)
+
+
+def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:
+    """The packed amaxes of a whole weight as f32 `[down, across]`."""
+    down, across = amax_grid(block, rows, columns)
+    return packed[offset : offset + down * across].view(down, across).float()
+
+
+def compute_scales(
+    fmt: FormatSpec,
+    packed: Tensor,
+    table: Tensor,
+    row_scales: list[Tensor],
+    column_scales: list[Tensor],
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Stage compute_scales: whole scale buffers and tensor amaxes from the reduced amaxes."""
+    if skip is not None and bool(skip):
+        return
+    for row in table.tolist():
+        rows, columns = row[Column.ROWS], row[Column.COLUMNS]
+        grid = grid_of(packed, row[Column.ROW_AMAX], fmt.block, rows, columns)
+        tensor_amax = None
+        if fmt.has_tensor_amax:
+            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(grid.amax().view(1))
+        scale = None
+        if fmt.amax_policy is AmaxPolicy.DELAYED:
+            scale = scales[row[Column.SCALE_BASE]][row[Column.SCALE_OFFSET] :][:1]
+        buffer = rowwise_scale_inv(fmt, rows, columns)
+        assert buffer
+        filled = fill_scales(fmt, stored_scales(fmt, grid, tensor_amax, scale), rows, buffer).view(-1)
+        row_scales[row[Column.ROW_SCALE_BASE]][row[Column.ROW_SCALE_OFFSET] :][: filled.numel()] = filled
+        if fmt.columnwise is Columnwise.OWN_GRID:
+            grid = grid_of(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block, rows, columns)
+            buffer = columnwise_scale_inv(fmt, rows, columns)
+            assert buffer
+            filled = fill_scales(fmt, stored_scales(fmt, grid, None, None), rows, buffer).view(-1)
+            column_scales[row[Column.COLUMN_SCALE_BASE]][row[Column.COLUMN_SCALE_OFFSET] :][: filled.numel()] = filled
+
+
+def partial_cast(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    packed: Tensor,
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    table: Tensor,
+    row_data: list[Tensor],
+    column_data: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Stage partial_cast: write the codes of the owned elements, and only those, to the half
+    byte.
+    """
+    if skip is not None and bool(skip):
+        return
+    for row in table.tolist():
+        window = Window.of(fmt, row)
+        if window is None:
+            continue
+        out = row_data[row[Column.ROW_DATA_BASE]]
+        if fmt.element is None:
+            data = to_nominal(window.elements(masters), nominal).view(torch.uint8)
+            _at(out, row[Column.ROW_DATA_OFFSET] + row[Column.START] * nominal.itemsize, data)
+            continue
+        canvas = window.canvas(masters, nominal)
+        amax = _scalar(amaxes, row[Column.AMAX_BASE], row[Column.AMAX_OFFSET]) if fmt.has_tensor_amax else None
+        delayed = fmt.amax_policy is AmaxPolicy.DELAYED
+        scale = _scalar(scales, row[Column.SCALE_BASE], row[Column.SCALE_OFFSET]) if delayed else None
+
+        def codes(offset: int, block: Block | None, w: Window = window, x: Tensor = canvas) -> Tensor:
+            grid = encode_scales(fmt, w.grid(packed, offset, block).float(), amax, scale)  # noqa: B023
+            assert fmt.element
+            return encode(fmt.element, x * expand(grid, block, *x.shape)).view(-1)[w.owned]
+
+        write = _write_nibbles if fmt.elements_per_byte == 2 else _write_bytes
+        write(out, row[Column.ROW_DATA_OFFSET], row[Column.START], codes(row[Column.ROW_AMAX], fmt.block))
+        if fmt.columnwise is Columnwise.OWN_GRID:
+            out = column_data[row[Column.COLUMN_DATA_BASE]]
+            _write_bytes(
+                out,
+                row[Column.COLUMN_DATA_OFFSET],
+                row[Column.START],
+                codes(row[Column.COLUMN_AMAX], fmt.columnwise_block),
+            )
+
+
+def _scalar(bases: list[Tensor], base: int, offset: int) -> Tensor:
+    return bases[base][offset : offset + 1]
+
+
+def _at(out: Tensor, offset: int, data: Tensor) -> None:
+    out[offset : offset + data.numel()] = data
+
+
+def _write_bytes(out: Tensor, offset: int, start: int, codes: Tensor) -> None:
+    _at(out, offset + start, codes)
+
+
+def _write_nibbles(out: Tensor, offset: int, start: int, codes: Tensor) -> None:
+    head, tail = start % 2, (start + codes.numel()) % 2
+    if head:
+        byte = offset + start // 2
+        out[byte] = (out[byte] & 0x0F) | (codes[0] << 4)
+        start, codes = start + 1, codes[1:]
+    if tail and codes.numel():
+        byte = offset + (start + codes.numel()) // 2
+        out[byte] = (out[byte] & 0xF0) | codes[-1]
+        codes = codes[:-1]
+    _at(out, offset + start // 2, codes[0::2] | (codes[1::2] << 4))
+
+
+def roll_history(
+    fmt: FormatSpec,
+    table: Tensor,
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    histories: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Stage roll_history: shift each amax history by one and write the scale of the next cast."""
+    if skip is not None and bool(skip):
+        return
+    for row in table.tolist():
+        amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1]
+        scale = scales[row[Column.SCALE_BASE]][row[Column.SCALE_OFFSET] :][:1]
+        history = histories[row[Column.HISTORY_BASE]][row[Column.HISTORY_OFFSET] :][: fmt.amax_history_len]
+        next_history, next_scale = rolled(fmt, amax, scale, history)
+        history.copy_(next_history)
+        scale.copy_(next_scale)
+
+
+def rolled(fmt: FormatSpec, amax: Tensor, scale: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """The history f32[L] and scale f32[1] after a step whose reduced amax is `amax`.
+
+    The formula is that of docs/formats/fp8_delayed.md. The host never waits for the device.
+    """
+    assert fmt.element
+    last = torch.where(amax != 0, amax, history[:1])
+    moved = torch.cat((torch.zeros_like(last), history[2:], last))[: history.numel()]
+    chosen = last
+    if fmt.amax_compute_algo == "max":
+        chosen = torch.cat((history[1:], last)).amax().view(1)
+    fresh = divide(fmt.element.max * 2.0**-fmt.margin, chosen)
+    fresh = torch.where((chosen > 0) & (chosen < torch.inf), fresh, scale)
+    fresh = torch.where(fresh.isinf(), torch.full_like(fresh, FLT_MAX), fresh)
+    idle = last == 0
+    return torch.where(idle, history, moved), torch.where(idle, scale, fresh)
+
+
+def transpose(
+    fmt: FormatSpec,
+    table: Tensor,
+    row_data: list[Tensor],
+    row_scales: list[Tensor],
+    column_data: list[Tensor],
+    column_scales: list[Tensor],
+) -> None:
+    """Stage transpose: write the columnwise data and scales from the gathered rowwise bytes."""
+    for row in table.tolist():
+        rows, columns = row[Column.ROWS], row[Column.COLUMNS]
+        width = columns // fmt.elements_per_byte
+        data = row_data[row[Column.ROW_DATA_BASE]][row[Column.ROW_DATA_OFFSET] :][: rows * width].view(rows, width)
+        out = column_data[row[Column.COLUMN_DATA_BASE]][row[Column.COLUMN_DATA_OFFSET] :][: rows * width]
+        out.copy_((pack(unpack(data).t()) if fmt.elements_per_byte == 2 else data.t()).reshape(-1))
+        if fmt.block is None:
+            continue
+        source, target = rowwise_scale_inv(fmt, rows, columns), columnwise_scale_inv(fmt, rows, columns)
+        assert source and target
+        flat = row_scales[row[Column.ROW_SCALE_BASE]][row[Column.ROW_SCALE_OFFSET] :]
+        stored = flat[: source.shape[0] * source.shape[1]].view(source.shape)
+        down, across = amax_grid(fmt.block, rows, columns)
+        step = fmt.block[0] if fmt.scale_rule is ScaleRule.TWO_LEVEL else 1
+        grid = stored[: down * step : step, :across]
+        filled = fill_scales(fmt, grid.t(), columns, target).view(-1)
+        column_scales[row[Column.COLUMN_SCALE_BASE]][row[Column.COLUMN_SCALE_OFFSET] :][: filled.numel()] = filled
+
+
+def dequantize(
+    fmt: FormatSpec,
+    data: Tensor,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    columnwise: bool,
+    out: Tensor,
+) -> None:
+    """Stage dequantize: write one direction of one weight to `out`, in the dtype of `out`."""
+    if fmt.element is None:
+        out.copy_(to_nominal(data, out.dtype))
+        return
+    assert scale_inv is not None
+    transposed = columnwise and fmt.columnwise is Columnwise.TRANSPOSE
+    height, width = (columns, rows) if transposed else (rows, columns)
+    own = columnwise and fmt.columnwise is Columnwise.OWN_GRID
+    block = fmt.columnwise_block if own else fmt.block
+    codes = unpack(data) if fmt.elements_per_byte == 2 else data
+    down, across = amax_grid(block, height, width)
+    step = fmt.block[0] if fmt.block and fmt.scale_rule is ScaleRule.TWO_LEVEL else 1
+    stored = scale_inv.view(1, 1) if block is None else scale_inv[: down * step : step, :across]
+    value = decode(fmt.element, codes) * expand(decode_scales(fmt, stored, amax), block, height, width)
+    out.copy_(to_nominal(value.t() if transposed else value, out.dtype))

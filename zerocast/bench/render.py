@@ -1,0 +1,126 @@
+"""A report for people: a Markdown page with one table, and a PNG of each row's time and rate."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zerocast.bench.measurement import Failure, Measurement
+from zerocast.bench.report import Report
+
+HEADS = (
+    "row", "by", "ms", "MB", "GB/s", "of copy", "floor ms", "x floor", "launches", "host ms", "wall ms", "x ours", "target", "met"
+)  # fmt: skip
+LEFT = {"row", "by", "target"}
+
+
+def markdown(report: Report) -> str:
+    """The whole report as Markdown, ready for a README."""
+    return "\n".join([*_head(report), "", *_table(report), *_score(report), *_failures(report.failures)]) + "\n"
+
+
+def _head(report: Report) -> Iterator[str]:
+    copy, machine = report.copy, report.machine
+    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None and name != "device")
+    yield f"## {report.date}: {machine['device']}"
+    yield ""
+    yield f"Backend `{report.backend}`. {versions}."
+    yield ""
+    yield (
+        f"Copy of {copy.nbytes / 1e6:,.0f} MB in this run: {copy.before:,.0f} GB/s before the rows, {copy.after:,.0f} GB/s after, "
+        f"bytes read plus written; floors are taken at the mean, {copy.rate:,.0f} GB/s."
+    )
+    yield ""
+    yield report.method
+
+
+def _table(report: Report) -> Iterator[str]:
+    yield _line(HEADS)
+    yield _line(["---" if head in LEFT else "---:" for head in HEADS])
+    for measurement in report.measurements:
+        yield _line(_cells(report, measurement))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(report: Report, m: Measurement) -> list[str]:
+    rate, ratio, verdict = report.copy.rate, report.over_ours(m), report.verdict(m)
+    return [
+        m.row.name,
+        m.by,
+        f"{m.ms:.3f}",
+        f"{m.moved / 1e6:,.1f}",
+        f"{m.rate:,.0f}",
+        f"{m.rate / rate:.0%}",
+        f"{m.floor_ms(rate):.3f}",
+        f"{m.over_floor(rate):,.2f}",
+        "" if m.launches is None else str(m.launches),
+        f"{m.times.host_ms:.3f}",
+        f"{m.times.wall_ms:.3f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        verdict.text if verdict else "",
+        "" if verdict is None else "yes" if verdict.met else f"no: {verdict.reached:.2f}",
+    ]
+
+
+def _score(report: Report) -> Iterator[str]:
+    verdicts = [verdict for verdict in map(report.verdict, report.measurements) if verdict]
+    if verdicts:
+        yield ""
+        yield f"Targets met: {sum(verdict.met for verdict in verdicts)} of {len(verdicts)}."
+
+
+def _failures(failures: Sequence[Failure]) -> Iterator[str]:
+    if failures:
+        yield ""
+        yield "Not measured:"
+    for failure in failures:
+        yield f"* {failure.row.name} by {failure.by}: {failure.reason}"
+
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+LONGEST = 4.0  # times the floor; longer bars are cut and say their length
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write a PNG with a bar for each measurement: rows from the top, a colour for each
+    implementation.
+    """
+    rows = list(dict.fromkeys(m.row.name for m in report.measurements))
+    figure = Figure(figsize=(14, 1.5 + 0.3 * len(report.measurements)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    by = dict.fromkeys([report.backend, *(m.by for m in report.measurements)])
+    height = 0.8 / max(1, len(by))
+    for number, (name, color) in enumerate(zip(by, COLORS, strict=False)):
+        own = [m for m in report.measurements if m.by == name]
+        places = [rows.index(m.row.name) + number * height for m in own]
+        _floors(left, report, own, places, height, color, name)
+        right.barh(places, [m.rate for m in own], height, color=color)
+    left.axvline(1.0, color="black", linewidth=0.8)
+    left.set(
+        xlabel="time / floor (| is the target)",
+        xlim=(0, LONGEST * 1.15),
+        title=f"{report.machine['device']}, {report.date}",
+    )
+    left.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], rows, fontsize=8)
+    left.invert_yaxis()
+    left.margins(y=0.01)
+    left.legend(fontsize=8)
+    right.axvline(report.copy.rate, color="black", linewidth=0.8)
+    right.set(xlabel="GB/s of the bytes that must move; the line is a copy")
+    figure.savefig(path, dpi=120)
+
+
+def _floors(
+    axes: Axes, report: Report, own: list[Measurement], places: list[float], height: float, color: str, name: str
+) -> None:
+    ratios = [m.over_floor(report.copy.rate) for m in own]
+    bars = axes.barh(places, [min(ratio, LONGEST) for ratio in ratios], height, color=color, label=name)
+    axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=7)
+    for m, place in zip(own, places, strict=True):
+        if report.full and name == report.backend and m.row.target and m.row.target.row is None:
+            limit = m.row.target.limit
+            axes.plot([limit, limit], [place - height / 2, place + height / 2], color="black", linewidth=1.5)

@@ -1,0 +1,110 @@
+"""The work that the rows time, as jobs: casts, their stages, columnwise copies, Adam steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.backends import ops
+from zerocast.bench.shard import STANDARD_DEVIATION, Shard
+from zerocast.bench.workload import Job, Place, Workload
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.weight_table import WeightTable
+
+
+def cast(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of a whole `CastPlan.cast()`: amaxes, scales and codes."""
+    shard = Shard(workload, fmt, place)
+    return Job(shard.plan.cast, shard.written)
+
+
+def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
+    shard = Shard(workload, fmt, place)
+    table, packed = shard.table(), shard.packed
+    shard.plan.packed.begin()
+    return Job(lambda: table.partial_amax(packed), lambda: [packed])
+
+
+def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of the scales of all weights, from random amaxes."""
+    shard = Shard(workload, fmt, place)
+    table, packed = shard.table(), shard.packed
+    packed.uniform_(0, 0.1, generator=place.generator())
+    return Job(lambda: table.compute_scales(packed, None), shard.written)
+
+
+def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, Place], Job]:
+    def build(workload: Workload, fmt: str, place: Place) -> Job:
+        shard = Shard(workload, fmt, place)
+        shard.plan.cast()  # computes the amaxes and scales that the stages read
+        table = shard.table()
+        return Job(lambda: stages(shard, table), shard.written)
+
+    return build
+
+
+partial_cast = _after_amaxes(lambda shard, table: table.partial_cast(shard.packed, None))
+
+
+@_after_amaxes
+def amax_and_cast(shard: Shard, table: WeightTable) -> None:
+    """The two stages whose work is proportional to the shard and not to the whole weight."""
+    table.partial_amax(shard.packed)
+    table.partial_cast(shard.packed, None)
+
+
+@_after_amaxes
+def transpose(shard: Shard, table: WeightTable) -> None:
+    """`CastPlan.post_all_gather()` over all weights; those owned elsewhere have random bytes."""
+    shard.plan.post_all_gather()
+
+
+HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEP = 10
+GRADIENT = 1e-3
+
+
+class Moments:
+    """A gradient, both moments and the scalars of step `STEP` for `numel` masters."""
+
+    def __init__(self, numel: int, device: torch.device, random: torch.Generator) -> None:
+        def normal() -> Tensor:
+            return torch.empty(numel, device=device).normal_(0, GRADIENT, generator=random)
+
+        self.grad, self.exp_avg, self.exp_avg_sq = normal(), normal(), normal().square_()
+        hyperparameters = Hyperparameters(1, device)
+        hyperparameters.refresh([HYPERPARAMETERS])
+        self.scalars = hyperparameters.scalars(torch.full((1,), STEP, device=device))
+        self.clip = torch.ones(1, device=device)
+
+
+def adam(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of `adam_step` on the flat shard."""
+    random, numel = place.generator(), workload.owned
+    master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
+    m = Moments(numel, place.device, random)
+    segments = torch.tensor([[0, numel, 0]], device=place.device)
+    state = {"master": master, "grad": m.grad, "exp_avg": m.exp_avg, "exp_avg_sq": m.exp_avg_sq}
+    return Job(
+        lambda: ops.adam_step(place.backend, **state, segments=segments, scalars=m.scalars, clip=m.clip, skip=None),
+        lambda: (master, m.exp_avg, m.exp_avg_sq),
+    )
+
+
+def step(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of all work after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
+    shard = Shard(workload, fmt, place)
+    table, packed = shard.table(), shard.plan.packed
+    m = Moments(shard.flat.numel(), place.device, place.generator())
+    update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
+
+    def run() -> None:
+        packed.begin()
+        table.adam_amax(update, packed.buffer, None)
+        table.compute_scales(packed.buffer, None)
+        table.partial_cast(packed.buffer, None)
+
+    return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])

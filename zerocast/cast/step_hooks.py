@@ -1,0 +1,107 @@
+"""StepHooks: the optimizers after whose steps a plan casts, and the plan's claim on its weights.
+
+An optimizer that steps over none of a plan's masters would leave its weights as they are, silently;
+so `attach` refuses it, and the first step reports masters over which no attached optimizer steps.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from zerocast.cast.partition import Partition
+from zerocast.cast.storage import storages_of
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
+from zerocast.weight.owners import Claim, find_conflict
+from zerocast.weight.state import WeightState
+
+logger = logging.getLogger(__name__)
+
+
+class StepHooks:
+    """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan casts."""
+
+    def __init__(self, partition: Partition, cast: Sequence[int], group: Group) -> None:
+        self._partition, self._cast, self._group = partition, cast, group
+        self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
+
+    def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
+        """Call `cast` after every step of the optimizer. ValueError on every rank where that cannot be."""
+        problem = self._refusal(optimizer)
+        validate_across_ranks(self._group, [], problem, what="attaches a CastPlan to an optimizer")
+        claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
+        hook = _CastAfterStep(self, cast, claim, _stepped(optimizer))
+        self._hooks.add(hook)
+        handle: RemovableHandle = optimizer.register_step_post_hook(hook)
+        return handle
+
+    def claim(self, who: str) -> Claim:
+        """Hold the weights for an owner. ValueError, on this rank alone, while another owner writes any of these elements."""
+        conflict = self._conflict()
+        if conflict is not None:
+            raise conflict
+        return Claim(who, self._held(), by=self)
+
+    def report_masters_without_step(self) -> None:
+        """Log which masters no attached optimizer steps over."""
+        idle = self._without_step({storage for hook in self._hooks for storage in hook.stepped})
+        if idle:
+            logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
+
+    def _conflict(self) -> ValueError | None:
+        other = find_conflict(self._held(), lambda claim: claim.is_by(self))
+        if other is None:
+            return None
+        return ValueError(
+            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
+        )
+
+    def _held(self) -> list[tuple[WeightState, list[Span]]]:
+        shards, spans = self._partition.shards, self._partition.spans
+        return [(shards[i].weight.state, [by_rank[i] for by_rank in spans if by_rank[i].numel]) for i in self._cast]
+
+    def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
+        """Why the plan cannot be attached to an optimizer."""
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            if isinstance(hook, _CastAfterStep) and hook.hooks is self:
+                return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
+        stepped = _stepped(optimizer)
+        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
+        if len(self._without_step(stepped)) < len(masters) or not masters:
+            return self._conflict()
+        return ValueError(
+            f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} other "
+            "storages, none of which holds any of them: attach the optimizer of the tensors that were passed as master_weights"
+        )
+
+    def _without_step(self, stepped: set[int | None]) -> list[int]:
+        """The weights whose masters lie in none of these storages."""
+        held = [(index, shard.master) for index, shard in enumerate(self._partition.shards) if shard.master is not None]
+        return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
+
+
+class _CastAfterStep:
+    """One hook. It keeps the plan, by `cast`, and the claim, which so lasts as long as the optimizer has the hook."""
+
+    def __init__(self, hooks: StepHooks, cast: Callable[[], None], claim: Claim, stepped: set[int | None]) -> None:
+        self.hooks, self.cast, self.claim, self.stepped = hooks, cast, claim, stepped
+        self._is_first = True
+
+    def __call__(self, *_: Any) -> None:
+        if self._is_first:
+            self.hooks.report_masters_without_step()
+        self._is_first = False
+        self.cast()
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
+    """The storages that an optimizer may write: parameters, and its state, which holds masters where parameters are rounded."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])

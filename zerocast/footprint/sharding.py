@@ -1,0 +1,205 @@
+"""The bytes of one rank by sharding: buckets of a ZeroAdamW, or row shards of FSDP2 and HSDP.
+
+ZeroAdamW: its own buckets, laid out over meta tensors. The gradients of stage 2 are the FP32 shard
+and the buckets in flight: two of the largest size, the reduced part of one, and a started bucket
+for every further kind of storage (../optim/README.md). Stage 1 also keeps the gradients on the
+parameters.
+
+FSDP2 and HSDP: every parameter is cut along its first dimension, as torch's `fully_shard` cuts it.
+Every block is a unit that is resharded after its forward pass and gathered again for its backward
+pass; parameters outside of blocks form the root, gathered once. The FP32 shard is the parameter;
+next to it lie the quantized bytes of the shard with the scales of its blocks, which are what is
+gathered. At the peak the root and two blocks are unsharded, the one that computes and the next one,
+with columnwise copies, and the gradients of two units. The traffic follows the design of
+`zerocast.fsdp2` and was not compared with a run.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.flat_buffer import ALIGNMENT
+from zerocast.footprint.shapes import ROOT
+from zerocast.formats import Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.layout import Buffer, Span, amax_counts, amax_grid, buffers, byte_range, round_up
+from zerocast.optim import ZeroConfig
+from zerocast.optim.bucket import Bucket, fill_buckets, flat_numel
+from zerocast.weight import QuantizedWeight
+
+FP32 = torch.float32.itemsize
+SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")
+Placed = tuple[str, Tensor, int]  # name, tensor, number of its unit or bucket
+Bytes = dict[str, int]
+
+
+def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
+    """(bytes in memory by purpose, bytes sent in a step by collective) of one rank of a
+    ZeroAdamW.
+    """
+    buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
+    shard = flat_numel(buckets)
+    weights = _quantized(tensor for _, tensor, _ in tensors)
+    packed = _packed_amaxes(weights, ranks)
+    kept = sum(slot.numel * bucket.storage.grad_dtype.itemsize for bucket in buckets for slot in bucket.slots)
+    memory = {
+        "weights": sum(map(_gathered, buckets)),
+        "columnwise copies": sum(map(_transposed, weights)),
+        "scales": sum(map(_scales, weights)) + packed,
+        "masters": shard * FP32,
+        "moments": 2 * shard * config.moment_dtype.itemsize,
+        "gradients": shard * FP32 + (kept if stage == 1 else 0),
+        "buckets": _in_flight(buckets, ranks, config.deterministic),
+    }
+    others = ranks - 1
+    wire = {
+        "reduce-scatter": sum(bucket.shard_numel * bucket.storage.grad_dtype.itemsize for bucket in buckets) * others,
+        "all-reduce": 2 * packed * others // ranks,
+        "all-gather": sum(_gathered(bucket) // ranks for bucket in buckets) * others,
+    }
+    return memory, wire
+
+
+def _gathered(bucket: Bucket) -> int:
+    """The bytes of the flat buffers of a bucket, padding included."""
+    storage = bucket.storage
+    directions = 2 if storage.both_directions else 1
+    return directions * bucket.numel // storage.elements_per_byte * storage.dtype.itemsize
+
+
+def _in_flight(buckets: Sequence[Bucket], ranks: int, deterministic: bool) -> int:
+    kinds = dict.fromkeys(bucket.storage for bucket in buckets)
+    largest: dict[torch.dtype, int] = {}
+    for bucket in buckets:
+        dtype = bucket.storage.grad_dtype
+        largest[dtype] = max(largest.get(dtype, 0), bucket.numel * dtype.itemsize)
+    started = sum(largest[kind.grad_dtype] for kind in kinds)
+    biggest = max(largest.values())
+    # one that is filled while another is on its way
+    second = biggest if len(buckets) > len(kinds) else 0
+    results = 0 if ranks == 1 else biggest if deterministic else biggest // ranks
+    return started + second + results
+
+
+def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
+    """The same for FSDP2 and HSDP, for a rank with full shards."""
+    every = [tensor for _, tensor, _ in tensors]
+    owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in every)
+    grad = (config.grad_dtype or torch.bfloat16).itemsize
+    units: dict[int, list[Tensor]] = {}
+    for _, tensor, unit in tensors:
+        units.setdefault(unit, []).append(tensor)
+    weights = _quantized(every)
+    sent = {unit: sum(_sent(tensor, shards) for tensor in held) for unit, held in units.items()}
+    whole = _at_the_most({unit: shards * nbytes for unit, nbytes in sent.items()})
+    copies = _at_the_most({unit: sum(map(_made, _quantized(held))) for unit, held in units.items()})
+    gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
+    packed = _cut_amaxes(weights, shards)
+    memory = {
+        "weights": sum(_sent(tensor, shards) for tensor in weights) + whole,
+        "columnwise copies": copies,
+        "scales": 4 * len(weights) + packed,
+        "masters": owned * FP32,
+        "moments": 2 * owned * config.moment_dtype.itemsize,
+        "gradients": owned * FP32,
+        "buckets": sum(gradients) * grad,
+    }
+    other = shards - 1
+    wire = {
+        "reduce-scatter": owned * grad * other,
+        "all-reduce": 2 * packed * other // shards + 2 * owned * grad * (replicas - 1) // replicas,
+        "all-gather": sum(nbytes * (1 if unit == ROOT else 2) for unit, nbytes in sent.items()) * other,
+    }
+    return memory, wire
+
+
+def _at_the_most(by_unit: dict[int, int]) -> int:
+    """The bytes of the root and of the two largest blocks."""
+    blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
+    return by_unit.get(ROOT, 0) + sum(blocks[-2:])
+
+
+def _rows(tensor: Tensor, shards: int) -> int:
+    """The rows of the first dimension on a rank with a full share."""
+    return -(-tensor.shape[0] // shards)
+
+
+def _sent(tensor: Tensor, shards: int) -> int:
+    """The bytes that each rank contributes to one all-gather: the shard and the scales of its
+    blocks.
+    """
+    rows = _rows(tensor, shards)
+    numel = rows * (tensor.numel() // tensor.shape[0])
+    if not isinstance(tensor, QuantizedWeight):
+        return numel * tensor.dtype.itemsize
+    fmt, columns = tensor.format, tensor.matrix_shape[1]
+    first, last = byte_range(fmt, (numel // columns, columns), Span(0, numel), tensor.dtype)
+    both = 2 if fmt.columnwise is Columnwise.OWN_GRID else 1
+    return round_up(both * (last - first) + _sent_scales(fmt, numel // columns, columns), 16)
+
+
+def _sent_scales(fmt: FormatSpec, rows: int, columns: int) -> int:
+    """The bytes of block scales; a per-tensor scale follows from the reduced amax and is not
+    sent.
+    """
+    if fmt.block is None:
+        return 0
+    size = 4 if fmt.scale_rule is ScaleRule.FP32 else 1
+    grids = [fmt.block, fmt.columnwise_block] if fmt.columnwise_block else [fmt.block]
+    return size * sum(down * across for down, across in (amax_grid(block, rows, columns) for block in grids))
+
+
+def _made(weight: QuantizedWeight) -> int:
+    """The bytes that are made after the all-gather: whole scale buffers and transposed codes."""
+    return _scales(weight) + _transposed(weight)
+
+
+def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
+    """The bytes of the one all-reduce: tensor amaxes and those of block rows that shards cut, in
+    bf16.
+    """
+    total = 0
+    for weight in weights:
+        rows, columns = weight.matrix_shape
+        cut_rows = 0
+        for block in (weight.format.block, weight.format.columnwise_block):
+            cuts = range(_rows(weight, shards), rows, _rows(weight, shards))
+            if block:
+                cut_rows += sum(bool(cut % block[0]) for cut in cuts) * amax_grid(block, rows, columns)[1]
+        total += 2 * (cut_rows + weight.format.has_tensor_amax)
+    return total
+
+
+def _quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
+    return [tensor for tensor in tensors if isinstance(tensor, QuantizedWeight)]
+
+
+def _scales(weight: QuantizedWeight) -> int:
+    """The bytes of scale buffers of both directions, amax and delayed scaling, in flat buffers."""
+    found = buffers(weight.format, weight.matrix_shape, weight.dtype)
+    names = [name for name in SCALES if not (name == "columnwise_scale_inv" and _shared(weight.format))]
+    return sum(_in_flat_buffer(found[name]) for name in names)
+
+
+def _transposed(weight: QuantizedWeight) -> int:
+    """The bytes of transposed codes, in a flat buffer; 0 if they are gathered or not needed."""
+    if weight.format.columnwise is not Columnwise.TRANSPOSE:
+        return 0
+    return _in_flat_buffer(buffers(weight.format, weight.matrix_shape, weight.dtype)["columnwise_data"])
+
+
+def _packed_amaxes(weights: Iterable[QuantizedWeight], ranks: int) -> int:
+    """The bf16 bytes of the one all-reduce: amaxes, and two numbers that compare the ranks'
+    calls.
+    """
+    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
+    return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
+
+
+def _shared(fmt: FormatSpec) -> bool:
+    return fmt.columnwise is Columnwise.TRANSPOSE and fmt.block is None
+
+
+def _in_flat_buffer(buffer: Buffer | None) -> int:
+    return round_up(math.prod(buffer.shape), ALIGNMENT) * buffer.dtype.itemsize if buffer else 0

@@ -1,0 +1,224 @@
+"""The weights whose amaxes are reduced together, and their cast: one all-reduce, whatever their number and formats.
+
+Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the block rows that a boundary
+between shards cuts concern other ranks: they are packed, reduced, and put back. If there are none, nothing is sent.
+
+The layers of a model repeat their shapes. Where those are sharded alike, the bytes to send lie at equal distances and so do the
+scale buffers that the stages fill: one strided copy takes the scales of all of them from one to the other.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast import backends
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.partition import MasterShard
+from zerocast.cast.pipeline import AmaxReduction, cast
+from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.distributed.group import Group
+from zerocast.formats import AmaxPolicy, layout
+from zerocast.fsdp2.weight import FSDPWeight
+
+MOST_TABLES = 8  # kept for sets of weights that steps have not measured; which experts learn may change with every step
+
+
+@dataclass(frozen=True)
+class ReductionGroup:
+    """The `group` that amaxes are reduced over, on devices of type `device`.
+
+    Tensor parallelism makes `tp_size` slices of a weight, each sharded by ranks of its own; this rank has slice `tp_rank`. Slices
+    share the amax of the tensor and no block row.
+    """
+
+    group: Group
+    device: str
+    tp_rank: int
+    tp_size: int
+
+
+class BoundaryAmaxes(AmaxReduction):
+    """The amaxes of `weights`, and their reduction. `buffer` holds those of this rank, `places` says which where.
+
+    `measured` names the weights whose amaxes an optimizer step has left in the buffer, up to date until somebody writes.
+    """
+
+    def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
+        self._reduction, self.measured = reduction, frozenset[str]()
+        self.places: dict[str, tuple[int, int]] = {}
+        size = 0
+        for weight in sorted(weights, key=lambda weight: not weight.geometry.has_ghost):  # one behind another
+            rowwise, columnwise = weight.geometry.amax_counts
+            self.places[weight.name] = (size, size + rowwise)
+            size += rowwise + columnwise
+        nominal = {weight.geometry.nominal for weight in weights}
+        dtype = torch.bfloat16 if nominal == {torch.bfloat16} else torch.float32
+        device = weights[0].master.device
+        self.buffer = torch.zeros(size, dtype=dtype, device=device)
+        self._index(weights, device)
+
+    def _index(self, weights: Sequence[FSDPWeight], device: torch.device) -> None:
+        """Which amax goes where among the reduced ones."""
+        here, there, size = [], [], 0  # amaxes that are reduced as they are
+        segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
+        for weight in weights:
+            geometry = weight.geometry
+            first, count = self.places[weight.name][0], geometry.amax_counts[0]
+            if geometry.has_ghost:
+                segments.append(first + count)
+                ghosts.append(first + count - geometry.grids()[0][1])
+                maxima.append(size)
+            elif geometry.has_tensor_amax:
+                here.append(torch.tensor([first]))
+                there.append(torch.tensor([size]))
+            size += geometry.has_tensor_amax
+            for height, across, offset in geometry.grids():
+                touched, cut = geometry.shards.touched(geometry.rank, height), geometry.shards.cut(height)
+                begin = size + self._reduction.tp_rank * len(cut) * across
+                for index, block in enumerate(cut):
+                    if touched.start <= block < touched.stop:
+                        row = block - geometry.first_row // height
+                        here.append(torch.arange(across) + first + offset + row * across)
+                        there.append(torch.arange(across) + begin + index * across)
+                size += self._reduction.tp_size * len(cut) * across
+        none = [torch.empty(0, dtype=torch.int64)]
+        self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)
+        self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
+        self._ghosts, self._maxima = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ghosts, maxima))
+        self._reduced = torch.zeros(size, dtype=self.buffer.dtype, device=device)
+
+    def begin_step(self, names: frozenset[str]) -> Tensor:
+        """The buffer, for a step that leaves the amaxes of these weights there; `places` says where."""
+        if not self.measured or self.measured & names:
+            self.buffer.zero_()
+            self.measured = frozenset()
+        self.measured |= names
+        return self.buffer
+
+    def begin(self) -> None:
+        """Leave the amaxes that steps have measured, for this cast: one that raises measures all again."""
+        if not self.measured:
+            self.buffer.zero_()
+        self.measured = frozenset()
+
+    def reduce(self) -> None:
+        """The one collective of a cast."""
+        if not self._reduced.numel():
+            return
+        self._reduced.zero_()
+        self._reduced[self._there] = self.buffer[self._here]
+        if self._ghosts.numel():
+            amaxes = self.buffer[: self._segments[-1]]
+            self._reduced[self._maxima] = torch.segment_reduce(amaxes, "max", offsets=self._segments, initial=0)
+        on_wire = self._reduced.to(self._reduction.device)
+        self._reduction.group.all_reduce_max(on_wire, "the amaxes of a cast")
+        if on_wire is not self._reduced:
+            self._reduced.copy_(on_wire)
+        self.buffer[self._here] = self._reduced[self._there]
+        if self._ghosts.numel():
+            self.buffer[self._ghosts] = self._reduced[self._maxima]
+
+
+class CastGroup:
+    """Weights with one reduction, the same list on every rank, all on one device, and the bytes that they send."""
+
+    def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
+        self.weights, self.amaxes = weights, BoundaryAmaxes(weights, reduction)
+        self._device = weights[0].master.device
+        self._backend = backends.choose(self._device)
+        self._delayed_buffers = _delayed_buffers(weights, self._device)
+        self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
+        self.delayed.load_state_dict(_seeded_state(weights))
+        self.shards: dict[str, MasterShard] = {}
+        self._headers: list[tuple[int, Tensor]] = []  # int32 `[weights, 2]` of weights of one geometry
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (in a side channel, of the stages): scales of owned block rows
+        stacks = _by_geometry(weights)
+        sizes = [len(members) * members[0].layout.nbytes for members in stacks]
+        sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        for members, part in zip(stacks, sent.split(sizes), strict=True):
+            self._stack(members, part.view(len(members), -1))
+        self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
+        self._tables = self._tables_of(self.shards)
+        self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
+        for weight in weights:
+            weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
+
+    def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor) -> None:
+        """Lay out weights of one geometry side by side, over zero bytes `sent`, `[weights, layout.nbytes]`."""
+        first, geometry = weights[0], weights[0].geometry
+        scales: dict[str, Tensor] = {}
+        specs = layout.buffers(first.format, (geometry.cast_rows, geometry.columns), geometry.nominal)
+        for region in first.layout.scales:
+            spec = specs[region.name]
+            assert spec is not None
+            shape = len(weights), *spec.shape
+            scales[region.name] = torch.full(shape, spec.padding, dtype=spec.dtype, device=sent.device)
+        for index, weight in enumerate(weights):
+            own = {name: buffer[index] for name, buffer in scales.items()}
+            shard = weight.bind(sent[index], own | self._delayed_buffers.get(weight.name, {}))
+            if geometry.takes_part:
+                self.shards[weight.name] = shard
+        if geometry.takes_part:
+            self._copies += first.layout.outgoing_scales(sent, scales)
+        self._headers += [(first.status_after_cast, header) for header in first.layout.headers(sent)]
+
+    def _tables_of(self, names: Iterable[str]) -> list[WeightTable]:
+        tables = WeightTables(self._device, self._backend)
+        for name in names:
+            tables.of(self.shards[name].weight).add_shard(self.shards[name], self.amaxes.places[name])
+        return tables.freeze()
+
+    @torch.no_grad()
+    def cast(self, repeat: bool) -> None:
+        """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed scales of the last cast."""
+        unmeasured = self._tables_without(self.amaxes.measured)
+        cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, repeat=repeat)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+
+    def stamp(self, generation: int) -> None:
+        """Write the headers of a cast; as arguments of kernels the numbers travel to a GPU without a wait."""
+        for status, header in self._headers:
+            header[:, 0].fill_(status)
+            header[:, 1].fill_(generation)
+
+    def _tables_without(self, measured: frozenset[str]) -> list[WeightTable]:
+        """Tables of the weights that no step has measured."""
+        if measured not in self._unmeasured:
+            if len(self._unmeasured) > MOST_TABLES:
+                self._unmeasured = {frozenset(): self._tables}
+            self._unmeasured[measured] = self._tables_of(name for name in self.shards if name not in measured)
+        return self._unmeasured[measured]
+
+
+def _by_geometry(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
+    """The weights whose shards have the same layout, together, in the order of their first."""
+    found: dict[Hashable, list[FSDPWeight]] = {}
+    for weight in weights:
+        found.setdefault((weight.geometry, weight.one_direction), []).append(weight)
+    return list(found.values())
+
+
+def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """`scale` and `amax_history` of the weights with delayed scaling, side by side, so that they are few tensors to torch."""
+    delayed = [weight for weight in weights if weight.format.amax_policy is AmaxPolicy.DELAYED]
+    lengths = [weight.format.amax_history_len for weight in delayed]
+    scales, histories = torch.ones(len(delayed), device=device), torch.zeros(sum(lengths), device=device)
+    parts = zip(scales.split(1), histories.split(lengths), strict=True) if delayed else ()
+    return {
+        weight.name: {"scale": scale, "amax_history": history}
+        for weight, (scale, history) in zip(delayed, parts, strict=True)
+    }
+
+
+def _seeded_state(weights: Iterable[FSDPWeight]) -> dict[str, dict[str, Tensor]]:
+    """What the cast groups that the weights were in before remember of delayed scaling."""
+    before = {id(weight.scaling): weight.scaling for weight in weights if weight.scaling}
+    return {
+        name: state
+        for scaling in before.values()
+        for name, state in scaling.state_dict().items()
+        if name not in scaling.unseeded
+    }

@@ -1,0 +1,168 @@
+"""GatherLayout: what a rank sends of one weight, as a layout of bytes that is the same on all ranks.
+
+Codes come first, each direction that is sent as an output of its own, so that gathered codes lie in the order of the weight and
+need no copy. The last output is the side channel: a header, the scalars of the tensor, and the scales of the block rows that
+the rank owns, without the padding and replication of docs/formats/common.md, which are made after the gather.
+
+Scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in what FSDP2 gathers: products take the scalars
+where they lie, and cuBLASLt wants operands and their scales so.
+
+A shard group of one rank sends everything as one output: FSDP2 takes only the first one there (torch 2.11 and 2.13).
+
+With `one_direction` a weight whose directions are different codes sends either, never both: behind the codes of each lies what goes
+with them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import Block, Columnwise, ScaleRule
+from zerocast.formats.layout import amax_grid, round_up
+from zerocast.fsdp2.shard import RowShards, ShardGeometry
+
+ALIGNMENT = 16  # bytes: where a GEMM wants an operand and its scale to begin
+HEADER = ALIGNMENT  # bytes: two int32 and room
+
+
+@dataclass(frozen=True)
+class ScaleRegion:
+    """The scales of one direction in side channel number `side`: `count` block rows of `across` entries from byte `offset` on.
+
+    `name` is that of the weight's buffer; `repeat` says that the buffer repeats them for every row of a block.
+    """
+
+    name: str
+    height: int
+    across: int
+    dtype: torch.dtype
+    repeat: bool
+    offset: int
+    count: int
+    side: int
+
+    def of(self, side: Tensor) -> Tensor:
+        """`[..., count, across]` of side channels `[..., bytes]`."""
+        nbytes = self.count * self.across * self.dtype.itemsize
+        entries = side[..., self.offset : self.offset + nbytes].view(self.dtype)
+        return entries.view(*side.shape[:-1], self.count, self.across)
+
+
+class GatherLayout:
+    """The layout for shards of one geometry."""
+
+    def __init__(self, geometry: ShardGeometry, one_direction: bool = False) -> None:
+        self._geometry, self.one_direction = geometry, one_direction
+        fmt = geometry.format
+        self._row_bytes = geometry.columns // fmt.elements_per_byte
+        self._code_bytes = geometry.shards.chunk * self._row_bytes
+        self.directions = 2 if fmt.columnwise is Columnwise.OWN_GRID else 1
+        self.scales: list[ScaleRegion] = []
+        self._sides = [HEADER] * (self.directions if one_direction else 1)
+        self.amax_offset = self._reserve(0, 4) if fmt.has_tensor_amax else None
+        self.scale_offset = self._reserve(0, 4) if fmt.block is None else None
+        self._add_scales("rowwise_scale_inv", fmt.block, 0)
+        self._add_scales("columnwise_scale_inv", fmt.columnwise_block, len(self._sides) - 1)
+        self._side_bytes = max(self._sides)
+        self._code_slot = round_up(self._code_bytes, ALIGNMENT)
+        self.nbytes = self.directions * self._code_slot + len(self._sides) * self._side_bytes
+
+    def _reserve(self, side: int, nbytes: int) -> int:
+        """The offset of a region of a side channel."""
+        offset = self._sides[side]
+        self._sides[side] += round_up(nbytes, ALIGNMENT)
+        return offset
+
+    def _add_scales(self, name: str, block: Block | None, side: int) -> None:
+        if block is None:
+            return
+        rule, shards = self._geometry.format.scale_rule, self._geometry.shards
+        dtype = torch.float32 if rule is ScaleRule.FP32 else torch.uint8
+        across = amax_grid(block, shards.rows, self._geometry.columns)[1]
+        count = shards.most_owned(block[0])
+        offset = self._reserve(side, count * across * dtype.itemsize)
+        repeat = rule is ScaleRule.TWO_LEVEL
+        self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count, side))
+
+    def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """(codes by direction, side channels) of a rank's `buffer` of `nbytes` bytes, or of buffers `[..., nbytes]`."""
+        pieces = buffer.split(self.nbytes // len(self._sides), -1)
+        starts = range(0, self.directions // len(self._sides) * self._code_slot, self._code_slot or 1)
+        codes = [piece[..., start : start + self._code_bytes] for piece in pieces for start in starts]
+        return codes, [piece[..., -self._side_bytes :] for piece in pieces]
+
+    def headers(self, buffer: Tensor) -> list[Tensor]:
+        """int32 `[..., 2]`, the status of a rank and the number of its cast, of each side channel."""
+        return [side[..., :8].view(torch.int32) for side in self.parts(buffer)[1]]
+
+    def outputs(self, buffer: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
+        """What the hook hands to FSDP2; `columnwise` chooses where one direction is sent."""
+        codes, sides = self.parts(buffer)
+        if self.one_direction:
+            codes, sides = [codes[columnwise]], [sides[columnwise]]
+            buffer = buffer.chunk(2)[columnwise]
+        return (buffer,) if self._geometry.shards.world == 1 else (*codes, *sides)
+
+    def outgoing_scales(self, buffers: Tensor, made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(targets in the side channels, sources) of the scales of the block rows that this rank owns.
+
+        `buffers` `[weights, nbytes]` and the scale buffers `made` `[weights, ...]` belong to weights of this layout.
+        """
+        _, sides = self.parts(buffers)
+        pairs = []
+        for region in self.scales:
+            owned = self._geometry.shards.owned(self._geometry.rank, region.height)
+            first = owned.start - self._geometry.first_row // region.height
+            source = made[region.name]
+            if region.repeat:
+                source = source[:, :: region.height]
+            if owned.numel:
+                source = source[:, first : first + owned.numel, : region.across]
+                pairs.append((region.of(sides[region.side])[:, : owned.numel], source))
+        return pairs
+
+    def gathered(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """(codes by direction `[rows, row bytes]`, side channels `[world, bytes]`) of what FSDP2 gathered."""
+        flat = [output.view(-1) for output in outputs]
+        codes, side = flat[:-1], flat[-1]
+        shards = self._geometry.shards
+        if shards.world == 1:
+            sent = self.directions // len(self._sides)
+            codes = [side[index * self._code_slot :] for index in range(sent)]
+            side = side[-self._side_bytes :]
+        size = shards.rows * self._row_bytes
+        return [c[:size].view(shards.rows, self._row_bytes) for c in codes], side.view(-1, self._side_bytes)
+
+
+class ScaleFill:
+    """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a weight's `buffer`.
+
+    What lies where is found once: FSDP2 gives the same tensors memory at every gather.
+    """
+
+    def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
+        self.side, self._buffer, self._padding = region.side, buffer, padding
+        height = region.height if region.repeat else 1
+        blocks = -(-shards.rows // region.height)
+        self._pads = buffer.numel() > blocks * height * region.across
+        sent = region.of(side)
+        target = buffer[: blocks * height, : region.across].unflatten(0, (blocks, height))
+        self._owners: tuple[Tensor, ...] | None = None  # rank and place of each block row, where boundaries cut some
+        if shards.cut(region.height):
+            self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(region.height))
+            self._copies = [(target, sent)]
+            return
+        full, rest = divmod(blocks, region.count)
+        in_order = sent.unsqueeze(2)
+        self._copies = [(target[: full * region.count].unflatten(0, (full, region.count)), in_order[:full])]
+        if rest:
+            self._copies.append((target[full * region.count :], in_order[full, :rest]))
+
+    def __call__(self) -> None:
+        """Fill the buffer."""
+        if self._pads:
+            self._buffer.fill_(self._padding)
+        for target, sent in self._copies:
+            target.copy_(sent if self._owners is None else sent[self._owners].unsqueeze(1))

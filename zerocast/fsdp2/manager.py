@@ -1,0 +1,299 @@
+"""CastManager: the prepared weights of one model, and when they are cast again.
+
+An optimizer step makes a cast due on every rank; the next gather, which is a collective and so comes on every rank, casts all
+weights first, however many optimizers stepped. Any other write to a master is known only where it happens, and no collective
+may depend on that. So a rank that was written to gathers all the same and says so in the header of its bytes (`gather_status.py`).
+After the gather every rank knows what all said: if all were written to, all cast and gather once more; if only some were, all
+raise.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from zerocast.distributed.agreement import check_same_call, validate_across_ranks
+from zerocast.distributed.group import Caller, Group
+from zerocast.formats import FormatSpec
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.amax_reduction import CastGroup, ReductionGroup
+from zerocast.fsdp2.gather_status import UNREAD, ParamGroups, StatusExchange, prepared_params
+from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
+from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
+from zerocast.verification.master_views import MasterView, MasterViews
+from zerocast.verification.verify import verify
+from zerocast.weight.freshness import Freshness, debugging
+from zerocast.weight.write_guard import WriteGuard
+
+NOT_SHARDED = (
+    "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
+    "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
+)
+
+RELOAD = (
+    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
+    "load_state_dict) through zerocast.fsdp2.TrainingState, or end the run if ranks have died"
+)
+_guards: "weakref.WeakKeyDictionary[Any, WriteGuard]" = weakref.WeakKeyDictionary()
+
+
+def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
+    """The guard of a model or an optimizer, whose state a step of FusedAdamW or a load writes together with the masters."""
+    if owner not in _guards:
+        _guards[owner] = WriteGuard(RELOAD)
+    return _guards[owner]
+
+
+class CastManager:
+    """The casts of `model`, whose prepared `weights` are cast together."""
+
+    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
+        self._model, self._weight_mesh = weakref.ref(model), weight_mesh
+        self.weights: list[FSDPWeight] = []
+        self.memory = MasterMemory({})
+        self.guard = WriteGuard(RELOAD)
+        self.record = CastRecord(self.guard)
+        self.param_groups = ParamGroups(self.record.status)
+        self.cast_groups: list[CastGroup] = []
+        self._reductions: list[tuple[ReductionGroup, list[FSDPWeight]]] = []
+        self._caller = Caller("zerocast.fsdp2", "cast")
+        self._is_due, self._stepped = True, True  # whether a cast is due, and whether a step made it so
+        self._steps = 0  # casts after an optimizer step
+        self._verified = 0  # the step after which weights were verified
+        self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose steps leave amaxes in the cast groups
+
+    def __deepcopy__(self, memo: Any) -> "CastManager":
+        """Itself, as FSDPWeight."""
+        return self
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that was prepared."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
+        return model
+
+    def weight(self, name: str, fmt: FormatSpec, sliced: bool, one_direction: bool) -> FSDPWeight:
+        """A new weight of this model; `prepare` chooses which to keep in `weights`."""
+        freshness = Freshness(owner=weakref.ref(self), has_masters=True, advice=ADVICE)
+        return FSDPWeight(name, fmt, self.record, freshness, sliced, one_direction)
+
+    def make_due(self, by: Optimizer | None = None) -> None:
+        """Cast before the next gather, and let there be one. `by` is who stepped."""
+        self._is_due = self._stepped = True
+        if by not in self.measuring:
+            self._forget_amaxes()
+        if by is None:
+            self.param_groups.discard()
+        else:
+            self.param_groups.after_step()
+
+    def before_gather(self) -> None:
+        """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that ranks disagree."""
+        due = self._is_due and not self.param_groups.step_goes_on
+        for reduction, _ in self._reductions:
+            what = f"{'casts and gathers' if due else 'gathers'} after cast {self.record.generation}"
+            check_same_call(reduction.group, what)
+        self.record.status.check(leave=0 if due else UNREAD)
+        if due:
+            self.param_groups.before_cast()
+            self.refresh(repeat=not self._stepped)
+        elif not self.cast_groups:
+            self.bind()
+
+    def cast_again(self) -> None:
+        """Cast because all ranks were written to; by a step, perhaps, whose cast this then is."""
+        self.refresh(repeat=not self._stepped)
+
+    def refresh(self, repeat: bool) -> None:
+        """Cast all weights from their masters as they are now, on every rank; with `repeat` not as another step.
+
+        A repeated cast uses the delayed scales of the last one and leaves amax histories as they are.
+        """
+        self.bind()
+        record = self.record
+        self._caller.number = record.generation + 1
+        self.forget_old_amaxes()
+        with contextlib.ExitStack() as stack:
+            for group in self.cast_groups:
+                stack.enter_context(group.delayed.rollback())
+            for group in self.cast_groups:
+                group.cast(repeat)
+                group.stamp(record.generation + 1)
+        record.addresses.note()
+        record.generation += 1
+        self._steps += not repeat
+        self._is_due = self._stepped = False
+        self.param_groups.after_cast()
+        written, record.written = record.written, []
+        for weight in written:
+            weight.mark_cast()
+        for weight in self.weights if debugging() else ():
+            weight.freshness.count_cast()
+
+    # delayed scaling
+
+    def delayed(self) -> dict[str, dict[str, Tensor]]:
+        """The state of delayed scaling by weight, as a step leaves it; casts first if that is due."""
+        self.before_gather()
+        self.guard.check_complete()
+        return {name: state for group in self.cast_groups for name, state in group.delayed.state_dict().items()}
+
+    def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from a saved state: the next cast repeats its last one. What it lacks is found anew, with a warning.
+
+        Casts nothing: `state` may be what is in use, filled by a reader.
+        """
+        self.bind()
+        for group in self.cast_groups:
+            for name in group.delayed.load_state_dict(state):
+                warnings.warn(f"no state of delayed scaling for {name}: it starts anew from its amax", stacklevel=3)
+        self._is_due, self._stepped = True, False
+        self.param_groups.free()
+
+    # amaxes that optimizer steps leave
+
+    def forget_old_amaxes(self) -> None:
+        """Forget amaxes of masters that something wrote to since: a step is about to leave others, or a cast to use them."""
+        measured = any(group.amaxes.measured for group in self.cast_groups)
+        if measured and (self.record.amaxes_are_old or self.record.addresses.any_written()):
+            self._forget_amaxes()
+        self.record.amaxes_are_old = False
+
+    def after_step(self) -> None:
+        """A step has left amaxes: writes that are counted from now on make them old."""
+        self.record.addresses.note()
+
+    def _forget_amaxes(self) -> None:
+        for group in self.cast_groups:
+            group.amaxes.measured = frozenset()
+
+    # where masters lie
+
+    def bind(self) -> None:
+        """Find the masters where they lie now. The first time all ranks agree on the weights; later nothing is sent."""
+        record = self.record
+        if not self._reductions:
+            self._reductions = list(self._agree(self._adopt()))
+        if not self.cast_groups or self._moved():
+            self.cast_groups = []  # whatever raises from here on is begun anew
+            for weight in self.weights:
+                weight.mark_written()  # buffers to send are new ones: a cast fills them, or the next gather says so
+            for index, weight in enumerate(self.weights):
+                weight.locate(index)
+            record.addresses = MasterAddresses([weight.param for weight in self.weights])
+            self.cast_groups = [CastGroup(weights, reduction) for reduction, weights in self._reductions]
+        record.rewrapped = False
+
+    def _moved(self) -> bool:
+        """Whether masters lie elsewhere than when they were bound. It takes a new wrapper; debug mode looks all the same."""
+        return (self.record.rewrapped or debugging()) and self.record.addresses.moved()
+
+    def check_sharded(self) -> None:
+        """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass on; on the meta device later."""
+        if not self._reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
+            self._adopt()
+
+    def _adopt(self) -> list[FSDPWeight]:
+        """The weights once FSDP2 has sharded the model, in the order of its groups; RuntimeError if it does not manage all."""
+        by_group = self.param_groups.find(self.model, set(self.weights))
+        found = [weight for _, members in by_group for weight, _ in members]
+        missing = sorted({weight.name for weight in self.weights} - {weight.name for weight in found})
+        if missing:
+            raise RuntimeError(
+                f"{missing[0]} is prepared, and no FSDP module inside the prepared model manages it: {NOT_SHARDED}"
+            )
+        for group, members in by_group:
+            for weight, param in members:
+                weight.adopt(group, param)
+        return found
+
+    def _agree(self, weights: Sequence[FSDPWeight]) -> Iterator[tuple[ReductionGroup, list[FSDPWeight]]]:
+        """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication but that of casts."""
+        by_group: dict[str, list[FSDPWeight]] = {}
+        for weight in weights:
+            by_group.setdefault(self._mesh_of(weight).get_group().group_name, []).append(weight)
+        for members in by_group.values():
+            mesh = self._mesh_of(members[0])
+            group = Group.of(mesh).called_by(self._caller)
+            problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
+            peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
+            lines = [one.fingerprint for one in members]
+            slices = sorted(set(validate_across_ranks(group, lines, next(iter(problems), None), peers)))
+            yield ReductionGroup(group, mesh.device_type, slices.index(peers), len(slices)), members
+
+    def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
+        return self._weight_mesh if self._weight_mesh is not None else weight.shard_mesh
+
+    # weights that a forward pass left gathered
+
+    def note_left_gathered(self) -> None:
+        """After a forward pass of the prepared model: remember what it left gathered."""
+        self.param_groups.note_left_gathered()
+
+    def exchange_status(self) -> None:
+        """Before a forward pass of the prepared model: gather anew what was left gathered, if masters were written to since.
+
+        All ranks left the same gathered, or nothing. RuntimeError on all of them where only some were written to; on a GPU one
+        of the next times.
+        """
+        self.check_sharded()
+        left = self.param_groups.left_gathered()
+        if not left:
+            return
+        self.record.status.check(leave=UNREAD)
+        if self._moved():
+            for weight in self.weights:
+                weight.mark_written()
+        is_written = False
+        for reduction, weights in self._reductions:
+            names, statuses = [weight.name for weight in weights], [weight.status for weight in weights]
+            exchange = StatusExchange(names, statuses, self.record.generation, reduction.group, reduction.device)
+            exchange.check(self.record.status)
+            is_written = exchange.any_written() or is_written
+            for weight in weights:
+                weight.freshness.finish = None
+        if is_written:
+            for group in left:
+                group.gather_again()
+
+    # verification
+
+    def master_views(self) -> Iterator[MasterViews]:
+        """The masters of each group with the weights that a forward pass computes with; what is not gathered is, and freed again.
+
+        A gather casts first if that is due, as that of the next forward pass would. Every rank asks for them.
+        """
+        self.check_sharded()
+        for group in torch_fsdp.groups(self.model):
+            weights = [weight for weight, _ in prepared_params(group, set(self.weights))]
+            if weights:
+                with torch_fsdp.gathered(group):
+                    shard_group = Group.of(weights[0].shard_mesh)
+                    yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
+
+    def _owned(self, weight: FSDPWeight) -> MasterView:
+        span = weight.geometry.span_in_weight
+        flat = weight.local.plain.view(-1) if span.numel else None
+        scale = weight.scaling.cast_scale(weight.name) if weight.scaling else None
+        slices = None
+        if weight.sliced:
+            slices = next(reduction.group for reduction, weights in self._reductions if weight in weights)
+        return MasterView(weight.name, weight.live, flat, span, scale, slices)
+
+    def verify_every(self, steps: int) -> None:
+        """Cast if that is due, and verify after every so many optimizer steps.
+
+        VerificationError on every rank of a shard group if any of its bytes differ.
+        """
+        self.before_gather()
+        if self._steps >= self._verified + steps:
+            self._verified = self._steps
+            verify(self).raise_for_differences()

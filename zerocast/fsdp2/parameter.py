@@ -1,0 +1,265 @@
+"""MasterParameter: a thin wrapper around an FP32 shard, which makes it FSDP2's parameter and tells when it is written to.
+
+Everything that computes gets the plain FP32 tensor inside. The wrapper is kept where torch replaces a parameter by an empty twin
+of it, so that FSDP2 still finds the two all-gather hooks, and around every view: a write through a view of a view is a write to
+the master. What has memory of its own is plain. It pickles as the plain tensor: checkpoints hold no class of ours.
+"""
+
+import functools
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.manager import NOT_SHARDED, CastManager
+from zerocast.fsdp2.weight import FSDPWeight
+
+
+class MasterParameter(Tensor):
+    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of, `manager` who casts that."""
+
+    plain: Tensor
+    weight: FSDPWeight
+    manager: CastManager
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, plain: Tensor, weight: FSDPWeight, manager: CastManager, requires_grad: bool = False
+    ) -> "MasterParameter":
+        """Stand for `plain`; nothing is copied.
+
+        The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`): torch's staging of asynchronous
+        saves takes a tensor with an address for a plain one, and sets its copy to memory that a wrapper does not have.
+        """
+        master: MasterParameter = Tensor._make_wrapper_subclass(
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            dtype=plain.dtype,
+            layout=plain.layout,
+            device=plain.device,
+            requires_grad=requires_grad,
+        )
+        master.plain, master.weight, master.manager = plain, weight, manager
+        weight.record.rewrapped = True  # FSDP2 may replace the parameter by this one
+        return master
+
+    def like(self, plain: Tensor) -> "MasterParameter":
+        """A wrapper of another tensor, or of a view, for the same weight."""
+        return MasterParameter(plain, self.weight, self.manager)
+
+    # One argument: with five FSDP2 asserts on short ranks alone that packed bytes have the size of the unpacked shard.
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        """FSDP2's hook: quantized bytes, scales and a header."""
+        self.manager.before_gather()
+        return self.weight.send(self.plain, mesh), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """FSDP2's hook: the QuantizedWeight of all ranks' bytes, refilled in place after the first time."""
+        if self.weight.receive(outputs, dtype, is_first=out is None):
+            self.manager.cast_again()
+        return self.weight.unshard(outputs)
+
+    @property
+    def master_owner(self) -> Any:
+        """Who shows this master to `zerocast.verify`."""
+        return self.manager
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the plain tensor, by which FSDP2 sees that its flat view is still the parameter's memory."""
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
+        return self.plain.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """The plain tensor's."""
+        return f"MasterParameter({self.plain!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refused: the copy would share the quantized bytes of the original, or silently have none."""
+        raise RuntimeError(
+            "a parameter prepared for FSDP2 is not copied: copy the model before zerocast.fsdp2.prepare and prepare the "
+            "copy as well, or keep its state_dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the plain tensor, without the masters that lie beside it."""
+        return self.plain.clone().__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """For torch.compile."""
+        return ["plain"], (self.weight, self.manager)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], behind: Any, size: Any, stride: Any) -> "MasterParameter":
+        """The inverse of `__tensor_flatten__`."""
+        return MasterParameter(inner["plain"], *behind)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Part of the key of a compiled graph (`torch_fsdp.key_graphs_by_local_tensors`)."""
+        return f"MasterParameter of {self.dtype} {tuple(self.shape)} {self.stride()}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run on the plain tensors; note what is written, wrap what shares memory with a master and what `_KEEP` names."""
+        kwargs = kwargs or {}
+        if func is _aten.split.Tensor:
+            _check_split(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            _check_metadata(func, args[0])
+        _check_product(func, args, kwargs)
+        if func in _ALLOCATE and (shard := _allocated(*args, **kwargs)) is not None:
+            return shard
+        wrappers: dict[int, MasterParameter] = {}
+
+        def unwrap(master: MasterParameter) -> Tensor:
+            wrappers.setdefault(id(master.plain), master)
+            return master.plain
+
+        result = func(*tree_map_only(MasterParameter, unwrap, args), **tree_map_only(MasterParameter, unwrap, kwargs))
+        if func._schema.is_mutable or func.namespace == "c10d":
+            for master in _written(func, args, kwargs):
+                master.weight.note_write(master.plain)
+            return tree_map_only(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
+        first = args[0] if args else None
+        if not isinstance(first, MasterParameter):
+            return result  # no operator gives a view of another argument than its first
+        if func is _aten.view.default and list(args[1]) == [-1] and torch_fsdp.is_reading_shard():
+            return result  # FSDP2's flat view is plain: it is memory, not a parameter
+        return tree_map_only(Tensor, functools.partial(_wrapped, func, first), result)
+
+
+# FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out costs more than the hook.
+setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(MasterParameter.fsdp_pre_all_gather))  # noqa: B010
+
+
+def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
+    """The memory of a shard: FSDP2 asks for rows like those of a parameter, a module that leaves the meta device for all of it."""
+    size = like.shape if size is None and like.is_meta else size
+    if size is None or list(size[1:]) != list(like.shape[1:]):
+        return None
+    device = torch.device(options.get("device") or like.device)
+    plain = like.manager.memory.take(like.weight.name, size, device)
+    return None if plain is None else like.like(plain)
+
+
+def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
+    """Refuse the cut by which fully_shard would shard columns."""
+    if dim % master.dim() and not master.weight.is_cast:
+        raise ValueError(
+            "FSDP2 shards quantized weights by rows only: let shard_placement_fn give Shard(0) or None for prepared weights, "
+            f"not Shard({dim})"
+        )
+
+
+def _check_metadata(func: Any, master: Any) -> None:
+    """Refuse what gives a tensor another shape or other memory in place: the wrapper and what it stands for would part."""
+    if isinstance(master, MasterParameter) and func is not _aten.detach_.default:
+        raise RuntimeError(
+            f"{master.weight.name}: {func} changes shape or memory of a prepared master in place: write values into it, or use the "
+            "operator that returns another tensor"
+        )
+
+
+def _check_product(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a product with a master that was never cast: FSDP2 does not manage the weight, or the model would not see it.
+
+    A prepared weight reaches a product as a QuantizedWeight, once FSDP2 has gathered it. Shapes may be probed on the meta device.
+    """
+    if func.namespace == "aten" and func._schema.name[6:] in PRODUCTS:
+        tree_map_only(MasterParameter, functools.partial(_check_cast, func), (args, kwargs))
+
+
+def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
+    if not master.weight.is_cast and not master.is_meta:
+        raise RuntimeError(
+            f"{master.weight.name} is prepared, and {func} would compute with its FP32 master, since FSDP2 did not gather it: "
+            f"{NOT_SHARDED}"
+        )
+    return master
+
+
+def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
+    """What an operator on `source` returned, as a wrapper where writes to it are writes to the master."""
+    if tensor is source.plain:
+        return source
+    if func is _aten.detach.default and _counts_writes(source):
+        with _counted_views():  # DTensor detaches beneath autograd, which would count writes to the result apart
+            alias: Tensor = _aten.alias.default(source)
+            return alias
+    if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
+        return source.like(source.plain)
+    if func in _KEEP or _is_alias_of(tensor, source.plain):
+        return source.like(tensor)
+    return tensor
+
+
+def _counts_writes(master: MasterParameter) -> bool:
+    """Whether autograd does."""
+    inferring = torch.is_inference_mode_enabled() or master.is_inference()
+    return not inferring and torch._guards.TracingContext.try_get() is None
+
+
+def _counted_views() -> AbstractContextManager[None]:
+    """Within, autograd lets a view and its base have one version counter, which writes of compiled functions move too."""
+    guard: AbstractContextManager[None] = _ExcludeGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    return guard
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
+    """The wrappers among the arguments that an operator writes to."""
+    found: list[MasterParameter] = []
+    for index, name in _written_arguments(func):
+        tree_map_only(MasterParameter, found.append, args[index] if index < len(args) else kwargs.get(name))
+    return found
+
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Place and name of the arguments that an operator writes to; collectives on tensors do not declare theirs."""
+    arguments = enumerate(func._schema.arguments)
+    if func.namespace == "c10d":
+        return [(index, argument.name) for index, argument in arguments]
+    return [(i, argument.name) for i, argument in arguments if argument.alias_info and argument.alias_info.is_write]
+
+
+_is_alias_of = getattr(torch._C, "_is_alias_of")  # noqa: B009
+_ExcludeGuard = getattr(torch._C, "_SetExcludeDispatchKeyGuard")  # noqa: B009
+
+_aten = torch.ops.aten
+_ALLOCATE = {_aten.new_zeros.default, _aten.empty_like.default}
+_KEEP = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.split.Tensor,
+    _aten.slice.Tensor,
+    _aten.view.default,
+    _aten.as_strided.default,
+    _aten.new_zeros.default,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+}
+
+# what layers of torch compute with weights: tests/fsdp2/test_unsharded.py has each layer
+_NAMES = """
+    mm addmm _addmm_activation bmm baddbmm addbmm mv addmv matmul linear einsum tensordot bilinear _trilinear mkldnn_linear
+    linalg_multi_dot chain_matmul _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2
+    convolution convolution_overrideable _convolution _convolution_mode _slow_conv2d_forward mkldnn_convolution
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    cudnn_convolution cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu
+    miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell mkldnn_rnn_layer _cudnn_rnn miopen_rnn
+    _native_multi_head_attention _transformer_encoder_layer_fwd _triton_multi_head_attention
+"""
+PRODUCTS = frozenset(_NAMES.split())

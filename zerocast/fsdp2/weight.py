@@ -1,0 +1,360 @@
+"""FSDPWeight: one prepared weight, from the FP32 rows of this rank to the QuantizedWeight that a module computes with."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.partition import MasterShard
+from zerocast.distributed.group import Group
+from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, layout
+from zerocast.formats.layout import check_shape, matrix_shape
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.gather_layout import GatherLayout, ScaleFill
+from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus, ParamGroup
+from zerocast.fsdp2.shard import RowShards, ShardGeometry
+from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.weight.freshness import Freshness
+from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
+from zerocast.weight.write_guard import WriteGuard
+
+ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
+
+
+class FSDPWeight:
+    """A weight of a prepared model by its parameter `name`; every MasterParameter made of it points here.
+
+        sharded      FSDP2 has cut the parameter: `locate` finds this rank's rows, a cast writes them as bytes
+           │ send         fsdp_pre_all_gather: codes, scales and a header
+           ▼
+        gathering    FSDP2's all-gather, prefetched or not
+           │ receive      fsdp_post_all_gather: the headers of all ranks, and the bytes once more where all were written to
+           ▼
+        unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks
+           │              FSDP2 reshards, and frees the storage of what it gathered and of `inner`
+           ▼
+        freed        sharded again; `unsharded` stays, and the next gather fills the same storage: what autograd or a
+                     compiled graph saved still points at it
+
+    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards. With `one_direction` a weight with
+    codes of its own in each direction sends only those that the pass reads.
+    """
+
+    master: Tensor  # f32, this rank's rows, plain
+    geometry: ShardGeometry
+    layout: GatherLayout
+    group: ParamGroup
+    param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
+
+    def __init__(
+        self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness, sliced: bool, one_direction: bool
+    ) -> None:
+        self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
+        self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
+        self.scaling: DelayedScaling | None = None  # of the cast group that the weight is in, for delayed scaling
+        self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
+        self._is_written = False
+        self._addresses = range(0)  # of the master
+        self._outputs: list[tuple[Tensor, ...]] = []  # to send, by direction
+        self._headers: list[Tensor] = []  # int32 `[2]` in each side channel
+        self._header = -1, DirtyStatus.CLEAN  # of which cast, and what it says
+        self._sent = -1  # the cast whose bytes were sent last
+        self._sent_columnwise = False
+        self._sent_status = DirtyStatus.CLEAN
+        self.unsharded: QuantizedWeight | None = None
+        self.inner: list[Tensor] = []
+
+    def __deepcopy__(self, memo: Any) -> "FSDPWeight":
+        """Itself: `async_save` copies shards with what they point to, and the copy is a state of the same weight."""
+        return self
+
+    # sharded
+
+    def adopt(self, group: ParamGroup, param: Any) -> None:
+        """FSDP2 has sharded the model: `param`, an FSDPParam, holds this weight."""
+        self.group, self.param = group, weakref.ref(param)
+
+    @property
+    def local(self) -> Any:
+        """The MasterParameter that is the local tensor of FSDP2's parameter; RuntimeError where the wrapper was lost."""
+        local = self.param()._sharded_local_tensor
+        if getattr(local, "weight", None) is self:
+            return local
+        raise RuntimeError(
+            f"{self.name}: something replaced the prepared parameter by a plain tensor, which would be gathered in high precision: "
+            "load through load_state_dict, or write into the parameter"
+        )
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks that FSDP2 shards this weight over; replicas hold equal masters."""
+        mesh: DeviceMesh = self.param().shard_mesh
+        return mesh
+
+    @property
+    def nominal(self) -> torch.dtype:
+        """The dtype that the weight computes in."""
+        dtype: torch.dtype | None = self.param().mp_policy.param_dtype
+        return dtype or self.param().sharded_param.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight, or of the slice that tensor parallelism gives this rank."""
+        return tuple(self.param()._orig_size)
+
+    @property
+    def fingerprint(self) -> str:
+        """What all ranks must have alike."""
+        return f"{self.name} {self.format} {self.shape} {self.nominal}"
+
+    def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
+        """Why this weight cannot be cast, if so."""
+        try:
+            self._check(weight_mesh)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return type(error)(f"{self.name}: {error}")
+        return None
+
+    def _check(self, weight_mesh: DeviceMesh | None) -> None:
+        if self.local.dtype != torch.float32:
+            raise TypeError(f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy")
+        if self.nominal not in NOMINAL_DTYPES:
+            raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}")
+        if self.local.is_meta:
+            raise ValueError("the weight is on the meta device: give it storage with to_empty first")
+        problem = self.group.problem(self.one_direction)
+        if problem:
+            raise ValueError(problem)
+        check_shape(self.format, self.shape)
+        if self.sliced:
+            self._check_slice(weight_mesh)
+
+    def _check_slice(self, weight_mesh: DeviceMesh | None) -> None:
+        held, whole_weight = matrix_shape(self.shape), matrix_shape(self.param().sharded_param.shape)
+        ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
+        for block in (self.format.block, self.format.columnwise_block):
+            if block and any(end % side for end, side in zip(ends, block, strict=True)):
+                raise ValueError(
+                    f"a block of {self.format} would span two tensor-parallel slices: a slice is "
+                    f"{list(held)} and a block {list(block)}"
+                )
+        has_one_amax = self.format.has_tensor_amax or self.format.amax_policy is AmaxPolicy.DELAYED
+        if has_one_amax and weight_mesh is None:
+            raise ValueError(
+                f"a tensor-parallel {self.format} weight has one amax over all its slices: give "
+                "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
+            )
+
+    def locate(self, index: int) -> None:
+        """Find the rows of this rank where they lie now; `index` is the place among the addresses of all masters."""
+        self._index = index
+        rows, columns = matrix_shape(self.shape)
+        world, rank = self.shard_mesh.size(), self.shard_mesh.get_local_rank()
+        shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
+        self.master = self.local.plain
+        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
+        self.layout = GatherLayout(self.geometry, self.one_direction)
+        self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
+        self.freshness.watch([self.master], sharded=False)
+        first = self.master.data_ptr()
+        self._addresses = range(first, first + self.master.nbytes)
+
+    def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
+        """Make the small weight over `buffer`, `layout.nbytes` zero bytes, and buffers `scales`; what the stages are given."""
+        codes, (side, *_) = self.layout.parts(buffer)
+        self._headers = self.layout.headers(buffer)
+        self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
+        buffers = {**scales, **self._scalars(side)}
+        buffers["rowwise_data"] = codes[0]
+        own = self.format.columnwise is Columnwise.OWN_GRID
+        if own:
+            buffers["columnwise_data"] = codes[1]
+        geometry = self.geometry
+        shape = geometry.cast_rows, geometry.columns
+        weight = QuantizedWeight.of_buffers(shape, self.format, geometry.nominal, buffers)
+        data = (codes[0], codes[1]) if own else codes[0]
+        return MasterShard(weight, self.master.view(-1) if geometry.span.numel else None, geometry.span, data)
+
+    def _scalars(self, side: Tensor) -> dict[str, Tensor]:
+        """The scalars of the tensor by the names of their buffers, in a side channel."""
+        offsets = {"amax": self.layout.amax_offset, "rowwise_scale_inv": self.layout.scale_offset}
+        return {name: side[at : at + 4].view(torch.float32) for name, at in offsets.items() if at is not None}
+
+    def note_write(self, data: Tensor) -> None:
+        """An operator wrote to `data`, this master or something that FSDP2 or an optimizer made like it."""
+        if torch._guards.TracingContext.try_get() is not None:
+            return  # compiled: what runs later is not seen here, the optimizer's hook is
+        if data.data_ptr() not in self._addresses:
+            return  # also of a view of no elements
+        self.record.amaxes_are_old = True
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Say so at the next gather, unless a cast comes before."""
+        if not self._is_written:
+            self._is_written = True
+            self.record.written.append(self)
+            self.freshness.finish = self._refuse
+
+    def mark_cast(self) -> None:
+        """A cast has read the master as it is now."""
+        self._is_written = False
+
+    def _refuse(self, weight: Any) -> None:
+        raise RuntimeError(
+            f"{self.name}: its master was changed after the forward pass that left it gathered: call the prepared model, not a "
+            "module in it, or zerocast.fsdp2.refresh(model) on all ranks before"
+        )
+
+    @property
+    def status_after_cast(self) -> DirtyStatus:
+        """What the header says after a cast."""
+        return DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
+
+    @property
+    def status(self) -> DirtyStatus:
+        """What this rank says of its shard."""
+        if self.record.guard.is_partial:
+            return DirtyStatus.PARTIAL
+        if self.record.addresses.is_written(self._index):
+            self.mark_written()
+        clean = self.status_after_cast
+        return DirtyStatus.WRITTEN if self._is_written and clean == DirtyStatus.CLEAN else clean
+
+    # gathering
+
+    def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        """The bytes of this rank for a gather over `mesh`, on the device of `master`. Masters that are due were cast before."""
+        offloaded = master.device != self.master.device  # then it is FSDP2's copy
+        if not offloaded and master.data_ptr() != self._addresses.start:
+            self.record.rewrapped = True  # the cast looks for it
+            self.mark_written()
+        self._sent_columnwise = self.group.is_backward
+        outputs = self._outputs_on(master.device)
+        self._mesh, self._sent = mesh, self.record.generation
+        return outputs
+
+    def _outputs_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        self._write_header()
+        outputs = self.outputs(self._sent_columnwise)
+        if device == self.master.device:
+            return outputs
+        return tuple(part.to(device, non_blocking=True) for part in outputs)
+
+    def outputs(self, columnwise: bool) -> tuple[Tensor, ...]:
+        """What is handed to FSDP2, on the device of the master; `columnwise` chooses where one direction is sent."""
+        return self._outputs[columnwise]
+
+    def _write_header(self) -> None:
+        """Write into the header what differs from what it says since the last cast."""
+        cast, before = self._header
+        if cast != self.record.generation:
+            before = self.status_after_cast
+        self._sent_status = self.status
+        if self._sent_status != before:
+            for header in self._headers:
+                header[0].fill_(self._sent_status)
+        self._header = self.record.generation, self._sent_status
+
+    def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, is_first: bool) -> bool:
+        """Look at what FSDP2 gathered. Whether all ranks must cast again, since all were written to.
+
+        RuntimeError on all ranks where only some were. Reading the headers makes the host wait for a GPU: only a rank that was
+        written to does, since all may have been. If not all were, it learns of it with the others, later.
+        """
+        if dtype != self.geometry.nominal:
+            raise RuntimeError(f"{self.name} was cast for {self.geometry.nominal} and is gathered as {dtype}")
+        if is_first or self.unsharded is None:
+            self._unshard(outputs)
+        headers = self._gathered_headers
+        if headers.is_cuda:
+            self.group.note(self.name, headers)
+            changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
+            everywhere = self._sent_status in changed and all(status in changed for status, _ in headers.tolist())
+        else:
+            everywhere = self.record.status.all_written(self.name, headers)
+        return everywhere and self._sent == self.record.generation
+
+    def _unshard(self, outputs: Sequence[Tensor]) -> None:
+        """Make the weight over the `outputs` of FSDP2's first gather.
+
+        Codes and scalars stay where FSDP2 gathered them. Scales are put into `inner`, in the layout that products read.
+        """
+        geometry = self.geometry
+        codes, side = self.layout.gathered(outputs)
+        self._gathered_headers = side[:, :8].view(torch.int32)
+        if self.one_direction:
+            codes = codes * 2  # one storage, and what was gathered last is in it
+        buffers = dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
+        buffers |= self._scalars(side[0])  # rank 0 always has rows
+        specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
+        self.inner, self._fills = [], []
+        for region in self.layout.scales:
+            spec = specs[region.name]
+            assert spec is not None
+            buffers[region.name] = torch.empty(spec.shape, dtype=spec.dtype, device=side.device)
+            self.inner.append(buffers[region.name])
+            self._fills.append(ScaleFill(region, geometry.shards, side, buffers[region.name], spec.padding))
+        self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
+        self.unsharded.state.columnwise_on_demand = True
+        self.unsharded.state.freshness = self.freshness
+
+    # unsharded
+
+    @property
+    def live(self) -> QuantizedWeight:
+        """The gathered weight that a module computes with; there while its group is gathered."""
+        live = self.param()._unsharded_param
+        weight = getattr(live, "_local_tensor", live)  # that of a DTensor
+        assert isinstance(weight, QuantizedWeight), self.name
+        return weight
+
+    @torch.no_grad()
+    def unshard(self, outputs: Sequence[Tensor]) -> tuple[QuantizedWeight, list[Tensor]]:
+        """(the weight, buffers that FSDP2 allocates and frees with it) of what was gathered, once more after another cast."""
+        assert self.unsharded is not None
+        if self._sent != self.record.generation:
+            self._gather_again(outputs)
+        self.freshness.finish = None
+        self.group.received += 1
+        self.freshness.cast += 1  # what was derived from earlier bytes is old
+        if self.one_direction:
+            self.unsharded.state.gathered_direction = "columnwise" if self._sent_columnwise else "rowwise"
+        with torch_fsdp.unversioned(self.inner):
+            for fill in self._fills:
+                if not self.one_direction or fill.side == self._sent_columnwise:
+                    fill()
+        return self.unsharded, self.inner
+
+    def _gather_again(self, outputs: Sequence[Tensor]) -> None:
+        """Gather in place of what FSDP2 gathered."""
+        group = Group.of(self._mesh)
+        for output, part in zip(outputs, self._outputs_on(outputs[0].device), strict=True):
+            with torch_fsdp.unversioned([output]):
+                group.all_gather_into(output.view(-1), part, what=f"the bytes of {self.name}, which was written to")
+        self._sent = self.record.generation
+
+
+@dataclass(eq=False)
+class CastRecord:
+    """What the weights of one model share: its casts so far, and what happened to masters since the last one.
+
+    `generation` counts casts; it is the same on all ranks, or gathers raise. `guard` knows of steps and loads that raised
+    half-way.
+    """
+
+    guard: WriteGuard
+    generation: int = 0
+    rewrapped: bool = False  # whether masters may lie elsewhere than they were located
+    amaxes_are_old: bool = False  # whether a master was written to since a step left amaxes
+    written: list[FSDPWeight] = field(default_factory=list)  # all that say so
+    addresses: MasterAddresses = field(default_factory=lambda: MasterAddresses([]))
+    status: GatherStatus = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.status = GatherStatus(self.guard)

@@ -1,0 +1,178 @@
+"""HostAdapter: a training host as a table of facts, and what zerocast does with every host that states them.
+
+A host owns the optimizer and the gathers. It says where its masters and weights lie, what gathers
+their bytes, and which of its methods are replaced. The rest follows from that, here once for all
+hosts: one plan, the cast after a step and the one from masters that were written by hand, the
+masters as `zerocast.verify` compares them, and the way back to the host as it was.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerocast import CastPlan, QuantizedWeight, get_format
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
+from zerocast.verification.master_views import MasterView, MasterViews
+from zerocast.weight.freshness import CAST
+from zerocast.weight.write_guard import WriteGuard
+
+_IDENTITY = get_format("identity")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class PlainShard:
+    """What this rank owns of a parameter that is not quantized.
+
+    Attributes:
+        name, parameter: the whole parameter.
+        master: the flat FP32 master of the owned elements; None where this rank owns none.
+        start: the row-major position of the master's first element.
+        rounded: the same elements in the host's buffer, in the parameter's dtype; None likewise.
+    """
+
+    name: str
+    parameter: Tensor
+    master: Tensor | None = None
+    start: int = 0
+    rounded: Tensor | None = None
+
+    def view(self) -> MasterView:
+        """The parameter as `zerocast.verify` compares it: an identity weight over its bytes."""
+        shape = tuple(self.parameter.shape) or (1,)
+        live = {"rowwise_data": self.parameter.detach().view(-1, shape[-1])}
+        weight = QuantizedWeight.of_buffers(shape, _IDENTITY, self.parameter.dtype, live)
+        numel = 0 if self.master is None else self.master.numel()
+        return MasterView(self.name, weight, self.master, Span(self.start, self.start + numel))
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """What one group of ranks that share masters keeps in a host.
+
+    Attributes:
+        owner: who casts the weights, for errors: "an attachment to Megatron-Core".
+        group: the ranks that share the masters.
+        names, weights: the quantized weights, the same list on every rank.
+        masters: for each weight, the flat FP32 master of the elements that this rank owns; None
+            where it owns none.
+        starts: for each weight, the row-major position of the master's first element; None where
+            this rank owns none.
+        gather: all-gathers the bytes of the last cast and makes the columnwise copies
+            (`plan.post_all_gather` makes all of them). Collective.
+        before_cast: what precedes every cast, such as a look at where the host has moved its
+            buffers.
+        before_reading: what precedes a look at all bytes: gathers those of the last cast, if the
+            host gathers later. Collective.
+        plain: the parameters that are not quantized, if a cast is to round them to their dtype.
+        guard: what the host writes together is guarded together; give all adapters of one host the
+            same.
+        advice: the call that makes stale weights fresh, for errors.
+    """
+
+    owner: str
+    group: Group
+    names: Sequence[str]
+    weights: Sequence[QuantizedWeight]
+    masters: Sequence[Tensor | None]
+    starts: Sequence[int | None]
+    gather: Callable[[CastPlan], None]
+    before_cast: Callable[[], None] = _nothing
+    before_reading: Callable[[], None] = _nothing
+    plain: Sequence[PlainShard] = ()
+    guard: WriteGuard = field(default_factory=WriteGuard)
+    advice: str = CAST
+
+
+class HostPlan:
+    """The casts of one HostAdapter. Building it is collective: what is wrong on any rank raises on all of them."""
+
+    def __init__(self, host: HostAdapter) -> None:
+        self.host = host
+        delayed = [weight for weight in host.weights if weight.amax_history is not None]
+        for name in ("scale", "amax_history"):
+            into_flat_buffer(delayed, name)  # so that what is done to all of them is one launch
+        self.plan = CastPlan(host.weights, host.masters, host.starts, host.group, names=host.names, guard=host.guard)
+        self.plan.freshness.advice = host.advice
+        self.plan.freshness.owner = weakref.ref(self)
+        self._claim = self.plan.claim(host.owner)
+        self._rounded = [shard.rounded for shard in host.plain if shard.rounded is not None]
+        self._plain_masters = [shard.master for shard in host.plain if shard.master is not None]
+
+    @torch.no_grad()
+    def cast(self, *, repeat: bool = False) -> None:
+        """Cast the masters as they are now; the host gathers the bytes.
+
+        With `repeat` delayed scaling does not move on.
+        """
+        self.host.before_cast()
+        self.plan.cast(repeat=repeat)
+        if self._rounded:
+            torch._foreach_copy_(self._rounded, self._plain_masters)
+
+    def after_step(self) -> None:
+        """Cast and gather, for a host that does not gather by itself."""
+        self._write(repeat=False)
+
+    def refresh(self) -> None:
+        """Cast and gather the masters as they are: after a load, or after they were written by hand. Collective.
+
+        RuntimeError after a step that raised half-way: its masters are not worth a cast.
+        """
+        self._write(repeat=True)
+
+    def _write(self, repeat: bool) -> None:
+        if self.host.guard.has_partial_masters:
+            self.host.guard.check_complete()
+        with self.host.guard.transaction("a cast", masters=False):
+            self.cast(repeat=repeat)
+            self.host.gather(self.plan)
+
+    def master_views(self) -> Iterator[MasterViews]:
+        """The masters of all parameters, for `zerocast.verify`. Collective.
+
+        Bytes that the host still has to gather are gathered first.
+        """
+        self.host.before_reading()
+        (source,) = self.plan.master_views()
+        yield dataclasses.replace(source, masters=(*source.masters, *(shard.view() for shard in self.host.plain)))
+
+
+class Patch(NamedTuple):
+    """What an attribute of a module, a class or an instance is replaced by."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+class Patches(contextlib.ExitStack):
+    """What is replaced in a host.
+
+    Leaving the context gives everything back as it was, in reverse order.
+    """
+
+    def apply(self, patches: Iterable[Patch]) -> None:
+        """Replace one attribute after the other; a later one may have been made from an earlier one."""
+        for owner, name, value in patches:
+            if name in vars(owner):
+                self.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                self.callback(delattr, owner, name)
+            setattr(owner, name, value)
+
+    def remove(self, owner: Any, name: str) -> None:
+        """Delete an attribute of an instance, below which its class may have another."""
+        self.callback(setattr, owner, name, vars(owner)[name])
+        delattr(owner, name)

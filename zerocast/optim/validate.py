@@ -1,0 +1,126 @@
+"""Validation of what a ZeroAdamW is given: parameters, hyper-parameters, and who owns the weights.
+
+A weight has one owner: nobody else, and of several ZeroAdamWs the one that was built last.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zerocast.formats.layout import Span
+from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import Claim, Held, find_conflict, overlapping
+from zerocast.weight.weight import NOMINAL_DTYPES
+
+WHO = "a ZeroAdamW"
+STAGES = (1, 2)
+TAKEN_OVER = (
+    "another optimizer was built over these parameters: this one gets no gradients any more, and writes no weights. Use the newer "
+    "one, and load states into that"
+)
+Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
+
+
+def check_owners(named: Sequence[Named]) -> None:
+    """RuntimeError for a weight that has no value yet, and for one that another owner writes."""
+    for name, parameter, _ in named:
+        if isinstance(parameter, QuantizedWeight) and not _has_value(parameter):
+            raise RuntimeError(
+                f"{name}, {parameter!r}, has never been cast: masters start from its value, so give it one (quantize_, "
+                "load_state_dict, QuantizedWeight.of_buffers)"
+            )
+    other = find_conflict(_held(named), lambda claim: claim.who == WHO, _parameters(named))
+    if other is not None:
+        raise RuntimeError(
+            f"{other.who} writes weights that {WHO} is built over: a weight has one owner, so remove() the handle of that, or "
+            "del it"
+        )
+
+
+def _has_value(weight: QuantizedWeight) -> bool:
+    return weight.state.ever_cast or weight.high_precision_init_val is not None
+
+
+def check_owns(claim: Claim) -> None:
+    """RuntimeError once a newer optimizer has taken a parameter over."""
+    if claim.ended:
+        raise RuntimeError(TAKEN_OVER)
+
+
+def take_over(named: Sequence[Named]) -> Claim:
+    """Hold these parameters; any older ZeroAdamW over any of them has lost all of its own."""
+    for older in overlapping(_held(named), _parameters(named)):
+        older.end()
+    return Claim(WHO, _held(named), _parameters(named))
+
+
+def _parameters(named: Sequence[Named]) -> list[Tensor]:
+    return [parameter for _, parameter, _ in named]
+
+
+def _held(named: Sequence[Named]) -> Held:
+    return [(p.state, (Span(0, p.numel()),)) for _, p, _ in named if isinstance(p, QuantizedWeight)]
+
+
+def trainable(params: Iterable[Any]) -> list[Any]:
+    """The given pairs, or groups of pairs, without parameters that are frozen or empty. TypeError without names."""
+    items = list(params)
+    if items and isinstance(items[0], dict):
+        # a group whose parameters are all frozen stays, so that the groups are numbered as the caller numbers them
+        return [{"param_names": [], **group, "params": trainable(group.get("params", ()))} for group in items]
+    for item in items:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)):
+            raise TypeError("parameters come with their names: pass model.named_parameters()")
+    return [(name, parameter) for name, parameter in items if parameter.requires_grad and parameter.numel()]
+
+
+def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
+    """The parameters with their names and groups. ValueError or TypeError for what cannot be trained."""
+    if stage not in STAGES:
+        raise ValueError(f"stage is one of {STAGES}, got {stage}")
+    _check_ranges(param_groups)
+    return _check_parameters(param_groups)
+
+
+def _check_ranges(param_groups: list[dict[str, Any]]) -> None:
+    for group in param_groups:
+        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in ("lr", "eps", "weight_decay")]
+        betas = group["betas"]
+        ranges += [("betas", betas, len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas))]
+        for name, value, valid in ranges:
+            if not valid:
+                raise ValueError(f"{name} is out of range: {value}")
+
+
+def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
+    named = [
+        (name, parameter, index)
+        for index, group in enumerate(param_groups)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]
+    if not named:
+        raise ValueError("no parameter needs a gradient")
+    if len({name for name, _, _ in named}) < len(named):
+        raise ValueError("two parameters have the same name")
+    if len({id(parameter) for _, parameter, _ in named}) < len(named):
+        raise ValueError("a parameter is listed twice, under two names")
+    devices = {parameter.device for _, parameter, _ in named}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
+    for name, parameter, _ in named:
+        if parameter.dtype not in NOMINAL_DTYPES:
+            raise TypeError(f"{name} is {parameter.dtype}; bf16, fp16 and fp32 parameters can be trained")
+    return named
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a parameter group, to be compared between ranks."""
+    return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
+
+
+def describe(parameter: Tensor) -> str:
+    """Format, shape and dtype, to be compared between ranks."""
+    stored = parameter.format if isinstance(parameter, QuantizedWeight) else "plain"
+    return f"{stored} {tuple(parameter.shape)} {parameter.dtype}"

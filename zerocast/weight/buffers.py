@@ -1,0 +1,77 @@
+"""WeightBuffers: the buffers of a QuantizedWeight as attributes. Their layouts: docs/formats/common.md."""
+
+from typing import Any
+
+from torch import Tensor
+
+from zerocast.weight.state import WeightState
+
+
+class WeightBuffers(Tensor):
+    """What lies in `state`, by name. Bytes that a gather is bringing are waited for."""
+
+    state: WeightState
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) as stored: leading dimensions folded into the rows."""
+        return self.state.matrix_shape
+
+    @property
+    def rowwise_data(self) -> Tensor:
+        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
+        self.wait()
+        return self.state.rowwise_data
+
+    @property
+    def rowwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for identity."""
+        return self.state.buffers["rowwise_scale_inv"]
+
+    @property
+    def columnwise_data(self) -> Tensor | None:
+        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
+        self.wait()
+        return self.state.buffers["columnwise_data"]
+
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None:
+        """Decode scales of the columnwise data."""
+        self.wait()
+        return self.state.buffers["columnwise_scale_inv"]
+
+    @property
+    def amax(self) -> Tensor | None:  # type: ignore[override]
+        """f32[1]: the amax of the last cast; None for formats without a tensor amax."""
+        return self.state.buffers["amax"]
+
+    @property
+    def scale(self) -> Tensor | None:
+        """f32[1]: the scale of the next cast; delayed scaling only."""
+        return self.state.buffers["scale"]
+
+    @property
+    def amax_history(self) -> Tensor | None:
+        """f32[amax_history_len]; delayed scaling only."""
+        return self.state.buffers["amax_history"]
+
+    @property
+    def high_precision_init_val(self) -> Tensor | None:
+        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
+        return self.state.initial
+
+    @high_precision_init_val.setter
+    def high_precision_init_val(self, value: Tensor | None) -> None:
+        self.state.initial = value
+
+    @property
+    def master_owner(self) -> Any:
+        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
+        owner = self.state.freshness.owner
+        return None if owner is None else owner()
+
+    def wait(self) -> None:
+        """Until the bytes are here: completes a gather in flight."""
+        finish = self.state.freshness.finish  # read once: another thread may complete the last gather meanwhile
+        if finish is not None:
+            finish(self)
