@@ -4,6 +4,7 @@ The kernels of a GPU and inductor's fusion: test_compiled_gpu.py. Models that FS
 """
 
 import functools
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 import zerocast
-from zerocast import gemm
+from zerocast import QuantizedWeight, gemm
 
 BF16 = torch.bfloat16
 ROWS, WIDTH, HIDDEN = 256, 128, 384
@@ -150,11 +152,16 @@ def test_a_quantized_weight_gradient_keeps_the_quantized_input() -> None:
 def test_what_a_cached_graph_depends_on() -> None:
     """torch keeps graphs by this key, across processes too: another way of computing is another graph."""
     weight: Any = built("fp8_current").gate.weight
-    keys = {weight._stable_hash_for_caching()}
-    for wish, weight_gradients in (("scaled_mm", None), ("dequantize", None), ("scaled_mm", "fp8")):
+    weight.state.columnwise_on_demand = False
+    with FakeTensorMode() as mode:
+        buffers = {name: mode.from_tensor(b) for name, b in weight.state.buffers.items() if b is not None}
+        fake = QuantizedWeight.of_buffers(weight.shape, weight.format, BF16, buffers)
+    keys, pickles = set(), set()
+    for wish, weight_gradients in (("auto", None), ("scaled_mm", None), ("dequantize", None), ("scaled_mm", "fp8")):
         with gemm.use(wish, weight_gradients=weight_gradients):
             keys.add(weight._stable_hash_for_caching())
-    assert len(keys) == 3, "the CPU dequantizes unless asked"
+            pickles.add(pickle.dumps(fake))
+    assert len(keys) == len(pickles) == 3, "the CPU dequantizes unless asked"
 
 
 def test_a_compiled_function_follows_the_wish() -> None:

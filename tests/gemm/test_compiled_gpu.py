@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zerocast
 from tests.gemm import test_compiled
 from tests.gemm.test_gemm_gpu import CASES, OP, needs, parameter, traced
 from zerocast import backends, gemm
@@ -71,6 +72,29 @@ def test_a_model_compiles_whole(fmt: str, backend: str) -> None:
             fmt[:5], "dequantize to bfloat16, cuda backend"
         )
         assert set(rows.values()) == {path}, "the report says what ran"
+
+
+def losses(fmt: str, compiled: bool) -> list[float]:
+    """Of three steps of a ZeroAdamW, which casts into the storage that graphs read."""
+    torch._dynamo.reset()
+    model = test_compiled.built(fmt, on_demand=False, device="cuda", shape=(256, 512))
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-2)
+    function, found = torch.compile(model, fullgraph=True) if compiled else model, []
+    x = torch.randn(384, 256, device="cuda", dtype=BF16, generator=torch.Generator("cuda").manual_seed(0))
+    for _ in range(3):
+        loss = function(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
+def test_steps_of_an_optimizer(fmt: str) -> None:
+    found = losses(fmt, compiled=True)
+    assert found == pytest.approx(losses(fmt, compiled=False), rel=0.02)
+    assert found[2] < 0.99 * found[0]
 
 
 def kept(fmt: str | None) -> int:

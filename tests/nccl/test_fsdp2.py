@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 import zerocast
@@ -120,6 +121,52 @@ def test_one_direction(gpu_ranks):
     both = gpu_ranks(2)(one_way.trained, False, *case, timeout=SECONDS)
     one = gpu_ranks(2)(one_way.trained, True, *case, timeout=SECONDS)
     assert [digests for digests, *_ in one] == [digests for digests, *_ in both]
+
+
+PATHS = {"fp8_current": "per_tensor", models.DELAYED: "per_tensor", "fp8_block": "block_128"}
+OPS = {"aten::_scaled_mm", "aten::_scaled_mm_v2", "zerocast::dequantize"}
+
+
+def on_tensor_cores(formats: tuple[str, ...], how: str) -> tuple[list[float], dict[str, tuple[str, str]], set[str]]:
+    """Losses of three steps, what the report says of the gathered weights, and which operators computed products."""
+    torch._dynamo.reset()
+    model = models.Net(formats, 256, 512)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
+    for block in model.blocks if how == "blocks" else ():
+        block.compile(fullgraph=True)
+    models.sharded(model, prepare=False)
+    function = torch.compile(model) if how == "whole" else model
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for step in range(3):
+            loss = function(models.batch(step, 256, rows=64)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    rows = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            rows |= {row.format: (row.path, row.reason) for row in zerocast.backends.report(module).layers}
+            module.reshard()
+    return found, rows, {event.name for event in profiler.events()} & OPS
+
+
+def test_products_run_on_tensor_cores_compiled_too(gpu_ranks):
+    """By block without a graph break and as a whole, the gathered weights where they lie; and without a fallback."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for Hopper's paths")
+    eager, *compiled = (
+        gpu_ranks(2)(on_tensor_cores, tuple(PATHS), how, timeout=SECONDS) for how in ("", "blocks", "whole")
+    )
+    for ranks in (eager, *compiled):
+        for (losses, rows, operators), (expected, *_) in zip(ranks, eager, strict=True):
+            assert losses == pytest.approx(expected, rel=0.05)
+            assert {fmt.split(":")[0]: row for fmt, row in rows.items()} == {
+                fmt.split(":")[0]: (path, "") for fmt, path in PATHS.items()
+            }
+            assert operators == {"aten::_scaled_mm", "aten::_scaled_mm_v2"}
 
 
 def overlap() -> float:

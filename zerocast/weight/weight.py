@@ -241,7 +241,12 @@ class QuantizedWeight(WeightBuffers):
         return _restore(*self._payload(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)` takes it."""
+        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)` takes it.
+
+        While a compiler traces, some versions of torch make the key of a graph so, and ask nothing else.
+        """
+        if self.is_traced:
+            return str, (self._stable_hash_for_caching(),)
         return _restore, self._payload(Tensor.clone)
 
     def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
