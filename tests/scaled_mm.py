@@ -49,7 +49,7 @@ def decoded(codes: Tensor, scale: Any, scaling: list[str], swizzle: list[str], s
     outer, inner = value.shape
     match scaling:
         case ["BlockWise1x128"]:
-            assert not second and outer % 16 == 0 and scale.shape == (outer, inner // 128) and _columns(scale)
+            assert outer % 16 == 0 and scale.shape == (outer, inner // 128) and _columns(scale)
             factor = scale.repeat_interleave(128, 1)
         case ["BlockWise128x128"]:
             padded = _round_up(inner // 128, 4)

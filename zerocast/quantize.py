@@ -40,7 +40,8 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
         check_weight(model, name, parameter, fmt, parameter.shape)
         if chosen.setdefault(parameter, fmt) != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {chosen[parameter]} and {fmt}")
-    new = {parameter: _quantized(parameter, fmt, dtype or parameter.dtype) for parameter, fmt in chosen.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in reversed(weights.items())}
+    new = {p: _quantized(names[p], p, fmt, dtype or p.dtype) for p, fmt in chosen.items()}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in new:
@@ -70,14 +71,14 @@ def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec
         raise ValueError(f"{name} is the table of an embedding and cannot be {fmt}: match it with 'identity'")
 
 
-def _quantized(parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Parameter:
+def _quantized(name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Parameter:
     value = parameter.detach()
     weight = QuantizedWeight.empty(value.shape, fmt, dtype, value.device)
     cast_whole(weight, value, seed=True)
-    weight.high_precision_init_val = value
+    weight.high_precision_init_val, weight.state.name = value, name
     new = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    for name, attribute in vars(parameter).items():
-        setattr(new, name, attribute)
+    for key, attribute in vars(parameter).items():
+        setattr(new, key, attribute)
     return new
 
 

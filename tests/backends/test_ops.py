@@ -13,7 +13,6 @@ from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, backends
 from zerocast.backends import ops
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.weight import compiled_ops as products
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Recorded = dict[Any, list[Call]]
@@ -111,13 +110,12 @@ def test_products_of_buffers_pass_opcheck(fmt: str, on_demand: bool) -> None:
     weight.state.columnwise_on_demand = on_demand
     x, grad = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 32, dtype=torch.bfloat16)
     y = torch.nn.functional.linear(x, weight)
-    forward = x.detach(), None, *products.described(weight, x, False)
-    backward = grad, *products.described(weight, grad, False)
     expected = y.detach(), *torch.autograd.grad(y, x, grad)
-    ours = torch.ops.zerocast.product_of_buffers.default, torch.ops.zerocast.product_gradient_of_buffers.default
-    for op, arguments, value in zip(ours, (forward, backward), expected, strict=True):
-        torch.library.opcheck(op, arguments)
-        assert torch.equal(op(*arguments), value)
+    multiply = torch.ops.zerocast.multiply.default
+    for columnwise, operand in enumerate((x.detach(), grad)):
+        rest = bool(columnwise), False, None, torch.bfloat16, "dequantize", *weight.as_arguments()
+        torch.library.opcheck(multiply, ([operand], *rest))
+        assert torch.equal(multiply([operand], *rest), expected[columnwise])
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in casts.FORMATS if fmt not in ("mxfp8", "identity")])

@@ -12,7 +12,8 @@ from tests import casts
 from tests.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format
 from zerocast.backends.reference import dequantize
-from zerocast.gemm import block_128, inputs, mxfp8, nvfp4, torch_api
+from zerocast.gemm import block_128, inputs, torch_api
+from zerocast.weight.linear import multiply, multiply_gradient
 
 BF16 = torch.bfloat16
 
@@ -74,6 +75,55 @@ def test_per_tensor_products(fmt: str, batch: tuple[int, ...], dtype: torch.dtyp
     assert torch.equal(bias.grad, rows.sum(0))
 
 
+@pytest.mark.parametrize("rows", [(5,), (2, 3), (), (0,)])
+@pytest.mark.parametrize("fmt", PER_TENSOR)
+def test_quantized_weight_gradients(fmt: str, rows: tuple[int, ...]) -> None:
+    """The product of both operands as the other products see them; FP32 and `main_grad` too; the quantized input is kept."""
+    weight: Any = cast(fmt)
+    weight.grad_dtype = torch.float32
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(48, 64), False
+    x = torch.randn(*rows, 64).to(BF16)
+    with gemm.use("scaled_mm", weight_gradients="fp8"):
+        y = F.linear(x, weight)
+    grad = torch.randn(y.shape).to(BF16)
+    (found,) = torch.autograd.grad(y, weight, grad, retain_graph=True)
+    if 0 in rows:
+        assert not found.any()
+        return
+    assert not found.any() and weight.grad_added_to_main_grad, "a placeholder"
+    element = "e4m3" if "e5m2" in fmt else "e5m2"
+    left, right = (rounded(t.reshape(-1, t.shape[-1]), e) for t, e in ((grad, element), (x, "e4m3")))
+    assert_product(weight.main_grad - 1, left.t(), right, 0.0)
+    del weight.grad_added_to_main_grad
+    (found,) = torch.autograd.grad(y, weight, grad)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, weight.main_grad - 1, rtol=1e-5, atol=1e-5)
+
+
+def test_only_where_a_path_has_it() -> None:
+    weight, x, grad = cast("fp8_current"), torch.randn(5, 64).to(BF16), torch.randn(5, 48).to(BF16)
+    with gemm.use(weight_gradients="fp8"):
+        F.linear(x, weight).backward(grad)
+    assert weight.grad is not None and torch.equal(weight.grad, grad.t() @ x)
+    with pytest.raises(ValueError, match="one of nominal, fp8, got 'fp4'"):
+        gemm.use("dequantize", weight_gradients="fp4")
+    assert weight.gemm_choice().reason != "asked for"  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("tokens", [256, 200])
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_block_weight_gradients(power_of_2: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both operands in groups of 128 tokens, each quantized from BF16."""
+    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+    weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
+    grad, x = (torch.randn(tokens, n).to(BF16) * torch.logspace(-3, 3, n).to(BF16) for n in (128, 256))
+    operands = [block_128.along_tokens(t, (), weight.format, gradient=t is grad) for t in (grad, x)]
+    found = block_128.weight_gradient(*operands, torch.float32)
+    exact = grad.float().t() @ x.float()
+    assert ((found - exact).norm(dim=1) <= 0.15 * exact.norm(dim=1)).all(), "no row is lost to the scale of another"
+    assert (found - exact).norm() > 0.001 * exact.norm()
+
+
 @pytest.mark.usefixtures("scaled_mm")
 def test_what_autograd_keeps() -> None:
     """The input and the quantized weight: no code of the input and nothing dequantized outlives the forward pass."""
@@ -83,6 +133,13 @@ def test_what_autograd_keeps() -> None:
         F.linear(x, weight)
     assert [type(t) for t in kept] == [Tensor, QuantizedWeight] and kept[0].data_ptr() == x.data_ptr()
     assert kept[1].state is weight.state
+    kept.clear()
+    with (
+        gemm.use(weight_gradients="fp8"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        F.linear(x, weight)
+    assert [t.dtype for t in kept] == [torch.float8_e4m3fn, torch.float32, BF16] and kept[0].shape == (64, 16)
 
 
 @pytest.mark.usefixtures("scaled_mm")
@@ -162,21 +219,21 @@ def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
 @pytest.mark.parametrize(
     ("path", "fmt", "shape", "loss"),
     [
-        (block_128, "fp8_block", (256, 640), 0.04),
-        (block_128, "fp8_block:power_of_2_scale=False", (128, 128), 0.04),
-        (mxfp8, "mxfp8", (160, 96), 0.04),
-        (nvfp4, "nvfp4", (160, 96), 0.14),
+        ("block_128", "fp8_block", (256, 640), 0.04),
+        ("block_128", "fp8_block:power_of_2_scale=False", (128, 128), 0.04),
+        ("mxfp8", "mxfp8", (160, 96), 0.04),
+        ("nvfp4", "nvfp4", (160, 96), 0.14),
     ],
 )
 def test_operands_multiply_to_the_product(
-    path: gemm.Path, fmt: str, shape: tuple[int, int], loss: float, rows: Any, monkeypatch: pytest.MonkeyPatch
+    path: str, fmt: str, shape: tuple[int, int], loss: float, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against an emulation of the documented interface: right up to the rounding of the input, in both directions."""
     monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     weight: Any = cast(fmt, shape)
     x, grad, bias = (torch.randn(*rows, n).to(BF16) for n in (shape[1], shape[0], shape[0]))
     bias = torch.randn(shape[0]).to(BF16)
-    y, dx = path.forward(x, weight, bias, False), path.input_gradient(grad, weight, False)
+    y, dx = multiply(path, x, weight, bias=bias), multiply_gradient(path, grad, weight)
     assert y.shape == grad.shape and dx.shape == x.shape and y.dtype is dx.dtype is BF16
     for found, exact in (
         (y - bias, x.float() @ direction(weight, False).t()),
@@ -190,19 +247,19 @@ def test_operands_multiply_to_the_product(
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) -> None:
     weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
-    _, scale_inv, _, _ = block_128.operands(torch.randn(16, 256).to(BF16), weight.format, *weight.direction(False))
+    _, scale_inv = block_128.quantize(torch.randn(16, 256).to(BF16), weight.format, gradient=False)
     assert (scale_inv.frexp()[0] == 0.5).all() == power_of_2
 
 
-@pytest.mark.parametrize(("path", "fmt"), [(block_128, "fp8_block"), (mxfp8, "mxfp8"), (nvfp4, "nvfp4")])
+@pytest.mark.parametrize(("path", "fmt"), [("block_128", "fp8_block"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so_in_groups(
-    path: gemm.Path, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch
+    path: str, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     x = torch.randn(16, 256).to(BF16)
     x[3, 200] = bad
-    y = path.forward(x, cast(fmt, (128, 256)), None, False)
+    y = multiply(path, x, cast(fmt, (128, 256)))
     assert y[3].isnan().all()
     others = torch.cat((y[:3], y[4:]))
     assert others.isnan().all() if fmt == "nvfp4" else others.isfinite().all()

@@ -1,6 +1,7 @@
 """Which GEMM path runs and why not another, on any device, decided on any machine."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests import casts
-from zerocast import QuantizedWeight, backends, gemm, get_format
-from zerocast.gemm import nvfp4
+from zerocast import QuantizedWeight, Recipe, backends, gemm, get_format, quantize_
+from zerocast.gemm import choice, nvfp4
 
 H200 = {"device": "cuda", "capability": (9, 0), "cuda": (13, 0)}
 B200 = {"device": "cuda", "capability": (10, 0), "cuda": (13, 0)}
@@ -74,11 +75,11 @@ def test_the_path_that_a_device_runs(fmt: str, on: dict[str, Any], path: str) ->
 
 @pytest.mark.parametrize(("fmt", "on", "changes", "reason"), NOT_CHOSEN)
 def test_the_reason_why_not(fmt: str, on: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
-    choice = gemm.decide(case(fmt, on, **changes), "auto")
-    assert choice.path == "dequantize"
-    assert re.search(reason, choice.reason), choice.reason
+    found = gemm.decide(case(fmt, on, **changes), "auto")
+    assert found.path == "dequantize"
+    assert re.search(reason, found.reason), found.reason
     if "only when asked" not in reason:
-        assert gemm.decide(case(fmt, on, **changes), "scaled_mm") == (None, choice.reason)
+        assert gemm.decide(case(fmt, on, **changes), "scaled_mm") == (None, found.reason)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
@@ -100,6 +101,36 @@ def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(nvfp4.obstacles(case("nvfp4", B200)))[1] == "this torch has no torch.float4_e2m1fn_x2"
     monkeypatch.undo()
     gemm.decide.cache_clear()
+
+
+FALLING = [
+    case
+    for case in NOT_CHOSEN
+    if case[1] in (H200, L40, B200) and "device" not in case[3] and "identity" not in case[0]
+]
+
+
+@pytest.mark.parametrize(("fmt", "on", "changes", "reason"), NOT_CHOSEN)
+def test_a_fallback_is_what_the_device_could_run(
+    fmt: str, on: dict[str, Any], changes: dict[str, Any], reason: str
+) -> None:
+    assert gemm.falls_back(case(fmt, on, **changes), "auto") == ((fmt, on, changes, reason) in FALLING)
+    assert not gemm.falls_back(case(fmt, on, **changes), "dequantize")
+
+
+def test_a_fallback_is_said_once_with_its_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "AUTOMATIC_DEVICES", ("cpu",))
+    gemm.decide.cache_clear()
+    model = quantize_(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40)).to(BF16), Recipe({"*.weight": "fp8_current"}))
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        for _ in range(2):
+            model(torch.randn(3, 64).to(BF16))
+    monkeypatch.undo()
+    gemm.decide.cache_clear()
+    (said,) = caplog.messages
+    assert re.search(r"products of 1\.weight are dequantized .* multiples of 16, the weight is \[40, 48\]", said)
 
 
 # --- the wish ---------------------------------------------------------------------------------------------------------------------

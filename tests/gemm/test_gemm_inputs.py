@@ -121,6 +121,34 @@ def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) ->
         assert_same(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("content", FINITE)
+def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other operations, which fuse."""
+    x = drawn(content, (256, 384), torch.bfloat16, seed)
+
+    def found() -> list[Tensor]:
+        of_tensor = [t for element in FP8.values() for t in inputs.per_tensor(x, element)]
+        of_groups = [
+            t for p in (False, True) for f in (inputs.groups, inputs.groups_of_rows) for t in f(x, 128, E4M3, p)
+        ]
+        return [*of_tensor, *of_groups, inputs.turned(of_tensor[0])]
+
+    expected = found()
+    monkeypatch.setattr(inputs, "is_traced", lambda x: True)
+    for ours, theirs in zip(found(), expected, strict=True):
+        assert ours.stride() == theirs.stride()
+        assert_same(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def test_every_subnormal_of_bf16(quantizers: Any) -> None:
+    """Groups whose amax is subnormal: Triton's interpreter converts such bf16 values wrongly if it is left to it."""
+    amaxes = torch.arange(1, 128, dtype=torch.int16)
+    x = torch.where(torch.arange(128) < 3, amaxes[:, None], 0).to(torch.int16).view(torch.bfloat16)
+    (codes, scale_inv), expected = quantizers.groups(x, 128, E4M3, False), inputs.groups(x, 128, E4M3, False)
+    assert_same(codes.view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(scale_inv, expected[1])
+
+
 COMPILE = """
 import re, sys, triton
 from triton.backends.compiler import GPUTarget
@@ -129,11 +157,11 @@ from zerocast.gemm import triton_inputs
 
 KERNELS = {
     triton_inputs._groups: (
-        dict(x="*bf16", codes="*u8", scale_inv="*fp32", rows="i32", columns="i32"),
+        dict(x="*i16", codes="*u8", scale_inv="*fp32", rows="i32", columns="i32"),
         dict(WIDTH=128, ROWS=32, MANTISSA=3, LARGEST=448.0, POWER_OF_2=True),
     ),
     triton_inputs._whole: (
-        dict(x="*bf16", amax="*fp32", codes="*u8", scale_inv="*fp32", numel="i64"),
+        dict(x="*i16", amax="*fp32", codes="*u8", scale_inv="*fp32", numel="i64"),
         dict(ELEMENTS=4096, MANTISSA=2, LARGEST=57344.0),
     ),
 }

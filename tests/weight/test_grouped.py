@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests import casts
 from tests.devices import gpus
+from tests.gemm import test_compiled
 from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight
 
@@ -92,3 +93,19 @@ def test_what_is_refused() -> None:
         RuntimeError, match=r"weight gradients of the nominal torch.bfloat16, and grad_dtype is torch.float32"
     ):
         torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets())
+
+
+def test_a_compiled_product_keeps_no_plain_weight() -> None:
+    """The bits of eager, and one op in each graph."""
+    weight: Any = experts("nvfp4")
+    x, grad = (torch.randn(ENDS[-1], n, dtype=BF16) for n in (K, M))
+    product = test_compiled.compiled(lambda x, w, offs: torch._grouped_mm(x, w.transpose(-2, -1), offs=offs))
+    found = []
+    for function in (product[0], lambda x, w, offs: torch._grouped_mm(x, w.transpose(-2, -1), offs=offs)):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, weight, offsets())
+        found.append([y, *torch.autograd.grad(y, [leaf, weight], grad)])
+    assert all(map(torch.equal, *found))
+    for graph in ("forward", "backward"):
+        ours = {name: count for name, count in product[1].counts(graph).items() if name.startswith("zerocast")}
+        assert ours == {"zerocast.grouped_multiply.default": 1}

@@ -5,6 +5,38 @@ matrix multiply, with its other operand quantized to match. Everything else dequ
 """
 
 from zerocast.gemm.case import Case
-from zerocast.gemm.choice import PATHS, WISHES, Choice, Path, choice_of, decide, path_of, use
+from zerocast.gemm.choice import (
+    GRADIENTS,
+    PATHS,
+    WISHES,
+    Choice,
+    Path,
+    choice_of,
+    decide,
+    falls_back,
+    path_of,
+    quantizes_weight_gradients,
+    use,
+    ways,
+)
+from zerocast.gemm.inputs import is_traced
+from zerocast.gemm.operands import forget, of_input
 
-__all__ = ["PATHS", "WISHES", "Case", "Choice", "Path", "choice_of", "decide", "path_of", "use"]
+__all__ = [
+    "GRADIENTS",
+    "PATHS",
+    "WISHES",
+    "Case",
+    "Choice",
+    "Path",
+    "choice_of",
+    "decide",
+    "falls_back",
+    "forget",
+    "is_traced",
+    "of_input",
+    "path_of",
+    "quantizes_weight_gradients",
+    "use",
+    "ways",
+]

@@ -11,7 +11,7 @@ both extents of the weight must be multiples of 128. Inputs and gradients are E4
 (TransformerEngine, "FP8 Blockwise Scaling"; DeepSeek-V3), their scales powers of two where those of the weight are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
-from zerocast.gemm.rows import over_rows
 
 BLOCK = 128
 ROWS = 16
@@ -33,9 +32,14 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block == (BLOCK, BLOCK)
 
 
+def hardware(case: Case) -> Iterator[str]:
+    """Hopper GPUs."""
+    yield from torch_api.hardware(case, major=9, name="Hopper")
+
+
 def obstacles(case: Case) -> Iterator[str]:
-    """Hopper GPUs, E4M3 weights, whole blocks."""
-    yield from torch_api.obstacles(case, major=9, name="Hopper")
+    """A recent CUDA, E4M3 weights, whole blocks."""
+    yield from torch_api.obstacles()
     if case.cuda is not None and case.cuda < FIRST_CUDA:
         yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
     if case.format.element != E4M3:
@@ -43,33 +47,39 @@ def obstacles(case: Case) -> Iterator[str]:
     yield from case.obstacles(multiple=BLOCK)
 
 
-def forward(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """`x @ W.T + bias` from the rowwise copy."""
-    assert not transposed
-    return _product(x, weight.format, weight.direction(columnwise=False), bias)
-
-
-def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-    """`grad @ W` from the columnwise copy."""
-    assert not transposed
-    return _product(grad, weight.format, weight.direction(columnwise=True), None)
-
-
-def operands(rows: Tensor, fmt: FormatSpec, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(A, its scales, B, its scales) in the layout above; `rows` are padded with zeros."""
+def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """(codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded with zeros to a multiple of 16."""
+    rows = x.reshape(-1, x.shape[-1])
     if missing := -rows.shape[0] % ROWS:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    a, a_scale = inputs.groups(rows, BLOCK, E4M3, fmt.power_of_2_scale)
-    return a, a_scale.t().contiguous().t(), data.view(torch.float8_e4m3fn).t(), scale_inv.t()
+    codes, scale_inv = inputs.groups(rows, BLOCK, E4M3, fmt.power_of_2_scale)
+    return codes, scale_inv.t().contiguous().t()
 
 
-def _product(x: Tensor, fmt: FormatSpec, stored: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
-    data, scale_inv = stored
+def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """The operand of a weight gradient, which sums over tokens: quantized anew in groups of 128 tokens, padded with zeros.
 
-    def product(rows: Tensor) -> Tensor:
-        y = torch_api.scaled_mm(
-            *operands(rows, fmt, data, scale_inv), ["BlockWise1x128"], ["BlockWise128x128"], bias, x.dtype
-        )
-        return y[: rows.shape[0]]
+    (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column.)
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if missing := -rows.shape[0] % BLOCK:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    return inputs.groups_of_rows(rows, BLOCK, E4M3, fmt.power_of_2_scale)
 
-    return over_rows(product, x, data.shape[0])
+
+def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """`grad.T @ x` from what `along_tokens` gave for both."""
+    (left, left_scale_inv), (right, right_scale_inv) = grad, x
+    how = ["BlockWise1x128"]
+    return torch_api.scaled_mm(left, left_scale_inv, right.t(), right_scale_inv, how, how, None, dtype)
+
+
+def multiply(
+    operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The product of quantized rows with one direction of the weight, the rows of the padding included."""
+    assert not transposed
+    codes, scale_inv = operands
+    data, weight_scale_inv = weight.direction(columnwise)
+    b, b_scale_inv = data.view(torch.float8_e4m3fn).t(), weight_scale_inv.t()
+    return torch_api.scaled_mm(codes, scale_inv, b, b_scale_inv, ["BlockWise1x128"], ["BlockWise128x128"], bias, dtype)

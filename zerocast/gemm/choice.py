@@ -1,7 +1,9 @@
 """The choice of a path: made once for a weight, an input dtype and a wish, and kept until the weight's storage moves."""
 
 import functools
-from collections.abc import Iterator
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +14,8 @@ from zerocast.formats import FormatSpec
 from zerocast.gemm import block_128, dequantize, mxfp8, nvfp4, per_tensor
 from zerocast.gemm.case import Case
 
+logger = logging.getLogger(__name__)
+
 
 class Path(Protocol):
     """What a path module defines; see README.md."""
@@ -19,16 +23,44 @@ class Path(Protocol):
     def takes(self, fmt: FormatSpec) -> bool:
         """Whether this is the path of weights of this format."""
 
+    def hardware(self, case: Case) -> Iterator[str]:
+        """Why the device cannot run it, one sentence each; none if it can."""
+
     def obstacles(self, case: Case) -> Iterator[str]:
-        """Why it cannot run, one sentence each; none if it can."""
+        """Why it cannot run on a device that could, one sentence each; none if it can."""
 
-    def forward(self, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-        """`x @ W.T + bias`, or `x @ W + bias` when transposed."""
+    def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+        """What a product makes of an input `[..., k]` or of an output gradient before it multiplies."""
 
-    def input_gradient(self, grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-        """`grad @ W`, or `grad @ W.T` when transposed."""
+    def multiply(
+        self,
+        operands: Sequence[Tensor],
+        weight: Any,
+        columnwise: bool,
+        transposed: bool,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The product of what `quantize` gave with one direction of the weight, `[rows, features]` of `dtype`.
+
+        Forward it is `x @ W.T + bias` of the rowwise copy, backward `grad @ W` of the columnwise copy; a transposed weight
+        exchanges `W` and `W.T`.
+        """
 
 
+class GradientPath(Protocol):
+    """What a path defines besides if it computes weight gradients on tensor cores too."""
+
+    def along_tokens(
+        self, x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool
+    ) -> tuple[Tensor, ...]:
+        """What a weight gradient on tensor cores makes of an input or of an output gradient, quantized as `operands`."""
+
+    def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """`grad.T @ x` as `dtype`, from what `along_tokens` gave for both."""
+
+
+GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
 PATHS: dict[str, Path] = {
     "per_tensor": per_tensor,
     "block_128": block_128,
@@ -37,8 +69,10 @@ PATHS: dict[str, Path] = {
     "dequantize": dequantize,  # takes every format: whatever no other path does
 }
 WISHES = ("auto", "dequantize", "scaled_mm")
+WEIGHT_GRADIENTS = ("nominal", "fp8")
 AUTOMATIC_DEVICES = ("cuda",)  # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
 _wish = "auto"
+_weight_gradients = "nominal"
 
 
 class Choice(NamedTuple):
@@ -48,25 +82,46 @@ class Choice(NamedTuple):
     reason: str
 
 
-def use(wish: str) -> ExitStack:
+def use(wish: str | None = None, *, weight_gradients: str | None = None) -> ExitStack:
     """Say how products of quantized weights run from now on, or within a `with` statement, in this process.
 
     "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize. "dequantize": always that.
     "scaled_mm": torch's scaled matrix multiply, on the CPU too where torch has it; a product that cannot raises RuntimeError with
-    the reason. The two ways give different bits, since the scaled one quantizes the input as well. A backward pass takes the way
-    of its forward pass. Raises ValueError for any other wish.
+    the reason. The two ways give different bits, since the scaled one quantizes the input as well.
+
+    `weight_gradients` is "nominal" (the default), a product of input and output gradient as they came, in the nominal dtype or
+    FP32; or "fp8", where a product with an FP8 weight runs on tensor cores: the product of both quantized, and the quantized input
+    is what is kept for it. What is None stays as it is.
+
+    A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises ValueError for any other value.
     """
-    if wish not in WISHES:
+    if wish not in (None, *WISHES):
         raise ValueError(f"a GEMM path is wished for by one of {', '.join(WISHES)}, got {wish!r}")
+    if weight_gradients not in (None, *WEIGHT_GRADIENTS):
+        raise ValueError(f"weight gradients are one of {', '.join(WEIGHT_GRADIENTS)}, got {weight_gradients!r}")
     restore = ExitStack()
-    restore.callback(_set, _wish)
-    _set(wish)
+    restore.callback(_set, _wish, _weight_gradients)
+    _set(wish or _wish, weight_gradients or _weight_gradients)
     return restore
 
 
-def _set(wish: str) -> None:
-    global _wish  # noqa: PLW0603
-    _wish = wish
+def _set(wish: str, weight_gradients: str) -> None:
+    global _wish, _weight_gradients
+    _wish, _weight_gradients = wish, weight_gradients
+
+
+def ways(weight: Any) -> tuple[Any, ...]:
+    """What a graph with a product of this weight depends on besides the weight."""
+    return _weight_gradients, choice_of(weight, weight.dtype).path
+
+
+def quantizes_weight_gradients(path: str) -> bool:
+    """Whether products of this path now compute their weight gradients from quantized operands."""
+    return _weight_gradients == "fp8" and path in GRADIENTS
+
+
+def _path_of_format(fmt: FormatSpec) -> str:
+    return next(name for name, path in PATHS.items() if path.takes(fmt))
 
 
 @functools.cache
@@ -74,8 +129,9 @@ def decide(case: Case, wish: str) -> Choice:
     """The path for a case; the same answer on every machine with the same torch."""
     if wish == "dequantize":
         return Choice("dequantize", "asked for")
-    name = next(name for name, path in PATHS.items() if path.takes(case.format))
-    reason = next(PATHS[name].obstacles(case), "")
+    name = _path_of_format(case.format)
+    path = PATHS[name]
+    reason = next(itertools.chain(path.hardware(case), path.obstacles(case)), "")
     if name == "dequantize":
         reason = f"{case.format} has no scaled product"
     if wish == "scaled_mm":
@@ -87,18 +143,38 @@ def decide(case: Case, wish: str) -> Choice:
 
 def choice_of(weight: Any, dtype: torch.dtype, transposed: bool = False) -> Choice:
     """The choice for a QuantizedWeight and an input of `dtype`, under the present wish."""
-    if weight.dim() != 2:
-        return Choice(None, "products take a weight of two dimensions")
-    choices: dict[Any, Choice] = weight.state.choices
-    key = _wish, dtype, transposed
-    if key not in choices:
-        choices[key] = decide(Case.of(weight, dtype, transposed), _wish)
-    return choices[key]
+    return _decided(weight, dtype, transposed)[0]
 
 
 def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
     """The name of the path to take; RuntimeError with the reason for a wish that cannot be met."""
-    path, reason = choice_of(weight, dtype, transposed)
+    (path, reason), is_fallback = _decided(weight, dtype, transposed)
     if path is None:
         raise RuntimeError(f"{_wish!r} was asked for and {weight!r} cannot be multiplied so: {reason}")
+    if is_fallback:
+        _say_fallback(weight.state.name or repr(weight), reason)
     return path
+
+
+def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice, bool]:
+    """The choice, and whether it is a fallback."""
+    if weight.dim() != 2:
+        return Choice(None, "products take a weight of two dimensions"), False
+    choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
+    key = _wish, dtype, transposed
+    if key not in choices:
+        case = Case.of(weight, dtype, transposed)
+        choices[key] = decide(case, _wish), falls_back(case, _wish)
+    return choices[key]
+
+
+def falls_back(case: Case, wish: str) -> bool:
+    """Whether a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
+    path = PATHS[_path_of_format(case.format)]
+    able = case.device in AUTOMATIC_DEVICES and path is not dequantize and next(path.hardware(case), None) is None
+    return able and wish == "auto" and decide(case, wish).path == "dequantize"
+
+
+@functools.cache
+def _say_fallback(layer: str, reason: str) -> None:
+    logger.warning("the products of %s are dequantized on a GPU that has tensor cores for them: %s", layer, reason)

@@ -3,7 +3,7 @@
 Takes every format on every device. The temporary lives as long as the product does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,27 @@ def takes(fmt: FormatSpec) -> bool:
     return True
 
 
+def hardware(case: Case) -> Iterator[str]:
+    """Any device."""
+    yield from ()
+
+
 def obstacles(case: Case) -> Iterator[str]:
     """None."""
     yield from ()
 
 
-def forward(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Multiply with the rowwise copy."""
-    w = weight.read(columnwise=False, dtype=x.dtype)
+def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """The input as it is, with its leading dimensions."""
+    return (x,)
+
+
+def multiply(
+    operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`x @ W.T + bias`, or `x @ W` where just one of `columnwise` and `transposed` says so."""
+    (x,) = operands
+    w: Tensor = weight.read(columnwise, dtype)
+    if columnwise:
+        return x @ (w.t() if transposed else w)
     return torch.nn.functional.linear(x, w.t() if transposed else w, bias)
-
-
-def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-    """Multiply with the columnwise copy."""
-    w: Tensor = weight.read(columnwise=True, dtype=grad.dtype)
-    return grad @ (w.t() if transposed else w)

@@ -19,7 +19,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
+from zerocast import backends
+from zerocast.backends import ops
 from zerocast.backends.reference.codec import encode, pack
 from zerocast.backends.reference.scales import ONE_2688TH, block_amax, encode_scales, expand, fill_scales, stored_scales
 from zerocast.formats import Block, Element, FormatSpec, get_format
@@ -31,7 +34,7 @@ E8M0_NAN = 0xFF
 
 def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
     """`largest / amax` in f32, floored to a power of two if wished, 1 for an amax of 0, NaN for one that is not finite."""
-    scale = torch.div(torch.tensor(largest), amax).clamp(max=FLT_MAX)  # `largest / amax` would multiply by a reciprocal
+    scale = _quotient(largest, amax).clamp(max=FLT_MAX)
     if power_of_2:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale.masked_fill(amax == 0, 1.0) + (amax - amax)
@@ -39,7 +42,13 @@ def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 
 def reciprocal(scale: Tensor) -> Tensor:
     """`scale_inv`, correctly rounded."""
-    return torch.div(torch.tensor(1.0), scale)
+    return _quotient(1.0, scale)
+
+
+def _quotient(number: float, divisor: Tensor) -> Tensor:
+    """In f64, which rounds to the same f32: compilers divide f32 approximately, and torch multiplies by a reciprocal."""
+    divisor = divisor.double()
+    return torch.div(torch.full_like(divisor, number), divisor).float()
 
 
 @functools.cache
@@ -54,15 +63,23 @@ def _kernels(device: torch.device) -> ModuleType | None:
     return None
 
 
+def is_traced(x: Tensor) -> bool:
+    """Whether a tensor has no memory of its own, as while a compiler traces, which it does not say of itself in every version."""
+    return type(x) is not Tensor and is_fake(x)
+
+
 def _fused(x: Tensor) -> ModuleType | None:
-    return _kernels(x.device) if x.device.type == "cuda" and not torch.compiler.is_compiling() else None
+    return _kernels(x.device) if x.device.type == "cuda" and not is_traced(x) else None
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """(codes `[rows, k]`, scale_inv f32[1]) of `x [rows, k]`, scaled by its present amax."""
     if (fused := _fused(x)) is not None:
         return fused.per_tensor(x, element)  # type: ignore[no-any-return]
-    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
+    if is_traced(x):  # a norm of the rows, or an activation, takes the amaxes of its rows along
+        amax = x.abs().amax(1).amax().float().view(1)
+    else:
+        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
     scale = encode_scale(amax, element.max, power_of_2=False)
     return _codes(x, scale, element), reciprocal(scale)
 
@@ -77,8 +94,31 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return _codes(grouped, scale.unsqueeze(2), element).view(x.shape), reciprocal(scale)
 
 
+def groups_of_rows(x: Tensor, height: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """(codes `[k, rows]`, scale_inv f32 `[k, rows / height]` column by column) of `x [rows, k]`: `groups` of its transpose."""
+    if not is_traced(x):
+        codes, scale_inv = groups(x.t().contiguous(), height, element, power_of_2)
+        return codes, scale_inv.t().contiguous().t()
+    grouped = x.unflatten(0, (-1, height))  # read as it lies: a compiler would reduce a transpose in strides
+    scale = encode_scale(grouped.abs().amax(1).float(), element.max, power_of_2)
+    return _codes(grouped, scale.unsqueeze(1), element).view(x.shape).t().contiguous(), reciprocal(scale).t()
+
+
+def turned(codes: Tensor) -> Tensor:
+    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of 16 rows."""
+    if missing := -codes.shape[0] % 16:
+        codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+    if is_traced(codes):
+        return codes.t().contiguous()
+    backend = backends.choose(codes.device)
+    data: Tensor = ops.transposed(backend, "fp8_current", codes.view(torch.uint8), None, *codes.shape)[0]
+    return data.view(codes.dtype)
+
+
 def _codes(x: Tensor, scale: Tensor, element: Element) -> Tensor:
     """`x * scale` in f32, stored as codes, in one pass."""
+    if is_traced(x):
+        return (x * scale).to(element.dtype).contiguous()
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     return torch.mul(x, scale, out=codes)
 

@@ -10,7 +10,7 @@ columns, so turning it is not a transpose of codes. Blackwell reads B in either 
 first (pytorch/pytorch#198126), hence 10.x alone. Gradients are E4M3 like everything in this format.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
-from zerocast.gemm.rows import over_rows
 from zerocast.gemm.swizzle import of_weight, swizzle
 
 
@@ -28,33 +27,33 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.E8M0
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def hardware(case: Case) -> Iterator[str]:
     """Data-centre Blackwell GPUs."""
-    yield from torch_api.obstacles(case, major=10, name="Blackwell")
+    yield from torch_api.hardware(case, major=10, name="Blackwell")
+
+
+def obstacles(case: Case) -> Iterator[str]:
+    """Extents in multiples of 32."""
+    yield from torch_api.obstacles()
     yield from case.obstacles(multiple=32)
 
 
-def forward(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """`x @ W.T + bias` from the rowwise copy."""
+def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """(codes `[rows, k]`, swizzled E8M0 scales) of an input or an output gradient."""
+    codes, scales = inputs.mxfp8(x.reshape(-1, x.shape[-1]))
+    return codes, swizzle(scales).view(torch.float8_e8m0fnu)
+
+
+def multiply(
+    operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The product of quantized rows with one direction of the weight."""
     assert not transposed
-    data, _ = weight.direction(columnwise=False)
-    return _product(x, data.view(torch.float8_e4m3fn).t(), of_weight(weight, columnwise=False), bias)
-
-
-def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-    """`grad @ W` from the columnwise copy."""
-    assert not transposed
-    data, _ = weight.direction(columnwise=True)
-    return _product(grad, data.view(torch.float8_e4m3fn), of_weight(weight, columnwise=True), None)
-
-
-def _product(x: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
-    def product(rows: Tensor) -> Tensor:
-        codes, scales = inputs.mxfp8(rows)
-        a_scale = swizzle(scales).view(torch.float8_e8m0fnu)
-        how = ["BlockWise1x32"]
-        return torch_api.scaled_mm(
-            codes, a_scale, b, b_scale.view(torch.float8_e8m0fnu), how, how, bias, x.dtype, ["SWIZZLE_32_4_4"]
-        )
-
-    return over_rows(product, x, b.shape[1])
+    codes, scale_inv = operands
+    data, _ = weight.direction(columnwise)
+    b = data.view(torch.float8_e4m3fn)
+    b_scale_inv = of_weight(weight, columnwise).view(torch.float8_e8m0fnu)
+    how = ["BlockWise1x32"]
+    return torch_api.scaled_mm(
+        codes, scale_inv, b if columnwise else b.t(), b_scale_inv, how, how, bias, dtype, ["SWIZZLE_32_4_4"]
+    )

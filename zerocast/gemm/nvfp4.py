@@ -11,7 +11,7 @@ Inputs and gradients round to nearest. Stochastic rounding and Hadamard transfor
 pre-training, are left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
-from zerocast.gemm.rows import over_rows
 from zerocast.gemm.swizzle import of_weight, swizzle
 
 SCALING = ["BlockWise1x16", "TensorWise"]
@@ -32,35 +31,33 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.TWO_LEVEL
 
 
+def hardware(case: Case) -> Iterator[str]:
+    """Data-centre Blackwell GPUs."""
+    yield from torch_api.hardware(case, major=10, name="Blackwell")
+
+
 def obstacles(case: Case) -> Iterator[str]:
-    """Data-centre Blackwell GPUs, and a torch with a dtype for E2M1."""
-    yield from torch_api.obstacles(case, major=10, name="Blackwell")
+    """A torch with a dtype for E2M1, extents in multiples of 32."""
+    yield from torch_api.obstacles()
     if not hasattr(torch, "float4_e2m1fn_x2"):
         yield "this torch has no torch.float4_e2m1fn_x2"
     yield from case.obstacles(multiple=32)
 
 
-def forward(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """`x @ W.T + bias` from the rowwise copy."""
+def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """(bytes `[rows, k/2]`, swizzled E4M3 scales, f32[1] that both are decoded with) of an input or an output gradient."""
+    data, scales, factor = inputs.nvfp4(x.reshape(-1, x.shape[-1]))
+    return data, swizzle(scales), factor
+
+
+def multiply(
+    operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The product of quantized rows with one direction of the weight."""
     assert not transposed
-    return _product(x, weight, False, bias)
-
-
-def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-    """`grad @ W` from the columnwise copy."""
-    assert not transposed
-    return _product(grad, weight, True, None)
-
-
-def _product(x: Tensor, weight: Any, columnwise: bool, bias: Tensor | None) -> Tensor:
+    codes, scales, factor = operands
     data, _ = weight.direction(columnwise)
-    b = data.view(torch.float4_e2m1fn_x2).t()
+    a, b = codes.view(torch.float4_e2m1fn_x2), data.view(torch.float4_e2m1fn_x2).t()
+    a_scale = [scales.view(torch.float8_e4m3fn), factor]
     b_scale = [of_weight(weight, columnwise).view(torch.float8_e4m3fn), inputs.decode_factor(weight.amax)]
-
-    def product(rows: Tensor) -> Tensor:
-        a, scales, factor = inputs.nvfp4(rows)
-        a_scale = [swizzle(scales).view(torch.float8_e4m3fn), factor]
-        a = a.view(torch.float4_e2m1fn_x2)
-        return torch_api.scaled_mm(a, a_scale, b, b_scale, SCALING, SCALING, bias, x.dtype, SWIZZLE)
-
-    return over_rows(product, x, data.shape[0])
+    return torch_api.scaled_mm(a, a_scale, b, b_scale, SCALING, SCALING, bias, dtype, SWIZZLE)

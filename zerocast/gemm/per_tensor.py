@@ -11,17 +11,16 @@ Accumulation: fast (about 14 bits on Hopper) forward, full in the backward pass,
 (`pytorch/module/base.py`: `_2X_ACC_FPROP = False`, `_2X_ACC_DGRAD = True`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocast.formats import Element, FormatSpec, ScaleRule
+from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3, E5M2
 from zerocast.gemm import inputs
 from zerocast.gemm.case import Case
-from zerocast.gemm.rows import over_rows
 
 FIRST_CAPABILITY = (8, 9)
 
@@ -31,37 +30,51 @@ def takes(fmt: FormatSpec) -> bool:
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block is None
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def hardware(case: Case) -> Iterator[str]:
     """Any NVIDIA GPU with FP8 tensor cores; torch's own emulation on the CPU."""
     on_cpu = case.device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
     if case.capability is None and not on_cpu:
         yield f"torch._scaled_mm is for NVIDIA GPUs here, not for {case.device} tensors"
     elif case.capability and case.capability < FIRST_CAPABILITY:
         yield f"FP8 tensor cores come with compute capability 8.9, this device has {case.capability_text}"
+
+
+def obstacles(case: Case) -> Iterator[str]:
+    """Extents in multiples of 16."""
     yield from case.obstacles(multiple=16)
 
 
-def forward(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """`x @ W.T + bias` from the rowwise copy."""
-    assert not transposed
-    return _product(x, E4M3, weight, weight.direction(columnwise=False), bias)
+def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """(codes `[rows, k]`, scale_inv f32[1]) of an input or an output gradient."""
+    element = E5M2 if gradient and fmt.element != E5M2 else E4M3
+    return inputs.per_tensor(x.reshape(-1, x.shape[-1]), element)
 
 
-def input_gradient(grad: Tensor, weight: Any, transposed: bool) -> Tensor:
-    """`grad @ W` from the columnwise copy."""
-    assert not transposed
-    element = E4M3 if weight.format.element == E5M2 else E5M2
-    return _product(grad, element, weight, weight.direction(columnwise=True), None, fast=False)
+def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    """The operand of a weight gradient, which sums over tokens: (codes `[k, tokens]`, scale_inv), from those of `quantize`."""
+    codes, scale_inv = operands
+    return inputs.turned(codes), scale_inv
 
 
-def _product(
-    x: Tensor, element: Element, weight: Any, stored: tuple[Tensor, Tensor], bias: Tensor | None, fast: bool = True
+def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """`grad.T @ x`, accumulated in full, from what `along_tokens` gave for both."""
+    (left, left_scale_inv), (right, right_scale_inv) = grad, x
+    return torch._scaled_mm(left, right.t(), left_scale_inv, right_scale_inv, out_dtype=dtype)
+
+
+def multiply(
+    operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    data, scale_inv = stored
-    b = data.view(weight.format.element.dtype).t()
-
-    def product(rows: Tensor) -> Tensor:
-        a, a_scale = inputs.per_tensor(rows, element)
-        return torch._scaled_mm(a, b, a_scale, scale_inv, bias=bias, out_dtype=x.dtype, use_fast_accum=fast)
-
-    return over_rows(product, x, data.shape[0])
+    """The product of quantized rows with one direction of the weight; accumulates fast in the forward pass alone."""
+    assert not transposed
+    codes, scale_inv = operands
+    data, weight_scale_inv = weight.direction(columnwise)
+    return torch._scaled_mm(
+        codes,
+        data.view(weight.format.element.dtype).t(),
+        scale_inv,
+        weight_scale_inv,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=not columnwise,
+    )

@@ -9,12 +9,16 @@ from torch import Tensor
 from zerocast.gemm.case import Case
 
 
-def obstacles(case: Case, major: int, name: str) -> Iterator[str]:
-    """Anything but an NVIDIA GPU of compute capability `major`.x, or a torch without the function."""
+def hardware(case: Case, major: int, name: str) -> Iterator[str]:
+    """Anything but an NVIDIA GPU of compute capability `major`.x."""
     if case.capability is None:
         yield f"runs on {name} GPUs (compute capability {major}.x), not on {case.device} tensors"
     elif case.capability[0] != major:
         yield f"runs on {name} GPUs (compute capability {major}.x), this device has {case.capability_text}"
+
+
+def obstacles() -> Iterator[str]:
+    """A torch without the function."""
     if not hasattr(torch.nn.functional, "scaled_mm"):
         yield "this torch has no torch.nn.functional.scaled_mm"
 

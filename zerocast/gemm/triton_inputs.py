@@ -32,6 +32,15 @@ def _magnitude(x):
 
 
 @triton.jit
+def _load(x, at, mask):
+    """f32 values. bf16 comes as int16: Triton's interpreter converts bf16 subnormals wrongly."""
+    value = tl.load(x + at, mask=mask, other=0)
+    if x.dtype.element_ty == tl.int16:
+        value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
     """`inputs.encode_scale`, from the bits of the amax."""
     s = tl.div_rn(LARGEST, amax_bits.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
@@ -76,7 +85,7 @@ def _groups(
     group = tl.program_id(1)
     here = row < rows
     at = row[:, None] * columns + group * WIDTH + tl.arange(0, WIDTH)[None, :]
-    value = tl.load(x + at, mask=here[:, None], other=0.0).to(tl.float32)
+    value = _load(x, at, here[:, None])
     scale = _scale(tl.max(_magnitude(value), 1), LARGEST, POWER_OF_2)
     tl.store(codes + at, _encode(value * scale[:, None], MANTISSA), mask=here[:, None])
     tl.store(scale_inv + group.to(tl.int64) * rows + row, tl.div_rn(1.0, scale), mask=here)
@@ -88,7 +97,7 @@ def _whole(x, amax, codes, scale_inv, numel, ELEMENTS: tl.constexpr, MANTISSA: t
     program = tl.program_id(0)
     scale = _scale(_magnitude(tl.load(amax)), LARGEST, False)
     at = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
+    value = _load(x, at, at < numel)
     tl.store(codes + at, _encode(value * scale, MANTISSA), mask=at < numel)
     if program == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
@@ -99,6 +108,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments
         kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
 
 
+def _loadable(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+
+
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """`inputs.per_tensor`."""
     amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
@@ -106,7 +120,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     scale_inv = torch.empty(1, device=x.device, dtype=torch.float32)
     constants = ELEMENTS, MANTISSA[element.name], element.max
     grid = (triton.cdiv(x.numel(), ELEMENTS),)
-    _launch(_whole, grid, x.device, x.contiguous(), amax, codes, scale_inv, x.numel(), *constants)
+    _launch(_whole, grid, x.device, _loadable(x), amax, codes, scale_inv, x.numel(), *constants)
     return codes.view(element.dtype), scale_inv
 
 
@@ -117,5 +131,5 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     scale_inv = torch.empty(columns // width, rows, device=x.device, dtype=torch.float32)
     constants = width, ROWS, MANTISSA[element.name], element.max, power_of_2
     grid = triton.cdiv(rows, ROWS), columns // width
-    _launch(_groups, grid, x.device, x.contiguous(), codes, scale_inv, rows, columns, *constants)
+    _launch(_groups, grid, x.device, _loadable(x), codes, scale_inv, rows, columns, *constants)
     return codes.view(element.dtype), scale_inv.t()

@@ -19,7 +19,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
-        return torch._grouped_mm(x, _plain(weight, columnwise=False).transpose(-2, -1), offs=offs)
+        return multiply(x, weight, offs, columnwise=False)
 
     @staticmethod
     @once_differentiable
@@ -27,15 +27,19 @@ class _Grouped(torch.autograd.Function):
         x, weight, offs = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            grad_x = torch._grouped_mm(grad, _plain(weight, columnwise=True), offs=offs)
+            grad_x = multiply(grad, weight, offs, columnwise=True)
         if ctx.needs_input_grad[1]:
             grad_weight = torch._grouped_mm(grad.t(), x, offs=offs)
         return grad_x, grad_weight, None
 
 
-def _plain(weight: Any, columnwise: bool) -> Tensor:
-    value: Tensor = weight.read(columnwise, weight.dtype)
-    return value.view(weight.shape)
+def multiply(x: Tensor, weight: Any, offs: Tensor, columnwise: bool) -> Tensor:
+    """`x[group] @ W[group].T` from the rowwise copy, `x[group] @ W[group]` from the columnwise copy."""
+    if weight.is_traced:
+        traced: Tensor = torch.ops.zerocast.grouped_multiply(x, offs, columnwise, *weight.as_arguments())
+        return traced
+    plain = weight.read(columnwise, weight.dtype).view(weight.shape)
+    return torch._grouped_mm(x, plain if columnwise else plain.transpose(-2, -1), offs=offs)
 
 
 def grouped_mm(

@@ -1,11 +1,15 @@
 """Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the columnwise copy.
 
-The weight gradient is computed in the nominal dtype, or in FP32 when the weight's `grad_dtype` says so; it never needs the weight.
-The other two are computed by a path of `zerocast.gemm`, the same one for a forward pass and its backward pass. What autograd keeps
-for the backward pass is the quantized weight and the input as it came.
+The weight gradient has the nominal dtype, or FP32 when the weight's `grad_dtype` says so; it never needs the weight. The other two
+are computed by a path of `zerocast.gemm`, the same one for a forward pass and its backward pass. What autograd keeps for the
+backward pass is the quantized weight and the input as it came, or quantized where the weight gradient is computed from that.
+
+A compiler traces the same functions. It sees how an input is quantized, as plain operations that it fuses with what made the
+input. The product itself is one op (`compiled_ops.py`): nothing that is dequantized for it, or transposed, can be kept.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,52 +24,97 @@ class _Product(torch.autograd.Function):
     """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is `[..., features]`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, quantized: bool
+    ) -> Tensor:
+        ctx.quantized = quantized and ctx.needs_input_grad[1] and x.numel() > 0
+        operands, kept = gemm.of_input(path, x, weight.format, ctx.quantized) if x.numel() else ((), (x,))
+        ctx.save_for_backward(*kept, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
-        return gemm.PATHS[path].forward(x, weight, bias, transposed)
+        return _multiplied(path, operands, x, weight, False, transposed, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        *kept, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        path, rows = gemm.PATHS[ctx.path], grad.reshape(-1, grad.shape[-1])
+        gemm.forget()
+        operands: tuple[Tensor, ...] = ()
+        grad_x = grad_weight = None
         with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
-            grad_x = gemm.PATHS[ctx.path].input_gradient(grad, weight, ctx.transposed) if needs_x else None
-            others = parameter_gradients(x, weight, grad, ctx.transposed, needs_weight, ctx.has_bias and needs_bias)
-        return grad_x, *others, None, None
+            if grad.numel() and (needs_x or ctx.quantized):
+                operands = path.quantize(grad, weight.format, gradient=True)
+            if needs_x:
+                grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
+            if ctx.quantized:
+                left = gemm.GRADIENTS[ctx.path].along_tokens(grad, operands, weight.format, gradient=True)
+                grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
+            elif needs_weight:
+                x_rows = kept[0].reshape(-1, kept[0].shape[-1])
+                pair = (x_rows, rows) if ctx.transposed else (rows, x_rows)
+                grad_weight = _weight_gradient(weight, functools.partial(_outer, *pair))
+        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
 
 
-def parameter_gradients(
-    x: Tensor, weight: Any, grad: Tensor, transposed: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, None where they are not needed."""
-    grad_weight = None
-    rows, x_rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    if needs_weight:
-        left, right = (x_rows, rows) if transposed else (rows, x_rows)
-        grad_weight = _weight_gradient(weight, left, right)
-    return grad_weight, rows.sum(0) if needs_bias else None
+def multiply(path: str, x: Tensor, weight: Any, transposed: bool = False, bias: Tensor | None = None) -> Tensor:
+    """`x @ W.T + bias`, or `x @ W + bias` when transposed, from the rowwise copy; no autograd."""
+    operands, _ = gemm.of_input(path, x, weight.format) if x.numel() else ((), ())
+    return _multiplied(path, operands, x, weight, False, transposed, bias)
 
 
-def _weight_gradient(weight: Any, left: Tensor, right: Tensor) -> Tensor:
-    """`left.T @ right` in the gradient dtype of the weight, of its logical shape; added to `main_grad` where a host fuses that."""
+def multiply_gradient(path: str, grad: Tensor, weight: Any, transposed: bool = False) -> Tensor:
+    """`grad @ W`, or `grad @ W.T` when transposed, from the columnwise copy; no autograd."""
+    operands = gemm.PATHS[path].quantize(grad, weight.format, gradient=True) if grad.numel() else ()
+    return _multiplied(path, operands, grad, weight, True, transposed, None)
+
+
+def _multiplied(
+    path: str,
+    operands: Sequence[Tensor],
+    x: Tensor,
+    weight: Any,
+    columnwise: bool,
+    transposed: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """The product for the operands made of `x`; of an input without elements there are none, since it has no amax."""
+    shape = *x.shape[:-1], weight.matrix_shape[columnwise != transposed]
+    if not operands:
+        return x.new_empty(shape)
+    rest = columnwise, transposed, bias, x.dtype
+    if weight.is_traced:
+        y: Tensor = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
+    else:
+        y = gemm.PATHS[path].multiply(operands, weight, *rest)
+    return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)  # without the rows of a padding
+
+
+def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> Tensor:
+    """`product` in the gradient dtype of the weight, of its logical shape; added to `main_grad` where a host fuses that."""
     wished = (
         weight.grad_dtype if weight.is_leaf else None
     )  # a compiler's stand-in for the weight is no leaf and has none
     dtype: torch.dtype = wished or weight.dtype
     fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
     if fused is None:
-        return _outer(left, right, dtype).view(weight.shape)
-    fused.add_(_outer(left, right, fused.dtype).view(fused.shape))
+        return product(dtype).view(weight.shape)
+    fused.add_(product(fused.dtype).view(fused.shape))
     weight.grad_added_to_main_grad = True
     return fused.new_zeros((), dtype=dtype).expand(weight.shape)
 
 
 def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left.T @ right` of operands as they came."""
     if dtype is torch.float32:
         return left.float().t() @ right.float()
     return (left.t() @ right).to(dtype)
+
+
+def _outer_quantized(path: str, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if gemm.is_traced(grad[0]):
+        return torch.ops.zerocast.weight_gradient(grad, x, dtype, path)  # type: ignore[no-any-return]
+    return gemm.GRADIENTS[path].weight_gradient(grad, x, dtype)
 
 
 def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -90,15 +139,13 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
 
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The product, for autograd, for a compiler or for torch.func."""
-    if torch.compiler.is_compiling():  # one op in the graph: zerocast/weight/compiled_ops.py
-        traced: Tensor = torch.ops.zerocast.product(x, weight, bias, transposed)
-        return traced
+    """The product, for autograd or for torch.func."""
     if torch._C._are_functorch_transforms_active():  # torch.func takes operators alone
         product = torch.matmul(x, weight if transposed else torch.t(weight))
         return product if bias is None else product + bias
     path = gemm.path_of(weight, x.dtype, transposed)
-    y: Tensor = _Product.apply(x, weight, bias, transposed, path)  # type: ignore[no-untyped-call]
+    quantized = gemm.quantizes_weight_gradients(path)
+    y: Tensor = _Product.apply(x, weight, bias, transposed, path, quantized)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -110,10 +157,10 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
     weight = operand if operand.transposed_of is None else operand.transposed_of
     if hasattr(x, "format") or x.dtype != weight.dtype:
         raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
-    path = gemm.PATHS[gemm.path_of(weight, x.dtype, transposed=False)]
+    path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
-        return path.forward(x, weight, bias, False)
-    y = path.input_gradient(x, weight, False)
+        return multiply(path, x, weight, bias=bias)
+    y = multiply_gradient(path, x, weight)
     return y if bias is None else y + bias
 
 

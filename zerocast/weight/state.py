@@ -39,7 +39,7 @@ class WeightState:
     those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
     rowwise bytes is made by each product that reads it, and not kept. `gathered_direction` names the one that is there, where just
     one is. `initial` is the high-precision value of these bytes, until somebody has made masters of it. `choices` keeps what
-    `zerocast.gemm` decided for the storage as it lies now.
+    `zerocast.gemm` decided for the storage as it lies now. `name` is the parameter's, where it is known.
     """
 
     format: FormatSpec
@@ -52,6 +52,7 @@ class WeightState:
     is_cast: bool = True
     columnwise_on_demand: bool = False
     gathered_direction: str = ""
+    name: str = ""
     initial: Tensor | None = None
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)

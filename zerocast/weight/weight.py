@@ -15,6 +15,7 @@ from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
+from zerocast.gemm import inputs
 from zerocast.weight import linear as compute
 from zerocast.weight import owners, unsupported
 from zerocast.weight import state as weight_state
@@ -27,6 +28,7 @@ NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _READ = {
     "rowwise_data": "readable_rowwise_data"
 }  # by which a compiled graph asks for a buffer: it is checked on the way
+_READ_BY_PRODUCTS = BUFFERS[:5]
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
 
@@ -80,6 +82,27 @@ class QuantizedWeight(WeightBuffers):
     ) -> "QuantizedWeight":
         """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied."""
         return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
+
+    def as_arguments(self) -> tuple[Any, ...]:
+        """The arguments of an op from which `of_arguments` makes this weight again, over the same buffers."""
+        state = self.state
+        buffers = [state.buffers[name] for name in _READ_BY_PRODUCTS]
+        return list(self.shape), str(state.format), state.dtype, state.columnwise_on_demand, *buffers
+
+    @staticmethod
+    def of_arguments(
+        shape: Sequence[int], fmt: str, dtype: torch.dtype, on_demand: bool, *buffers: Tensor | None
+    ) -> "QuantizedWeight":
+        """The inverse of `as_arguments`."""
+        held = {name: buffer for name, buffer in zip(_READ_BY_PRODUCTS, buffers, strict=True) if buffer is not None}
+        weight = QuantizedWeight.of_buffers(tuple(shape), get_format(fmt), dtype, held)
+        weight.state.columnwise_on_demand = on_demand
+        return weight
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether its buffers stand for those of a later call, as while a compiler traces."""
+        return inputs.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
@@ -232,12 +255,15 @@ class QuantizedWeight(WeightBuffers):
         return *fixed, self.state.copies(copy), initial
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors."""
+        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors.
+
+        The constants tell graphs apart, too: with them, how products of this weight are computed now.
+        """
         names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
         if self.state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
-        context = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
-        return names, context
+        fixed = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
+        return names, (*fixed, gemm.ways(self))
 
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
@@ -248,7 +274,7 @@ class QuantizedWeight(WeightBuffers):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """The inverse of `__tensor_flatten__`."""
-        shape, fmt, dtype, requires_grad, on_demand = context
+        shape, fmt, dtype, requires_grad, on_demand, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
         weight.state.columnwise_on_demand = on_demand

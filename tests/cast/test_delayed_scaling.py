@@ -1,0 +1,180 @@
+"""DelayedScaling around a cast: seeding, repeating, rolling back, saving; on flat buffers and on scattered ones."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import casts
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.weight_table import WeightTable
+from zerocast.distributed.group import ONE_PROCESS
+
+FORMATS = (
+    "fp8_delayed:amax_history_len=3",
+    "fp8_delayed:amax_history_len=3",
+    "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3,element=e5m2",
+    "fp8_delayed:amax_history_len=2",
+    "nvfp4",
+)
+NAMES = tuple("abcde")
+
+
+class Held:
+    """Weights of these formats with a plan, in flat buffers or each in storage of its own."""
+
+    def __init__(self, flat: bool, backend: str | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weights = [QuantizedWeight.empty((32, 48), fmt) for fmt in FORMATS]
+        for name in ("scale", "amax_history") if flat else ():
+            into_flat_buffer([weight for weight in self.weights if weight.scale is not None], name)
+        self.masters = [torch.randn(32 * 48, generator=generator) * 3**i for i in range(len(FORMATS))]
+        self.plan = CastPlan(self.weights, self.masters, [0] * len(FORMATS), ONE_PROCESS, backend=backend, names=NAMES)
+
+    def step(self) -> None:
+        for master in self.masters:
+            master.mul_(1.5)
+        self.plan.cast()
+
+    def held(self) -> dict[str, dict[str, bytes]]:
+        weights = {name: casts.bytes_of(weight) for name, weight in zip(NAMES, self.weights, strict=True)}
+        held = {name: {key: value.tobytes() for key, value in found.items()} for name, found in weights.items()}
+        for name, tensors in self.plan.delayed.state_dict().items():
+            held[name]["cast_scale"] = tensors["cast_scale"].numpy().tobytes()
+        return held
+
+
+flat = pytest.mark.parametrize("flat", [True, False], ids=["flat", "scattered"])
+
+
+@flat
+def test_a_seed_is_what_two_casts_found(backend: str, flat: bool) -> None:
+    """The first of two finds the amax that scales the second; within one cast that takes one all-reduce."""
+    twice, once = Held(flat, backend), Held(flat, backend)
+    twice.plan.cast()
+    twice.plan.cast()
+    once.plan.delayed.forget()
+    with mock.patch.object(once.plan.packed, "all_reduce", wraps=once.plan.packed.all_reduce) as reduced:
+        once.plan.cast()
+    assert reduced.call_count == 1
+    assert not once.plan.delayed.unseeded
+    assert once.held() == twice.held()
+    twice.step()
+    once.step()
+    assert once.held() == twice.held()
+
+
+@flat
+def test_a_seed_leaves_the_other_weights_alone(flat: bool) -> None:
+    both, one = Held(flat), Held(flat)
+    for each in (both, one):
+        each.step()
+        each.step()
+    one.plan.delayed.forget(["c"])
+    both.plan.cast(repeat=True)
+    one.plan.cast(repeat=True)
+    found, wanted = one.held(), both.held()
+    assert found.pop("c") != wanted.pop("c")
+    assert found == wanted
+
+
+@flat
+def test_a_repeated_cast_changes_nothing(backend: str, flat: bool) -> None:
+    here = Held(flat, backend)
+    here.step()
+    here.step()
+    before = here.held()
+    here.plan.cast(repeat=True)
+    assert here.held() == before
+
+
+@flat
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        *((stage, kind) for stage in ("compute_scales", "partial_cast") for kind in ("cast", "repeat", "seed")),
+        ("roll_history", "cast"),
+        ("roll_history", "seed"),
+    ],
+)
+def test_a_cast_that_raises_is_as_if_it_had_never_begun(flat: bool, stage: str, kind: str) -> None:
+    here, other = Held(flat), Held(flat)
+    for each in (here, other):
+        each.step()
+        each.step()
+        for master in each.masters:
+            master.mul_(1.5)  # so that a history that rolled twice differs
+        if kind == "seed":
+            each.plan.delayed.forget(["a"])
+    repeat = kind == "repeat"
+    whole, done = getattr(WeightTable, stage), []
+
+    def raises_after_some(table: WeightTable, *arguments: object) -> None:
+        if len(done) == 2:
+            raise torch.OutOfMemoryError
+        done.append(table)
+        whole(table, *arguments)
+
+    with mock.patch.object(WeightTable, stage, raises_after_some), pytest.raises(torch.OutOfMemoryError):
+        here.plan.cast(repeat=repeat)
+    assert here.plan.guard.is_partial
+    here.plan.cast(repeat=repeat)
+    other.plan.cast(repeat=repeat)
+    assert here.held() == other.held()
+    assert not here.plan.guard.is_partial
+
+
+@flat
+def test_a_state_goes_on_elsewhere(flat: bool) -> None:
+    first, second = Held(flat), Held(not flat)
+    first.step()
+    first.step()
+    saved = {
+        name: {key: t.clone() for key, t in held.items()} for name, held in first.plan.delayed.state_dict().items()
+    }
+    assert second.plan.delayed.load_state_dict(saved) == []
+    for ours, theirs in zip(second.masters, first.masters, strict=True):
+        ours.copy_(theirs)
+    second.plan.cast(repeat=True)
+    assert second.held() == first.held()
+    first.step()
+    second.step()
+    assert second.held() == first.held()
+    saved["b"] = {"scale": saved["b"]["scale"], "amax_history": torch.zeros(7)}
+    del saved["c"]
+    assert second.plan.delayed.load_state_dict(saved) == ["b", "c"]
+    assert second.plan.delayed.unseeded == {"b", "c"}
+
+
+def test_the_scale_of_a_host_is_read_and_never_written() -> None:
+    ours = {"scale": torch.tensor([2.0]), "amax_history": torch.tensor([4.0, 0.0])}
+    theirs = {"scale": torch.tensor([8.0]), "amax_history": None}
+    delayed = DelayedScaling({"theirs": theirs, "ours": ours}, torch.device("cpu"))
+    theirs["scale"].fill_(16.0)
+    ours["scale"].fill_(32.0)
+    with delayed.replay():
+        assert (ours["scale"].item(), theirs["scale"].item()) == (2.0, 16.0)
+    assert (ours["scale"].item(), theirs["scale"].item()) == (32.0, 16.0)
+    delayed.advance(torch.tensor([True]))
+    assert delayed.cast_scale("theirs") == 8.0
+    delayed.advance(torch.tensor([False]))
+    assert (delayed.cast_scale("theirs"), delayed.cast_scale("ours"), delayed.cast_scale("none")) == (16.0, 32.0, None)
+    with contextlib.suppress(KeyError), delayed.rollback():
+        ours["scale"].fill_(1.0)
+        theirs["scale"].fill_(64.0)
+        raise KeyError
+    assert (ours["scale"].item(), theirs["scale"].item()) == (32.0, 64.0)
+    assert list(delayed.state_dict()) == ["ours"]
+
+
+@flat
+def test_launches_do_not_grow_with_the_weights(flat: bool) -> None:
+    """Of weights in flat buffers; others take more."""
+    weights = [QuantizedWeight.empty((16, 16), FORMATS[0]) for _ in range(40)]
+    for name in ("scale", "amax_history") if flat else ():
+        into_flat_buffer(weights, name)
+    delayed = DelayedScaling({f"{i}": w.state.buffers for i, w in enumerate(weights)}, torch.device("cpu"))
+    assert (len(delayed._scales), len(delayed._histories)) == ((1, 1) if flat else (40, 40))

@@ -1,0 +1,172 @@
+"""Products under torch.compile, on any machine: the bits of eager, what the graphs compute, and what they keep.
+
+The kernels of a GPU and inductor's fusion: test_compiled_gpu.py. Models that FSDP2 shards: tests/fsdp2/test_compile.py.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+import zerocast
+from zerocast import gemm
+
+BF16 = torch.bfloat16
+ROWS, WIDTH, HIDDEN = 256, 128, 384
+
+
+class Mlp(nn.Module):
+    """A norm, two products of its result, an activation, a third product: `[rows, WIDTH]` to the same."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def built(
+    fmt: str | None, on_demand: bool = True, device: str = "cpu", shape: tuple[int, int] = (WIDTH, HIDDEN)
+) -> Any:
+    """The same model in BF16 for None, else with quantized products, whose columnwise copies are made on demand or kept."""
+    torch.manual_seed(0)
+    model = Mlp(*shape).to(device, BF16)
+    if fmt is not None:
+        zerocast.quantize_(model, zerocast.Recipe({"gate.*": fmt, "up.*": fmt, "down.weight": fmt}))
+        for layer in (model.gate, model.up, model.down):
+            layer.weight.state.columnwise_on_demand = on_demand
+    return model
+
+
+def run(model: Any, x: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    leaf = x.clone().requires_grad_()
+    y = model(leaf)
+    y.float().square().mean().backward()
+    gradients = [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+    model.zero_grad()
+    return [y.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+class Graphs:
+    """A compiler that keeps the forward and the backward graph and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.forward: GraphModule
+        self.backward: GraphModule
+        self.compiler = aot_autograd(
+            fw_compiler=functools.partial(self._keep, "forward"),
+            bw_compiler=functools.partial(self._keep, "backward"),
+            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        )
+
+    def _keep(self, name: str, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+        setattr(self, name, graph)
+        boxed: Callable[..., Any] = make_boxed_func(graph.forward)
+        return boxed
+
+    def counts(self, of: str) -> Counter[str]:
+        """How often each operator is in one of the graphs."""
+        nodes = getattr(self, of).graph.nodes
+        return Counter(str(node.target) for node in nodes if node.op == "call_function")
+
+    def kept(self) -> int:
+        """Bytes that the forward graph makes for the backward graph."""
+        (output,) = (node for node in self.forward.graph.nodes if node.op == "output")
+        values = [node.meta["val"] for node in output.args[0][1:] if node is not None and node.op == "call_function"]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def compiled(model: nn.Module) -> tuple[Any, Graphs]:
+    """The model without a graph break, and the graphs, which are there after its first passes."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    return torch.compile(model, backend=graphs.compiler, fullgraph=True), graphs
+
+
+CASES = [
+    ("nvfp4", "auto"),
+    ("mxfp8", "auto"),
+    ("fp8_block", "auto"),
+    ("fp8_current", "auto"),
+    ("fp8_current", "scaled_mm"),
+    ("fp8_delayed:amax_history_len=4", "scaled_mm"),
+]
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+@pytest.mark.parametrize(("fmt", "wish"), CASES)
+def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
+    fmt: str, wish: str, on_demand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a torch that does not say while it compiles that it does (2.11)."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    x, model = torch.randn(ROWS, WIDTH).to(BF16), built(fmt, on_demand)
+    function, plain = compiled(built(None))
+    run(function, x)
+    with gemm.use(wish):
+        expected = run(model, x)
+        function, graphs = compiled(model)
+        found = run(function, x)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert graphs.kept() <= plain.kept()
+    forward, backward = graphs.counts("forward"), graphs.counts("backward")
+    ours = {name for name in forward | backward if name.startswith("zerocast")}
+    assert ours == {"zerocast.multiply.default"}, "neither a dequantized nor a transposed weight is a value of a graph"
+    assert forward["zerocast.multiply.default"] == backward["zerocast.multiply.default"] == 3
+    if wish == "scaled_mm":
+        assert forward["aten.abs.default"] == 2, "the input of gate is that of up: quantized once"
+        assert backward["aten.abs.default"] == 3
+
+
+def test_a_quantized_weight_gradient_keeps_the_quantized_input() -> None:
+    x, model = torch.randn(ROWS, WIDTH).to(BF16), built("fp8_current")
+    with gemm.use("scaled_mm"):
+        nominal = run(model, x)
+    with gemm.use("scaled_mm", weight_gradients="fp8"):
+        expected = run(model, x)
+        function, graphs = compiled(model)
+        found = run(function, x)
+    assert all(map(torch.equal, found, expected))
+    assert graphs.counts("backward")["zerocast.weight_gradient.default"] == 3
+    assert graphs.kept() <= ROWS * (2 * 2 * HIDDEN + HIDDEN + WIDTH) + 8 * ROWS
+    assert all(map(torch.equal, expected[:3], nominal)), "the output and the input gradient are as before"
+    for ours, theirs in zip(expected[3:6], nominal[3:6], strict=True):
+        assert 0 < (ours - theirs).norm() <= 0.08 * theirs.norm()
+
+
+def test_what_a_cached_graph_depends_on() -> None:
+    """torch keeps graphs by this key, across processes too: another way of computing is another graph."""
+    weight: Any = built("fp8_current").gate.weight
+    keys = {weight._stable_hash_for_caching()}
+    for wish, weight_gradients in (("scaled_mm", None), ("dequantize", None), ("scaled_mm", "fp8")):
+        with gemm.use(wish, weight_gradients=weight_gradients):
+            keys.add(weight._stable_hash_for_caching())
+    assert len(keys) == 3, "the CPU dequantizes unless asked"
+
+
+def test_a_compiled_function_follows_the_wish() -> None:
+    x, model = torch.randn(ROWS, WIDTH).to(BF16), built("fp8_current")
+    function, graphs = compiled(model)
+    for wish, weight_gradients in (
+        ("auto", "nominal"),
+        ("scaled_mm", "nominal"),
+        ("scaled_mm", "fp8"),
+        ("auto", "fp8"),
+    ):
+        with gemm.use(wish, weight_gradients=weight_gradients):
+            assert all(map(torch.equal, run(function, x), run(model, x)))
+        quantized = wish == "scaled_mm" and weight_gradients == "fp8"
+        assert graphs.counts("backward")["zerocast.weight_gradient.default"] == 3 * quantized or wish == "auto"

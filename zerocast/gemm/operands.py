@@ -1,0 +1,70 @@
+"""What products make of their inputs, shared: one quantization of an input serves all that read it (q, k and v; gate and up).
+
+The last one is kept, for the object it was made of, while autograd's own count of writes to it stands. It is dropped with the
+object, by the next input and by the next backward pass, so that it adds nothing to what a step holds at its peak. Graphs, of
+compilers and of CUDA, get their own: a compiler finds common subexpressions itself, and a replay must quantize anew.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import FormatSpec
+from zerocast.gemm.choice import GRADIENTS, PATHS
+from zerocast.gemm.inputs import is_traced
+
+Operands = tuple[Tensor, ...]
+
+
+class _Shared(NamedTuple):
+    x: "weakref.ref[Tensor]"
+    version: int
+    use: tuple[Any, ...]
+    operands: Operands
+    along_tokens: Operands
+
+
+_last: _Shared | None = None
+
+
+def of_input(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool = False) -> tuple[Operands, Operands]:
+    """What the product makes of an input with elements; what its weight gradient does, if asked for, else the input as it is."""
+    global _last  # noqa: PLW0603
+    if not _is_shareable(x):
+        return _made(path, x, fmt, along_tokens)
+    last, use = _last, (path, fmt, along_tokens, _stream(x))
+    if last is not None and last.x() is x and last.version == x._version and last.use == use:
+        return last.operands, last.along_tokens or (x,)
+    operands, of_gradient = _made(path, x, fmt, along_tokens)
+    if operands[0] is not x:
+        _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, of_gradient if along_tokens else ())
+    return operands, of_gradient
+
+
+def _made(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool) -> tuple[Operands, Operands]:
+    operands = PATHS[path].quantize(x, fmt, gradient=False)
+    if not along_tokens:
+        return operands, (x,)
+    return operands, GRADIENTS[path].along_tokens(x, operands, fmt, gradient=False)
+
+
+def forget() -> None:
+    """Drop what is kept."""
+    global _last  # noqa: PLW0603
+    _last = None
+
+
+def _drop(x: "weakref.ref[Tensor]") -> None:
+    if _last is not None and _last.x is x:
+        forget()
+
+
+def _is_shareable(x: Tensor) -> bool:
+    """Whether autograd recorded it, and with that relies on the same count of writes."""
+    return x.grad_fn is not None and not is_traced(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _stream(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
