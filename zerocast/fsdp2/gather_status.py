@@ -42,7 +42,8 @@ class PinnedHeaders:
     arrived.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
+        self.sizes = sizes
         self._here = torch.empty(sum(sizes), 2, dtype=torch.int32, device=device)
         self._pinned = torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=True)
         self._by_weight: tuple[Tensor, ...] = self._pinned.split(list(sizes))
@@ -72,7 +73,7 @@ class GatherStatus:
     def __init__(self, guard: WriteGuard) -> None:
         self._guard = guard
         self._pending: deque[tuple[tuple[str, ...], PinnedHeaders]] = deque()
-        self._free: dict[tuple[str, ...], list[PinnedHeaders]] = {}
+        self._free: dict[tuple[int, ...], list[PinnedHeaders]] = {}  # by sizes
 
     def all_written(self, name: str, headers: Tensor) -> bool:
         """True if every rank with rows of a weight was written to since it last cast, by int32
@@ -106,8 +107,9 @@ class GatherStatus:
         """Let the headers `[ranks, 2]` of these weights travel to the host, which reads them in
         a later `check`.
         """
-        free = self._free.setdefault(names, [])
-        pinned = free.pop() if free else PinnedHeaders(list(map(len, headers)), headers[0].device)
+        sizes = tuple(map(len, headers))
+        free = self._free.setdefault(sizes, [])
+        pinned = free.pop() if free else PinnedHeaders(sizes, headers[0].device)
         pinned.send(headers)
         self._pending.append((names, pinned))
 
@@ -123,7 +125,7 @@ class GatherStatus:
             except RuntimeError:
                 self._pending.clear()  # they tell of the same disagreement
                 raise
-            self._free[names].append(pinned)
+            self._free[pinned.sizes].append(pinned)
 
 
 class StatusExchange:
