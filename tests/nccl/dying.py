@@ -12,7 +12,7 @@ from tests.optim.lm import LM, batch
 from tests.optim.runs import ADAM, DETERMINISTIC
 from tests.workers import join
 from zerocast import ZeroAdamW
-from zerocast.optim.weights import ShardedWeights
+from zerocast.optim.gather import WeightGather
 
 DIED, FINISHED = 17, 0
 PLACES = ("between backward and step", "between cast and all-gather")
@@ -33,7 +33,7 @@ def train(rank: int, backend: str, store: str, place: str, timeout: float) -> No
         if dies and place == PLACES[0]:
             die(device)
         if dies and place == PLACES[1]:
-            ShardedWeights.gather = lambda _: die(device)  # type: ignore[method-assign]
+            WeightGather.start = lambda _: die(device)  # type: ignore[method-assign]
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
