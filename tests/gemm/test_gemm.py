@@ -81,7 +81,7 @@ def test_quantized_weight_gradients(fmt: str, rows: tuple[int, ...]) -> None:
     """The product of both operands as the other products see them; FP32 and `main_grad` too; the quantized input is kept."""
     weight: Any = cast(fmt)
     weight.grad_dtype = torch.float32
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(48, 64), False
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(48, 64), False
     x = torch.randn(*rows, 64).to(BF16)
     with gemm.use("scaled_mm", weight_gradients="fp8"):
         y = F.linear(x, weight)
@@ -93,11 +93,14 @@ def test_quantized_weight_gradients(fmt: str, rows: tuple[int, ...]) -> None:
     assert not found.any() and weight.grad_added_to_main_grad, "a placeholder"
     element = "e4m3" if "e5m2" in fmt else "e5m2"
     left, right = (rounded(t.reshape(-1, t.shape[-1]), e) for t, e in ((grad, element), (x, "e4m3")))
-    assert_product(weight.main_grad - 1, left.t(), right, 0.0)
+    once = weight.main_grad.clone()
+    assert_product(once, left.t(), right, 0.0)
+    torch.autograd.grad(y, weight, grad, retain_graph=True)
+    assert torch.equal(weight.main_grad, 2 * once)
     del weight.grad_added_to_main_grad
     (found,) = torch.autograd.grad(y, weight, grad)
     assert found.dtype is torch.float32
-    torch.testing.assert_close(found, weight.main_grad - 1, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, once, rtol=1e-5, atol=1e-5)
 
 
 def test_only_where_a_path_has_it() -> None:

@@ -57,14 +57,14 @@ def late_gathers(cycles: int = 4_000_000) -> Iterator[list[int]]:
     gather, late = Group.all_gather_into, torch.cuda.Stream()
     delayed: list[int] = []
 
-    def later(group: Group, out: Tensor, part: Tensor, async_op: bool = False) -> Any:
+    def later(group: Group, out: Tensor, part: Tensor, async_op: bool = False, what: str = "") -> Any:
         if not async_op:
-            return gather(group, out, part)
+            return gather(group, out, part, what=what)
         late.wait_stream(torch.cuda.current_stream())
         delayed.append(out.nbytes)
         with torch.cuda.stream(late):  # whose kernels NCCL waits for
             torch.cuda._sleep(cycles)
-            return gather(group, out, part, async_op=True)
+            return gather(group, out, part, async_op=True, what=what)
 
     Group.all_gather_into = later  # type: ignore[method-assign, assignment]
     try:

@@ -167,7 +167,7 @@ def test_a_thread_on_another_stream_waits_on_a_gpu(monkeypatch):
         for each in (trainee, eager):
             each.gradients(number)
             each.ordinary_step()
-        monkeypatch.setattr(BucketBytes, "wait", lambda self: torch.cuda._sleep(500_000_000))
+        monkeypatch.setattr(BucketBytes, "wait", lambda self: torch.cuda._sleep(4_000_000_000))
     torch.cuda.synchronize()
     weight, wanted = (each.probe.get_parameter("nv") for each in (trainee, eager))
 

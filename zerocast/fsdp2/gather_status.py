@@ -44,9 +44,10 @@ class PinnedHeaders:
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
         self.sizes = sizes
-        self._here = torch.empty(sum(sizes), 2, dtype=torch.int32, device=device)
-        self._pinned = torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=True)
-        self._by_weight: tuple[Tensor, ...] = self._pinned.split(list(sizes))
+        with torch.inference_mode(False):  # memory of an evaluation serves a training step too
+            self._here = torch.empty(sum(sizes), 2, dtype=torch.int32, device=device)
+            self._pinned = torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=True)
+            self._by_weight: tuple[Tensor, ...] = self._pinned.split(list(sizes))
         self._arrived = torch.cuda.Event()
 
     def send(self, headers: Sequence[Tensor]) -> None:
