@@ -92,16 +92,18 @@ def _stage(name: str, tables: Callable[..., dict[str, Any]] | None = None, **oth
     `tables` builds the work lists from the format and the table; `other` replaces how a kind of
     argument is passed.
     """
-    kinds = {**_PLAIN, **other}
-    kind_of = {argument.name: argument.kind for argument in ops.arguments_of(name)}
-    entry, on = getattr(_C.cuda, name), next(a for a, kind in kind_of.items() if kind in ("table", "segments", "data"))
+    kinds, arguments_of = {**_PLAIN, **other}, ops.arguments_of(name)
+    names = [argument.name for argument in arguments_of]
+    plain = {argument.name: kinds[argument.kind] for argument in arguments_of if argument.kind != "table"}
+    on = next(argument.name for argument in arguments_of if argument.kind in ("table", "segments", "data"))
+    entry = getattr(_C.cuda, name)
 
-    def run(*arguments: Any, **named: Any) -> None:
-        given = dict(zip(kind_of, arguments, strict=False)) | named
-        plain = {argument: kinds[kind_of[argument]](value) for argument, value in given.items() if argument != "table"}
+    def run(*arguments: Any, **given: Any) -> None:
+        given.update(zip(names, arguments, strict=False))
+        called = {argument: plain[argument](value) for argument, value in given.items() if argument in plain}
         if tables is not None:
-            plain |= tables(**{argument: given[argument] for argument in ("fmt", "table") if argument in given})
-        entry(**plain, stream=stream_of(given[on]))
+            called |= tables(given["fmt"], given["table"])
+        entry(**called, stream=stream_of(given[on]))
 
     return run
 
