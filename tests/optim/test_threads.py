@@ -11,12 +11,10 @@ import torch.distributed as dist
 
 from tests import casts
 from tests.optim.probe import MIXED
-from tests.optim.replayed import Case, Trainee
 from tests.optim.runs import Run, Trainer, weight_bytes
 from zerocast import ZeroConfig
 from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
-from zerocast.optim.bucket_bytes import BucketBytes
 
 SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))
 EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
@@ -156,28 +154,3 @@ def test_a_gather_that_another_thread_completes_between_two_looks():
     weight.wait()
     assert len(waited) == 1
     assert waited[0] is weight
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_thread_on_another_stream_waits_on_a_gpu(monkeypatch):
-    """Columnwise copies follow the gather on the stream of the thread that waited first, here late: the second stream waits too."""
-    trainee, eager = Trainee(Case("cuda", OVERLAP)), Trainee(Case("cuda", EAGER))
-    for number in range(2):  # the copies have storage, and hold another step
-        for each in (trainee, eager):
-            each.gradients(number)
-            each.ordinary_step()
-        monkeypatch.setattr(BucketBytes, "wait", lambda self: torch.cuda._sleep(4_000_000_000))
-    torch.cuda.synchronize()
-    weight, wanted = (each.probe.get_parameter("nv") for each in (trainee, eager))
-
-    def second() -> tuple[Any, Any]:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            unguarded = weight.state.buffers["columnwise_data"].cpu()
-            return unguarded, weight.columnwise_data.cpu()
-
-    _ = weight.rowwise_data  # the first thread waits, and launches the copies behind the delay
-    with ThreadPoolExecutor(1) as pool:
-        early, found = pool.submit(second).result()
-    assert torch.equal(found, wanted.columnwise_data.cpu())
-    assert not torch.equal(early, found)  # the delay was long enough to show a thread that does not wait
