@@ -1,7 +1,7 @@
 """Builds the extension `zerocast.backends._C`; everything else is declared in pyproject.toml.
 
-The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every target, with ZEROCAST_CUDA=0 not
-at all. No torch is needed.
+The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every
+target, with ZEROCAST_CUDA=0 not at all. No torch is needed.
 """
 
 import os
@@ -16,8 +16,8 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 
-# Exact bits need exact arithmetic: no fused multiply-add. The two -fno flags change no value: without errno and traps, square
-# roots and comparisons vectorise.
+# Exact bits need exact arithmetic: no fused multiply-add. The two -fno flags change no value:
+# without errno and traps, square roots and comparisons vectorise.
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # Apple's compiler has no OpenMP; one thread then does the work.
 OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []
@@ -29,7 +29,8 @@ KERNELS = sorted(CSRC.glob("cuda/*.cu"))
 HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *CSRC.rglob("*.cuh"), *KERNELS]
 JOBS = int(os.environ.get("ZEROCAST_BUILD_JOBS", os.cpu_count() or 1))
 
-# Family- and architecture-specific targets: only those of Blackwell have the FP4 conversion. PTX is for what comes after.
+# Family- and architecture-specific targets: only those of Blackwell have the FP4 conversion. PTX is
+# for what comes after.
 ALL_TARGETS = ["80", "90a", "100f", "120f", "90+PTX"]
 FAMILY_OF_MAJOR = {"8": "80", "9": "90a", "10": "100f", "12": "120f"}
 
@@ -85,7 +86,9 @@ def compile_kernels(nvcc: str, targets: list[str], folder: Path) -> list[str]:
 
 
 def library_folders(nvcc: str) -> list[str]:
-    """Where nvcc itself would look for the CUDA runtime; it may be a wrapper that lies elsewhere."""
+    """Where nvcc itself would look for the CUDA runtime; it may be a wrapper that lies
+    elsewhere.
+    """
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=True)
     lines = [line for line in dry.stderr.splitlines() if line.startswith("#$ LIBRARIES=")]
     return re.findall(r'"-L([^"]+)"', "".join(lines))

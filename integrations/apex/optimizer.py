@@ -56,7 +56,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         numel = self.default_shard_size * self.distributed_size
         buckets = fill_buckets(named, numel, self.distributed_size, self.grad_sync_dtype)
         laid = {self._lay(bucket): bucket for bucket in buckets}
-        self.init_params(reversed([parameter for _, _, parameter in self._named()]))  # plain ones, as gradients come
+        # plain ones, as gradients come
+        self.init_params(reversed([parameter for _, _, parameter in self._named()]))
         masters = {index: self.state["buckets"][index].params_shard for index in laid}
         group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
         self._quantized = QuantizedBuckets(laid, group, self.device)
@@ -80,10 +81,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """
         if self._is_built:
             self._plan.guard.check_complete()
-        self._params_buckets.clear()  # a step that raised before its update left some, of which nothing was written
+        # a step that raised before its update left some, of which nothing was written
+        self._params_buckets.clear()
 
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
-        """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised half-way."""
+        """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised
+        half-way.
+        """
         self._plan.guard.check_complete()
         norm: Tensor = super().grad_norm(*args, **options)
         return norm
@@ -151,7 +155,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def _init_param_state(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Apex makes the master of a weight from its FP32 value, which stands for it while it does."""
+        """Apex makes the master of a weight from its FP32 value, which stands for it while it
+        does.
+        """
         if not isinstance(param, QuantizedWeight) or "fragments" in self.state[param]:
             super()._init_param_state(param, *args, **kwargs)
             return

@@ -194,7 +194,9 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
 
 
 def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerPlan], MethodGuard]:
-    """One plan for each optimizer, none where all weights are plain, and their guard. Collective."""
+    """One plan for each optimizer, none where all weights are plain, and their guard.
+    Collective.
+    """
     for one in shards:
         _check_together(one)
     partial = [one.detached.writes for one in shards if one.detached is not None and one.detached.writes.is_partial]

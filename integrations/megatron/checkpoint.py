@@ -23,7 +23,8 @@ from .primary import is_primary, loaded, weight_of
 
 SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
 logger = logging.getLogger(__name__)
-_ASKED_FIRST = "without_data"  # what every rank asks of every entry before anything is written or read
+# what every rank asks of every entry before anything is written or read
+_ASKED_FIRST = "without_data"
 
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:

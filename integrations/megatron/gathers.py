@@ -95,7 +95,8 @@ class Gathers:
             for name in ("start_param_sync", "finish_param_sync"):
                 gather = self._guard.writing(_followed(group, name, after_gather), "an all-gather", masters=False)
                 yield Patch(group, name, self._lock.locked(gather))
-            if any(map(is_te_tensor, params)):  # Megatron would ask TransformerEngine for their copies
+            # Megatron would ask TransformerEngine for their copies
+            if any(map(is_te_tensor, params)):
                 yield Patch(group, "_post_param_sync", lambda: None)
 
     def _finish(self, group: Any) -> None:

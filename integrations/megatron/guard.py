@@ -100,7 +100,9 @@ class MethodGuard:
         return call
 
     def saving(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
-        """The host's method, refused while anything is partial, unless it makes what a load fills."""
+        """The host's method, refused while anything is partial, unless it makes what a load
+        fills.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for one in optimizers:
@@ -112,7 +114,8 @@ class MethodGuard:
                 prepare_states(optimizers)
                 before, self.is_preparing = self.is_preparing, True
                 try:
-                    template = sharded_state_dict(*args, **kwargs)  # rewrites states, some of them to one tensor
+                    # rewrites states, some of them to one tensor
+                    template = sharded_state_dict(*args, **kwargs)
                 finally:
                     self.is_preparing = before
                 copy_group_steps(optimizers)

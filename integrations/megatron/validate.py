@@ -75,7 +75,9 @@ def check_kind(optimizer: Any) -> None:
 
 
 def sharded_otherwise() -> ValueError:
-    """The error for a model with quantized weights in a wrapper other than DistributedDataParallel."""
+    """The error for a model with quantized weights in a wrapper other than
+    DistributedDataParallel.
+    """
     return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
 
 

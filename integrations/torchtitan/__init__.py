@@ -1,8 +1,10 @@
-"""torchtitan: a model converter that makes FSDP2 gather quantized bytes, and an optimizer container around FusedAdamW.
+"""torchtitan: a model converter that makes FSDP2 gather quantized bytes, and an optimizer container
+around FusedAdamW.
 
-Importing this package imports torchtitan, registers the converter `quantize.linear.zerocast` and the model `llama3_zerocast`, and
-has the JobConfig that torchtitan merges into its own: `--job.custom_config_module=zerocast.integrations.torchtitan` does it all.
-ImportError or RuntimeError say what was looked for where torchtitan is missing or has another shape.
+Importing this package imports torchtitan, registers the converter `quantize.linear.zerocast` and
+the model `llama3_zerocast`, and has the JobConfig that torchtitan merges into its own:
+`--job.custom_config_module=zerocast.integrations.torchtitan` does it all. ImportError or
+RuntimeError say what was looked for where torchtitan is missing or has another shape.
 """
 
 from . import host

@@ -1,10 +1,12 @@
-"""The model converter: prepares the weights while torchtitan's model is on the meta device, before anything shards it.
+"""The model converter: prepares the weights while torchtitan's model is on the meta device, before
+anything shards it.
 
-torchtitan builds a model on the meta device, lets converters change it, then wraps blocks for activation checkpointing, compiles
-and shards them, and last gives parameters storage and initial values. `zerocast.fsdp2.prepare` comes before `fully_shard`, so the
-converter is its place; where tensor parallelism slices weights before, they are prepared after that (`parallelize.py`). The step of
-any torch optimizer makes a cast due, which the next forward pass begins with: there is nothing to do in torchtitan's hook after the
-step.
+torchtitan builds a model on the meta device, lets converters change it, then wraps blocks for
+activation checkpointing, compiles and shards them, and last gives parameters storage and initial
+values. `zerocast.fsdp2.prepare` comes before `fully_shard`, so the converter is its place; where
+tensor parallelism slices weights before, they are prepared after that (`parallelize.py`). The step
+of any torch optimizer makes a cast due, which the next forward pass begins with: there is nothing
+to do in torchtitan's hook after the step.
 """
 
 from typing import Any
@@ -20,8 +22,9 @@ _Host: Any = host.QuantizationConverter
 class MasterWeightConverter(_Host):  # type: ignore[misc]
     """`quantize.linear.zerocast` of `model.converters`.
 
-    Raises, on every rank alike: RuntimeError for a JobConfig without the section of that name, ValueError for an option of
-    torchtitan that is not supported, with the reason, and for a recipe that cannot be read.
+    Raises, on every rank alike: RuntimeError for a JobConfig without the section of that name,
+    ValueError for an option of torchtitan that is not supported, with the reason, and for a recipe
+    that cannot be read.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:

@@ -1,4 +1,5 @@
-"""The names of torchtitan that this integration is built on; nothing else here knows where they are.
+"""The names of torchtitan that this integration is built on; nothing else here knows where they
+are.
 
 Detected by being there, never by version: torchtitan 0.3 has other ones.
 """
@@ -11,8 +12,8 @@ from typing import Any
 def seam(module: str, name: str) -> Any:
     """`name` of torchtitan's `module`.
 
-    ImportError if torchtitan is not installed or cannot be imported with this torch, with the reason; RuntimeError that names what
-    is missing if it has another shape.
+    ImportError if torchtitan is not installed or cannot be imported with this torch, with the
+    reason; RuntimeError that names what is missing if it has another shape.
     """
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(

@@ -1,7 +1,8 @@
-"""What torchtitan's JobConfig gains: the section `quantize.linear.zerocast`, and one more implementation of AdamW.
+"""What torchtitan's JobConfig gains: the section `quantize.linear.zerocast`, and one more
+implementation of AdamW.
 
-torchtitan merges this class into its own, and reads types and defaults from it, so that everything can come from TOML or from the
-command line.
+torchtitan merges this class into its own, and reads types and defaults from it, so that everything
+can come from TOML or from the command line.
 """
 
 from dataclasses import dataclass, field
@@ -10,41 +11,44 @@ from typing import Literal
 
 @dataclass
 class Zerocast:
-    """Section `quantize.linear.zerocast`."""
+    """The section `quantize.linear.zerocast` of a job."""
 
     recipe: list[str] = field(default_factory=list)
     """
-    Comma separated list of pattern=format, as `layers.*.feed_forward.*=nvfp4`: glob patterns on names of parameters, of which
-    the first that matches gives the format (nvfp4, fp8_block, fp8_current, fp8_delayed, mxfp8, identity). What none of them
-    matches stays as it is.
+    Comma separated list of pattern=format, as `layers.*.feed_forward.*=nvfp4`: glob patterns on
+    names of parameters, of which the first that matches gives the format (nvfp4, fp8_block,
+    fp8_current, fp8_delayed, mxfp8, identity). What none of them matches stays as it is.
     """
 
     verify_every: int = 0
-    """Compare all gathered bytes with an unsharded cast of the masters after every so many optimizer steps; 0 for never"""
+    """Compare all gathered bytes with an unsharded cast of the masters after every so many
+    optimizer steps; 0 for never
+    """
 
 
 @dataclass
 class Linear:
-    """Section `quantize.linear`."""
+    """The section `quantize.linear` of a job."""
 
     zerocast: Zerocast = field(default_factory=Zerocast)
 
 
 @dataclass
 class Quantize:
-    """Section `quantize`."""
+    """The section `quantize` of a job."""
 
     linear: Linear = field(default_factory=Linear)
 
 
 @dataclass
 class Optimizer:
-    """Section `optimizer`."""
+    """The section `optimizer` of a job."""
 
     implementation: Literal["for-loop", "foreach", "fused", "zerocast"] = "fused"
     """
-    As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures the amaxes of the next cast. Needs a
-    model whose TrainSpec has zerocast's optimizers, such as llama3_zerocast.
+    As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures the
+    amaxes of the next cast. Needs a model whose TrainSpec has zerocast's optimizers, such as
+    llama3_zerocast.
     """
 
 

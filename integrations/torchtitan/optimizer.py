@@ -1,7 +1,9 @@
-"""The optimizer container: FusedAdamW in torchtitan's container, which checkpoints delayed scaling too.
+"""The optimizer container: FusedAdamW in torchtitan's container, which checkpoints delayed scaling
+too.
 
-torchtitan's container is an optimizer itself, whose step runs the steps of those inside. The hooks of torch run for both, so the
-container says that its step leaves the amaxes that FusedAdamW measured.
+torchtitan's container is an optimizer itself, whose step runs the steps of those inside. The hooks
+of torch run for both, so the container says that its step leaves the amaxes that FusedAdamW
+measured.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ _Host: Any = host.OptimizersContainer
 class FusedOptimizers(_Host):  # type: ignore[misc]
     """One FusedAdamW for each model part, with the state of torchtitan's AdamW under the same keys.
 
-    The state of fp8_delayed weights stands beside it as `zerocast.<weight>.{scale,amax_history,cast_scale}`.
+    The state of fp8_delayed weights stands beside it as
+    `zerocast.<weight>.{scale,amax_history,cast_scale}`.
     """
 
     def __init__(self, model_parts: list[nn.Module], options: Mapping[str, Any]) -> None:
@@ -32,13 +35,17 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now; every rank calls it. Moments are those in use, step counts and delayed scaling copies."""
+        """The state as it is now; every rank calls it. Moments are those in use, step counts and
+        delayed scaling copies.
+        """
         state = {key: _apart(value) for key, value in super().state_dict().items()}
         return state | {f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same parameters; every rank calls it. The next gather repeats the last cast."""
+        """Take over a state of the same parameters; every rank calls it. The next gather repeats
+        the last cast.
+        """
         super().load_state_dict({key: value for key, value in state_dict.items() if not key.startswith(PREFIX)})
         for part in filter(is_prepared, self.model_parts):
             saved: dict[str, dict[str, Tensor]] = {}
@@ -52,7 +59,8 @@ def build_optimizers(
 ) -> Any:
     """What torchtitan's `build_optimizers` does, and `implementation="zerocast"`.
 
-    ValueError for that with another optimizer than AdamW, with a step in the backward pass or with TorchFT.
+    ValueError for that with another optimizer than AdamW, with a step in the backward pass or with
+    TorchFT.
     """
     if optimizer_config.implementation != "zerocast":
         return host.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)

@@ -1,8 +1,10 @@
-"""Parallelize: a model's own parallelize_fn in two passes, with the weights prepared between tensor parallelism and FSDP2.
+"""Parallelize: a model's own parallelize_fn in two passes, with the weights prepared between tensor
+parallelism and FSDP2.
 
-A weight is prepared after it was sliced and before it is sharded. torchtitan's functions do both in one go: tensor and context
-parallelism, then activation checkpointing, compilation and FSDP2, each where `parallel_dims` says that it is enabled. Called twice,
-with some of it enabled each time, they do the same in the same order.
+A weight is prepared after it was sliced and before it is sharded. torchtitan's functions do both in
+one go: tensor and context parallelism, then activation checkpointing, compilation and FSDP2, each
+where `parallel_dims` says that it is enabled. Called twice, with some of it enabled each time, they
+do the same in the same order.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ FIRST = ("tp", "cp")  # what comes before the weights are prepared
 
 
 class Parallelize:
-    """Stands for `parallelize_fn` of a TrainSpec, and differs from it with tensor parallelism and zerocast's converter alone."""
+    """Stands for `parallelize_fn` of a TrainSpec, and differs from it with tensor parallelism
+    and zerocast's converter alone.
+    """
 
     prepares_slices = True
 
@@ -24,7 +28,9 @@ class Parallelize:
         self._parallelize_fn = parallelize_fn
 
     def __call__(self, model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-        """As torchtitan calls it. Raises as `prepare_model`; slices of parts of blocks raise at the first gather."""
+        """As torchtitan calls it. Raises as `prepare_model`; slices of parts of blocks raise at
+        the first gather.
+        """
         if parallel_dims.tp == 1 or NAME not in job_config.model.converters:
             whole: nn.Module = self._parallelize_fn(model, parallel_dims, job_config)
             return whole
@@ -41,7 +47,9 @@ class Parallelize:
 
 
 class _Enabled:
-    """`parallel_dims`, of which only what belongs to one pass is enabled; its sizes and meshes are what they are."""
+    """`parallel_dims`, of which only what belongs to one pass is enabled; its sizes and meshes
+    are what they are.
+    """
 
     def __init__(self, parallel_dims: Any, first: bool) -> None:
         self._parallel_dims, self._first = parallel_dims, first

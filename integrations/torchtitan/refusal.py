@@ -1,4 +1,6 @@
-"""What is not taken, and why: options of torchtitan that would give wrong weights, or fail later with less of a reason."""
+"""What is not taken, and why: options of torchtitan that would give wrong weights, or fail later
+with less of a reason.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +11,9 @@ from .section import NAME
 
 
 def check(job_config: Any, parallel_dims: Any) -> None:
-    """RuntimeError for a JobConfig without zerocast's section; ValueError for what is not supported, with the reason."""
+    """RuntimeError for a JobConfig without zerocast's section; ValueError for what is not
+    supported, with the reason.
+    """
     if not hasattr(job_config.quantize.linear, "zerocast"):
         raise RuntimeError(
             f"the converter {NAME} finds no such section in torchtitan's JobConfig: launch with "

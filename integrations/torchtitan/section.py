@@ -1,4 +1,6 @@
-"""The section `quantize.linear.zerocast` of a JobConfig: its name, how its recipe is read, and what it makes of a model."""
+"""The section `quantize.linear.zerocast` of a JobConfig: its name, how its recipe is read, and
+what it makes of a model.
+"""
 
 from typing import Any
 
@@ -12,7 +14,9 @@ NAME = "quantize.linear.zerocast"
 
 
 def recipe_of(entries: list[str]) -> zerocast.Recipe:
-    """The recipe of entries `pattern=format`. ValueError for none, for one that is something else, and for an unknown format."""
+    """The recipe of entries `pattern=format`. ValueError for none, for one that is something
+    else, and for an unknown format.
+    """
     split = [entry.rpartition("=") for entry in entries]
     wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
     if wrong or not entries:
@@ -25,7 +29,8 @@ def recipe_of(entries: list[str]) -> zerocast.Recipe:
 def prepare_model(model: nn.Module, section: Any, weight_mesh: DeviceMesh | None = None) -> None:
     """Make FP32 masters of the weights that the recipe matches.
 
-    Raises as `zerocast.fsdp2.prepare`, and ValueError for experts whose products torchtitan takes one by one.
+    Raises as `zerocast.fsdp2.prepare`, and ValueError for experts whose products torchtitan takes
+    one by one.
     """
     recipe = recipe_of(section.recipe)
     for module_name, module in model.named_modules():

@@ -151,7 +151,8 @@ def _mxfp8(quantizer: Any) -> FormatSpec:
 
 
 def _invalidate_transpose(tensor: Any) -> None:
-    tensor._transpose_invalid = tensor._data is not None  # without data, the transpose is all there is
+    # without data, the transpose is all there is
+    tensor._transpose_invalid = tensor._data is not None
 
 
 def _has_invalid_transpose(tensor: Any) -> bool:

@@ -61,7 +61,8 @@ def quantize_master_weights(
         return
     cached, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     for weight in model_weights:
-        if hasattr(weight, "clear_high_precision_init_val"):  # masters exist, so nobody needs it any more
+        # masters exist, so nobody needs it any more
+        if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
     if not manual_post_all_gather_processing:
         _drop_copies([(entry.tensor, entry.view) for entry in entries])

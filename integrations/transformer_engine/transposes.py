@@ -19,7 +19,8 @@ from .entry import is_hybrid, parts_of
 from .fingerprint import Fingerprint
 from .weight_view import WeightView, view_of
 
-_Found = tuple[int, Any, WeightView]  # the place in the list of a tensor that needs a copy, the tensor, its view
+# the place in the list of a tensor that needs a copy, the tensor, its view
+_Found = tuple[int, Any, WeightView]
 
 
 class _Copies:

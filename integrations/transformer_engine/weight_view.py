@@ -92,7 +92,9 @@ class WeightView:
         self._locate(self.adapter.buffers(tensor, self._quantizer), self._written)
 
     def locate_columnwise(self, tensor: Any) -> None:
-        """Look where the rowwise buffers and the columnwise copy are now; the copy may be missing."""
+        """Look where the rowwise buffers and the columnwise copy are now; the copy may be
+        missing.
+        """
         held = self.adapter.buffers(tensor, self._quantizer)
         self._locate(held, self._written)
         copy = [name for name in _COLUMNWISE if name in held]
@@ -135,7 +137,9 @@ class WeightView:
         return padded
 
     def forget_columnwise(self) -> bool:
-        """Hold on to no columnwise copy that derives from the rowwise codes; whether there was one."""
+        """Hold on to no columnwise copy that derives from the rowwise codes; whether there was
+        one.
+        """
         held = self.derives and self.weight.state.buffers["columnwise_data"] is not None
         if held:
             for name in _COLUMNWISE:
@@ -190,7 +194,8 @@ class WeightView:
         if found.dtype.itemsize == 1:
             found = found.view(torch.uint8)
         fits = found.numel() == math.prod(buffer.shape) and found.dtype == buffer.dtype and found.is_contiguous()
-        padded = name.endswith("scale_inv") and len(buffer.shape) == 2  # its rows have the stride that is written by
+        # its rows have the stride that is written by
+        padded = name.endswith("scale_inv") and len(buffer.shape) == 2
         if not fits or (padded and tuple(found.shape) != buffer.shape):
             raise ValueError(
                 f"its {attribute} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, contiguous "

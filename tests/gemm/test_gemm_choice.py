@@ -98,7 +98,7 @@ def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")
     monkeypatch.delattr(torch, "float4_e2m1fn_x2")
     assert gemm.decide(case("fp8_block", H200), "auto").reason == "this torch has no torch.nn.functional.scaled_mm"
-    assert list(nvfp4.obstacles(case("nvfp4", B200)))[1] == "this torch has no torch.float4_e2m1fn_x2"
+    assert list(nvfp4.unsupported_reasons(case("nvfp4", B200)))[1] == "this torch has no torch.float4_e2m1fn_x2"
     monkeypatch.undo()
     gemm.decide.cache_clear()
 

@@ -1,4 +1,6 @@
-"""What a cast is: `plan.py` finds out once who owns what, `pipeline.py` runs the stages, every step the same way."""
+"""What a cast is: `plan.py` finds out once who owns what, `pipeline.py` runs the stages, every
+step the same way.
+"""
 
 from zerocast.cast.plan import CastPlan
 

@@ -1,4 +1,6 @@
-"""AdamUpdate: an AdamW step that a cast takes on its masters, so that they are updated and measured in one pass."""
+"""AdamUpdate: an AdamW step that a cast takes on its masters, so that they are updated and
+measured in one pass.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,8 @@ class AdamUpdate:
     Attributes:
         grad: flat, an element for each of that tensor, FP32 or bf16.
         exp_avg, exp_avg_sq: the moments, likewise, written in place.
-        scalars: f32 `[g, 8]`, a row a parameter group, in the order of `zerocast/backends/README.md`.
+        scalars: f32 `[g, 8]`, a row a parameter group, in the order of
+            `zerocast/backends/README.md`.
         clip: f32[1], what gradients are multiplied by.
     """
 

@@ -1,4 +1,6 @@
-"""Columnwise copies: transposed data and scales, made from the gathered rowwise bytes, one launch a format."""
+"""Columnwise copies: transposed data and scales, made from the gathered rowwise bytes, one
+launch a format.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +12,9 @@ from zerocast.weight import state as weight_state
 
 
 class ColumnwiseCopies:
-    """The columnwise copies of a list of weights on one device. Storage is allocated at the first `make`, and then reused."""
+    """The columnwise copies of a list of weights on one device. Storage is allocated at the
+    first `make`, and then reused.
+    """
 
     def __init__(self, weights: Sequence[QuantizedWeight], backend: str) -> None:
         self._weights = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]

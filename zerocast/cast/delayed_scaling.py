@@ -70,7 +70,9 @@ class DelayedScaling:
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
-        """Scale with the scales of the last cast in here; the present ones are there again after it."""
+        """Scale with the scales of the last cast in here; the present ones are there again after
+        it.
+        """
         scales = _read(self._scales)
         _write(self._scales, self._cast_scale[: scales.numel()])
         try:
@@ -101,7 +103,9 @@ class DelayedScaling:
             self.unseeded.add(name)
 
     def seed(self, roll: Callable[[], None]) -> None:
-        """Scale the unseeded weights by the amaxes of the present cast, with which `roll` rolls all."""
+        """Scale the unseeded weights by the amaxes of the present cast, with which `roll` rolls
+        all.
+        """
         known = [tensor for name in self._weights if name not in self.unseeded for tensor in self._tensors(name)]
         values = _read(known) if known else None
         roll()
@@ -121,14 +125,17 @@ class DelayedScaling:
             _write(tensors, values)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """`scale`, `amax_history` and `cast_scale` by weight: the tensors in use, for a reader to fill."""
+        """`scale`, `amax_history` and `cast_scale` by weight: the tensors in use, for a reader
+        to fill.
+        """
         return {
             name: dict(zip(("scale", "amax_history", "cast_scale"), self._tensors(name), strict=True))
             for name in self._weights
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Go on from a saved state; returns the names of weights that it lacks, which are forgotten.
+        """Go on from a saved state; returns the names of weights that it lacks, which are
+        forgotten.
 
         A history of another length counts as lacking. Without a saved `cast_scale` the live bytes
         count as cast with `scale`.

@@ -1,4 +1,6 @@
-"""Flat buffers: one tensor behind the same buffer of many weights, so that a stage sees few storages."""
+"""Flat buffers: one tensor behind the same buffer of many weights, so that a stage sees few
+storages.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""Hyperparameters: those of all parameter groups on the device, and the scalars of a step that follow from them."""
+"""Hyperparameters: those of all parameter groups on the device, and the scalars of a step that
+follow from them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +12,16 @@ from torch import Tensor
 class Hyperparameters:
     """Learning rate, weight decay, betas and eps, f64 `[groups, 5]` on the device.
 
-    `refresh` is the host's part of a step: a number that has changed is filled in by a launch that carries it, a tensor on the
-    device is copied there, so nothing waits and nothing is uploaded. What a step reads lies in one place, in a CUDA graph too.
+    `refresh` is the host's part of a step: a number that has changed is filled in by a launch that
+    carries it, a tensor on the device is copied there, so nothing waits and nothing is uploaded.
+    What a step reads lies in one place, in a CUDA graph too.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
         self._values = torch.zeros(groups, 5, dtype=torch.float64, device=device)
         self._known = [[0.0] * 5 for _ in range(groups)]
-        self.description = ""  # the numbers as all ranks must have them; their last bits may differ between processors
+        # the numbers as all ranks must have them; their last bits may differ between processors
+        self.description = ""
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Take over what the parameter groups say now."""
@@ -25,7 +29,8 @@ class Hyperparameters:
         for row, group in enumerate(param_groups):
             for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
-                    self._known[row][column] = float("nan")  # whatever number comes next differs from it
+                    # whatever number comes next differs from it
+                    self._known[row][column] = float("nan")
                     self._values[row, column].copy_(value.detach().view(()))
                 elif float(value) != self._known[row][column]:
                     self._values[row, column].fill_(float(value))
@@ -36,8 +41,8 @@ class Hyperparameters:
     def scalars(self, step: Tensor) -> Tensor:
         """f32 `[groups, 8]` for step numbers `step`, `[1]` or one a group, counted from 1.
 
-        In the order of `zerocast/backends/README.md`. Bias corrections are taken in f64 on the device, each scalar is rounded
-        once to f32.
+        In the order of `zerocast/backends/README.md`. Bias corrections are taken in f64 on the
+        device, each scalar is rounded once to f32.
         """
         lr, weight_decay, beta1, beta2, eps = self._values.unbind(1)
         t = step.double()

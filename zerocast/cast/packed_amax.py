@@ -88,7 +88,7 @@ class PackedAmax(AmaxReduction):
         self._external_slots = torch.tensor([self.offsets[index][0] for index in self._external], device=device)
 
     def begin(self) -> None:
-        """Nothing seen yet."""
+        """Forget the amaxes of the last cast."""
         self._cast.zero_()
         if self.boundary_bytes:
             self._values.fill_(-torch.inf)

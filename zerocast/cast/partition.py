@@ -1,7 +1,9 @@
-"""MasterShard: one weight with the master elements that this rank owns of it, checked on every rank together.
+"""MasterShard: one weight with the master elements that this rank owns of it, checked on every rank
+together.
 
-Nothing here reads or writes bytes. Each rank checks what it was given; then all exchange once what they own, or what is wrong with
-it, and all raise together or none does: a mistake on one rank is an error on every rank and never a hang.
+Nothing here reads or writes bytes. Each rank checks what it was given; then all exchange once what
+they own, or what is wrong with it, and all raise together or none does: a mistake on one rank is an
+error on every rank and never a hang.
 """
 
 import itertools
@@ -24,7 +26,9 @@ ShardData = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class MasterShard:
-    """A weight, the flat master of the span owned here (None when empty), and separate shard storage if there is any."""
+    """A weight, the flat master of the span owned here (None when empty), and separate shard
+    storage if there is any.
+    """
 
     weight: QuantizedWeight
     master: Tensor | None
@@ -45,11 +49,15 @@ class Partition:
     backend: str
 
     def owned_anywhere(self, index: int) -> bool:
-        """Whether any rank holds a part of the master; a weight without one is frozen and stays as it is."""
+        """Whether any rank holds a part of the master; a weight without one is frozen and stays
+        as it is.
+        """
         return any(spans[index].numel for spans in self.spans)
 
     def move(self, master_weights: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None) -> None:
-        """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with nothing taken, for other spans."""
+        """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with
+        nothing taken, for other spans.
+        """
         data = [None] * len(self.shards) if shard_data is None else shard_data
         moved = []
         for index, (shard, master, part) in enumerate(zip(self.shards, master_weights, data, strict=True)):
@@ -77,10 +85,11 @@ def partition(
     shard_data: Sequence[ShardData | None] | None,
     backend: str | None,
 ) -> Partition:
-    """Check the arguments of a plan on all ranks; the only communication that a plan does before its casts.
+    """Check the arguments of a plan on all ranks; the only communication that a plan does before
+    its casts.
 
-    Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend that cannot be used,
-    with the rank in the message when there are several.
+    Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend
+    that cannot be used, with the rank in the message when there are several.
     """
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""

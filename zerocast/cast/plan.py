@@ -35,20 +35,24 @@ class CastPlan:
 
     Args:
         model_weights: the QuantizedWeights, the same list on every rank.
-        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the nominal dtype; None or an empty
-            tensor where this rank owns nothing.
+        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
+            nominal dtype; None or an empty tensor where this rank owns nothing.
         start_offsets: for each, the row-major position of the master's first element in the weight.
-        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one process if there is none.
-        fsdp_shard_model_weights: for each, None or storage for the owned codes alone, whose first byte holds element
-            `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's own data is then not written.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one
+            process if there is none.
+        fsdp_shard_model_weights: for each, None or storage for the owned codes alone, whose first
+            byte holds element `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's
+            own data is then not written.
         backend: a name from `zerocast.backends`; None chooses.
         param_groups: for each, its row of the scalars of an AdamUpdate; None for casts without one.
-        names: what the weights are called in states and reports; None for `weight 0`, `weight 1` and so on.
-        guard: shared with what else is written together with these weights; None for one of their own.
+        names: what the weights are called in states and reports; None for `weight 0`, `weight 1`
+            and so on.
+        guard: shared with what else is written together with these weights; None for one of their
+            own.
 
-    Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is left as it is. Only the
-    constructor communicates beyond the one all-reduce of a cast: what is wrong on any rank raises TypeError or ValueError
-    on all of them.
+    Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is
+    left as it is. Only the constructor communicates beyond the one all-reduce of a cast: what is
+    wrong on any rank raises TypeError or ValueError on all of them.
     """
 
     def __init__(
@@ -87,14 +91,17 @@ class CastPlan:
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
         self._bind()
-        train(self, [self.weights[index] for index in self._cast])  # also once `.data =` gave them other storage
+        # also once `.data =` gave them other storage
+        train(self, [self.weights[index] for index in self._cast])
 
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
-        """Cast the masters as they are now, or with `update` as that step makes them. One all-reduce, no host work a tensor.
+        """Cast the masters as they are now, or with `update` as that step makes them. One
+        all-reduce, no host work a tensor.
 
-        `skip`, bool[1] on the device, holds True to leave everything as it is. With `repeat` this is the last cast once more,
-        from other masters perhaps: delayed scaling does not move on. Afterwards the caller gathers the bytes, and then calls
-        `post_all_gather`. A cast that raises half-way leaves weights that are not read before another one is complete.
+        `skip`, bool[1] on the device, holds True to leave everything as it is. With `repeat` this
+        is the last cast once more, from other masters perhaps: delayed scaling does not move on.
+        Afterwards the caller gathers the bytes, and then calls `post_all_gather`. A cast that
+        raises half-way leaves weights that are not read before another one is complete.
         """
         self.ready(self._detail)
         with self.guard.transaction("a cast", masters=update is not None), self.delayed.rollback():
@@ -102,7 +109,9 @@ class CastPlan:
         self.done()
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Write masters and weights, casts among it: what raises in here leaves weights that are not read until all is written."""
+        """Write masters and weights, casts among it: what raises in here leaves weights that are
+        not read until all is written.
+        """
         return self.guard.transaction(what)
 
     @property
@@ -113,8 +122,9 @@ class CastPlan:
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
 
-        RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of another call; `detail` is what
-        more all ranks must have alike. `cast` does this by itself; whoever wants to know first what raises here calls it before.
+        RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of
+        another call; `detail` is what more all ranks must have alike. `cast` does this by itself;
+        whoever wants to know first what raises here calls it before.
         """
         self._detail = detail
         self.check_call()
@@ -125,10 +135,11 @@ class CastPlan:
         self._follow()
 
     def launch(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
-        """The device's part of a cast, after `ready`; with `update` the masters, views of one tensor, take that step first.
+        """The device's part of a cast, after `ready`; with `update` the masters, views of one
+        tensor, take that step first.
 
-        Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold it. Who calls this calls
-        `done` after it.
+        Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold
+        it. Who calls this calls `done` after it.
         """
         tables, boundary = self._tables, self._boundary
         cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
@@ -141,7 +152,9 @@ class CastPlan:
             self.packed.same_call.send()
 
     def post_all_gather(self) -> None:
-        """Make the columnwise copies of all weights from their gathered rowwise bytes. RuntimeError before the first cast."""
+        """Make the columnwise copies of all weights from their gathered rowwise bytes.
+        RuntimeError before the first cast.
+        """
         if not self.freshness.cast and not all(w.state.ever_cast for w in self.weights):
             raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
         self._follow()
@@ -153,38 +166,47 @@ class CastPlan:
         master_weights: Sequence[Tensor | None],
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
     ) -> None:
-        """Cast these from now on: masters of the same spans, and storage of their codes, at other addresses.
+        """Cast these from now on: masters of the same spans, and storage of their codes, at other
+        addresses.
 
-        Local, without communication: raises ValueError or TypeError on this rank alone, and nothing is changed then.
+        Local, without communication: raises ValueError or TypeError on this rank alone, and nothing
+        is changed then.
         """
         self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
         self._bind()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()` ends it.
+        """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()`
+        ends it.
 
-        All ranks call it. Raises ValueError on every rank, with nothing changed, for an optimizer that steps over none of this
-        plan's masters, for one that this plan is attached to, and while another owner (an attached plan, a ZeroAdamW) that somebody
-        keeps writes any of these elements. Several optimizers may each step over some of the masters.
+        All ranks call it. Raises ValueError on every rank, with nothing changed, for an optimizer
+        that steps over none of this plan's masters, for one that this plan is attached to, and
+        while another owner (an attached plan, a ZeroAdamW) that somebody keeps writes any of these
+        elements. Several optimizers may each step over some of the masters.
         """
         return self._step_hooks.attach(optimizer, self.cast)
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
 
-        ValueError, on this rank alone, while another owner that somebody keeps writes any of these elements.
+        ValueError, on this rank alone, while another owner that somebody keeps writes any of these
+        elements.
         """
         return self._step_hooks.claim(who)
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """The masters with their weights, for `zerocast.verify`; bytes are gathered before. Weights with gaps are left out."""
+        """The masters with their weights, for `zerocast.verify`; bytes are gathered before.
+        Weights with gaps are left out.
+        """
         shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
         left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def check_call(self) -> None:
-        """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of another call."""
+        """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those
+        of another call.
+        """
         try:
             if self.packed.same_call:
                 self.packed.same_call.check_sent()
@@ -193,7 +215,9 @@ class CastPlan:
             raise
 
     def forget_call(self) -> None:
-        """What the last cast did no longer matters: masters are about to be overwritten on every rank."""
+        """What the last cast did no longer matters: masters are about to be overwritten on every
+        rank.
+        """
         self._detail = ""
         if self.packed.same_call:
             self.packed.same_call.forget()
@@ -213,7 +237,9 @@ class CastPlan:
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _follow(self) -> None:
-        """Look again where everything lies if any weight or master moved, or a newer plan took a weight over."""
+        """Look again where everything lies if any weight or master moved, or a newer plan took a
+        weight over.
+        """
         if self._generation != weight_state.generation() or any(table.moved() for table in self._tables):
             self._bind()
 
@@ -243,7 +269,9 @@ class CastPlan:
 
 
 def _numbered(group: Group) -> str:
-    """What a cast of the plan that is being built will be. All ranks build their plans together, so they number them alike."""
+    """What a cast of the plan that is being built will be. All ranks build their plans together,
+    so they number them alike.
+    """
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1
     return f"casts by plan {_built[name]} of its group"

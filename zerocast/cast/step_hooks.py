@@ -25,14 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class StepHooks:
-    """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan casts."""
+    """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan
+    casts.
+    """
 
     def __init__(self, partition: Partition, cast: Sequence[int], group: Group) -> None:
         self._partition, self._cast, self._group = partition, cast, group
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
-        """Call `cast` after every step of the optimizer. ValueError on every rank where that cannot be."""
+        """Call `cast` after every step of the optimizer. ValueError on every rank where that
+        cannot be.
+        """
         problem = self._refusal(optimizer)
         validate_across_ranks(self._group, [], problem, what="attaches a CastPlan to an optimizer")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
@@ -42,7 +46,9 @@ class StepHooks:
         return handle
 
     def claim(self, who: str) -> Claim:
-        """Hold the weights for an owner. ValueError, on this rank alone, while another owner writes any of these elements."""
+        """Hold the weights for an owner. ValueError, on this rank alone, while another owner
+        writes any of these elements.
+        """
         conflict = self._conflict()
         if conflict is not None:
             raise conflict
@@ -87,7 +93,9 @@ class StepHooks:
 
 
 class _CastAfterStep:
-    """One hook. It keeps the plan, by `cast`, and the claim, which so lasts as long as the optimizer has the hook."""
+    """One hook. It keeps the plan, by `cast`, and the claim, which so lasts as long as the
+    optimizer has the hook.
+    """
 
     def __init__(self, hooks: StepHooks, cast: Callable[[], None], claim: Claim, stepped: set[int | None]) -> None:
         self.hooks, self.cast, self.claim, self.stepped = hooks, cast, claim, stepped
@@ -101,7 +109,9 @@ class _CastAfterStep:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
-    """The storages that an optimizer may write: parameters, and its state, which holds masters where parameters are rounded."""
+    """The storages that an optimizer may write: parameters, and its state, which holds masters
+    where parameters are rounded.
+    """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])

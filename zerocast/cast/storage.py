@@ -9,10 +9,11 @@ from zerocast.weight import QuantizedWeight
 
 
 class StorageTable:
-    """Collects the storages behind the tensors of one role; a stage gets them as a list of flat tensors.
+    """Collects the storages behind the tensors of one role; a stage gets them as a list of flat
+    tensors.
 
-    `dtype` is the role's, uint8 for data of any kind. The tensor that first brought a storage stands for it: when its address has
-    changed, the storage moved.
+    `dtype` is the role's, uint8 for data of any kind. The tensor that first brought a storage
+    stands for it: when its address has changed, the storage moved.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -35,7 +36,9 @@ class StorageTable:
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
     def add_whole(self, tensor: Tensor) -> tuple[int, int]:
-        """(base index, 0) of a flat tensor that is a base by itself, so that others of its size can lie beside it."""
+        """(base index, 0) of a flat tensor that is a base by itself, so that others of its size
+        can lie beside it.
+        """
         self.tensors.append(tensor)
         self._first.append(tensor)
         self._addresses.append(tensor.data_ptr())
@@ -47,10 +50,11 @@ class StorageTable:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int | None]:
-    """The addresses of the storages that these tensors have elements in; None stands for one that cannot be known.
+    """The addresses of the storages that these tensors have elements in; None stands for one that
+    cannot be known.
 
-    A DTensor lies where its local tensor does, a QuantizedWeight where its codes do. Tensors on the meta device, and other
-    subclasses without storage, are not known.
+    A DTensor lies where its local tensor does, a QuantizedWeight where its codes do. Tensors on the
+    meta device, and other subclasses without storage, are not known.
     """
     return {_storage_of(tensor) for tensor in tensors} - {0}
 

@@ -41,7 +41,9 @@ class TableKey:
 
 @dataclass
 class WeightTable:
-    """One descriptor table with the storages that it points into. Add weights, then `freeze`, then call stages."""
+    """One descriptor table with the storages that it points into. Add weights, then `freeze`,
+    then call stages.
+    """
 
     key: TableKey
     device: torch.device
@@ -68,7 +70,9 @@ class WeightTable:
         return row
 
     def add_master(self, master: Tensor, shape: Block, span: Span, place: tuple[int, int], group: int) -> None:
-        """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own, for `adam_each`."""
+        """Append a flat master of the elements `span` of a matrix `shape`, with a base of its
+        own, for `adam_each`.
+        """
         row = self._row(shape, place, group)
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
@@ -89,7 +93,9 @@ class WeightTable:
             self.set_span(row, shard, shard.span, shard.master)
 
     def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
-        """Fill in the columns of an owned span, and of separate shard storage, whose first byte holds the shard's first element."""
+        """Fill in the columns of an owned span, and of separate shard storage, whose first byte
+        holds the shard's first element.
+        """
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add(master)
         data = shard.shard_data
@@ -138,7 +144,9 @@ class WeightTable:
             ops.partial_amax(*self._head(), nominal=self.key.nominal, masters=masters, table=self.table, packed=packed)
 
     def adam_amax(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
-        """Adam on the masters owned here, and in the same pass the amaxes of what they become, where the format has amaxes."""
+        """Adam on the masters owned here, and in the same pass the amaxes of what they become,
+        where the format has amaxes.
+        """
         if not self.masters.tensors:
             return
         assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
@@ -172,7 +180,8 @@ class WeightTable:
         packed: Tensor,
         skip: Tensor | None = None,
     ) -> None:
-        """Adam on masters that have gradients and moments of their own, flat and as large as they are; amaxes into `packed`.
+        """Adam on masters that have gradients and moments of their own, flat and as large as they
+        are; amaxes into `packed`.
 
         `scalars` and `clip` are those of an AdamUpdate.
         """

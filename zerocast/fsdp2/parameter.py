@@ -91,7 +91,7 @@ class MasterParameter(Tensor):
         return self.plain.untyped_storage()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Show the tensor inside."""
+        """The text of the plain tensor inside."""
         return f"MasterParameter({self.plain!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

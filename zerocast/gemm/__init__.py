@@ -1,7 +1,9 @@
-"""The GEMM paths of a product with a QuantizedWeight, and the choice between them. One module a path; README.md is the contract.
+"""The GEMM paths of a product with a QuantizedWeight, and the choice between them. One module a
+path; README.md is the contract.
 
-Where the device, the format, the shapes and the dtypes allow, a product runs on FP8 (FP4) tensor cores through torch's scaled
-matrix multiply, with its other operand quantized to match. Everything else dequantizes the weight and multiplies.
+Where the device, the format, the shapes and the dtypes allow, a product runs on FP8 (FP4) tensor
+cores through torch's scaled matrix multiply, with its other operand quantized to match. Everything
+else dequantizes the weight and multiplies.
 """
 
 from zerocast.gemm.case import Case

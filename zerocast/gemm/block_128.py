@@ -1,14 +1,18 @@
-"""Path block_128: FP8 weights with a scale a 128x128 block, inputs with a scale for 128 elements of a row.
+"""Path block_128: FP8 weights with a scale a 128x128 block, inputs with a scale for 128 elements of
+a row.
 
-Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`; cuBLAS, "Scaling factors layouts"):
-A `[rows, k]` row-major with f32 scales `[rows, k/128]` of strides `[1, rows]`; B `[k, n]` column-major with f32 scales
-`[L4, n/128]` of strides `[1, L4]`, L4 = k/128 rounded up to a multiple of 4. That is the scale buffer of docs/formats/common.md,
-`[n/128, L4]`, read as its transpose: nothing is copied. Only the call that names its scaling checks L4; `torch._scaled_mm` takes
-unpadded scales and then gives wrong numbers (pytorch/pytorch#166752), so it is not used here.
+Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`; cuBLAS,
+"Scaling factors layouts"): A `[rows, k]` row-major with f32 scales `[rows, k/128]` of strides
+`[1, rows]`; B `[k, n]` column-major with f32 scales `[L4, n/128]` of strides `[1, L4]`, L4 = k/128
+rounded up to a multiple of 4. That is the scale buffer of docs/formats/common.md, `[n/128, L4]`,
+read as its transpose: nothing is copied. Only the call that names its scaling checks L4;
+`torch._scaled_mm` takes unpadded scales and then gives wrong numbers (pytorch/pytorch#166752), so
+it is not used here.
 
-Hopper only, with cuBLAS 12.9 or later; no fast accumulation, which this scaling does not know. Rows are padded to a multiple of 16,
-both extents of the weight must be multiples of 128. Inputs and gradients are E4M3, as is usual with blocks this small
-(TransformerEngine, "FP8 Blockwise Scaling"; DeepSeek-V3), their scales powers of two where those of the weight are.
+Hopper only, with cuBLAS 12.9 or later; no fast accumulation, which this scaling does not know. Rows
+are padded to a multiple of 16, both extents of the weight must be multiples of 128. Inputs and
+gradients are E4M3, as is usual with blocks this small (TransformerEngine, "FP8 Blockwise Scaling";
+DeepSeek-V3), their scales powers of two where those of the weight are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,28 +31,30 @@ ROWS = 16
 FIRST_CUDA = (12, 9)
 
 
-def takes(fmt: FormatSpec) -> bool:
+def supports(fmt: FormatSpec) -> bool:
     """FP32 scales in 128x128 blocks."""
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block == (BLOCK, BLOCK)
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """Hopper GPUs."""
+    """The GPUs that have this product: Hopper."""
     yield from torch_api.hardware(case, major=9, name="Hopper")
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def unsupported_reasons(case: Case) -> Iterator[str]:
     """A recent CUDA, E4M3 weights, whole blocks."""
-    yield from torch_api.obstacles()
+    yield from torch_api.unsupported_reasons()
     if case.cuda is not None and case.cuda < FIRST_CUDA:
         yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
     if case.format.element != E4M3:
         yield f"the weight must be e4m3, it is {case.format.element.name if case.format.element else None}"
-    yield from case.obstacles(multiple=BLOCK)
+    yield from case.unsupported_reasons(multiple=BLOCK)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded with zeros to a multiple of 16."""
+    """(codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded
+    with zeros to a multiple of 16.
+    """
     rows = x.reshape(-1, x.shape[-1])
     if missing := -rows.shape[0] % ROWS:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
@@ -57,7 +63,8 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 
 
 def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The operand of a weight gradient, which sums over tokens: quantized anew in groups of 128 tokens, padded with zeros.
+    """The operand of a weight gradient, which sums over tokens: quantized anew in groups of 128
+    tokens, padded with zeros.
 
     (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column.)
     """
@@ -77,7 +84,9 @@ def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dt
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight, the rows of the padding included."""
+    """The product of quantized rows with one direction of the weight, the rows of the padding
+    included.
+    """
     assert not transposed
     codes, scale_inv = operands
     data, weight_scale_inv = weight.direction(columnwise)

@@ -15,9 +15,11 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """A product `x @ W.T` (`x @ W` when `transposed`) for W `[M, K]`; `dtype` is that of the input and of the result.
+    """A product `x @ W.T` (`x @ W` when `transposed`) for W `[M, K]`; `dtype` is that of the input
+    and of the result.
 
-    `capability` is the CUDA compute capability, None where there is none; `cuda` the toolkit that torch was built with.
+    `capability` is the CUDA compute capability, None where there is none; `cuda` the toolkit that
+    torch was built with.
     """
 
     format: FormatSpec
@@ -33,7 +35,8 @@ class Case:
     def of(weight: Any, dtype: torch.dtype, transposed: bool) -> "Case":
         """The case of a QuantizedWeight where it lies now."""
         device = weight.state.rowwise_data.device
-        nvidia = device.type == "cuda" and torch.version.cuda is not None  # ROCm devices call themselves cuda too
+        # ROCm devices call themselves cuda too
+        nvidia = device.type == "cuda" and torch.version.cuda is not None
         return Case(
             format=weight.format,
             matrix_shape=weight.matrix_shape,
@@ -50,11 +53,12 @@ class Case:
         """As it is usually written: 9.0."""
         return ".".join(map(str, self.capability or ()))
 
-    def obstacles(self, multiple: int) -> Iterator[str]:
+    def unsupported_reasons(self, multiple: int) -> Iterator[str]:
         """What keeps any path but dequantize from running, one sentence each.
 
-        `multiple` is what both extents of the weight must be divisible by: either is the inner dimension of one product and
-        the outer one of the other, since a path serves forward and input gradient alike.
+        `multiple` is what both extents of the weight must be divisible by: either is the inner
+        dimension of one product and the outer one of the other, since a path serves forward and
+        input gradient alike.
         """
         if self.dtype not in SIXTEEN_BITS:
             yield f"results are bfloat16 or float16, not {str(self.dtype).removeprefix('torch.')}"
@@ -67,5 +71,7 @@ class Case:
 
 
 def _aligned(tensor: torch.Tensor | None) -> bool:
-    """Whether a buffer, if there is one, begins well inside its storage, which every allocator aligns to more than `ALIGNMENT`."""
+    """Whether a buffer, if there is one, begins well inside its storage, which every allocator
+    aligns to more than `ALIGNMENT`.
+    """
     return tensor is None or tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0

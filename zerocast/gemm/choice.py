@@ -1,4 +1,6 @@
-"""The choice of a path: made once for a weight, an input dtype and a wish, and kept until the weight's storage moves."""
+"""The choice of a path: made once for a weight, an input dtype and a wish, and kept until the
+weight's storage moves.
+"""
 
 import functools
 import itertools
@@ -20,17 +22,19 @@ logger = logging.getLogger(__name__)
 class Path(Protocol):
     """What a path module defines; see README.md."""
 
-    def takes(self, fmt: FormatSpec) -> bool:
+    def supports(self, fmt: FormatSpec) -> bool:
         """Whether this is the path of weights of this format."""
 
     def hardware(self, case: Case) -> Iterator[str]:
         """Why the device cannot run it, one sentence each; none if it can."""
 
-    def obstacles(self, case: Case) -> Iterator[str]:
+    def unsupported_reasons(self, case: Case) -> Iterator[str]:
         """Why it cannot run on a device that could, one sentence each; none if it can."""
 
     def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-        """What a product makes of an input `[..., k]` or of an output gradient before it multiplies."""
+        """What a product makes of an input `[..., k]` or of an output gradient before it
+        multiplies.
+        """
 
     def multiply(
         self,
@@ -41,10 +45,11 @@ class Path(Protocol):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The product of what `quantize` gave with one direction of the weight, `[rows, features]` of `dtype`.
+        """The product of what `quantize` gave with one direction of the weight, `[rows, features]`
+        of `dtype`.
 
-        Forward it is `x @ W.T + bias` of the rowwise copy, backward `grad @ W` of the columnwise copy; a transposed weight
-        exchanges `W` and `W.T`.
+        Forward it is `x @ W.T + bias` of the rowwise copy, backward `grad @ W` of the columnwise
+        copy; a transposed weight exchanges `W` and `W.T`.
         """
 
 
@@ -54,7 +59,9 @@ class GradientPath(Protocol):
     def along_tokens(
         self, x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool
     ) -> tuple[Tensor, ...]:
-        """What a weight gradient on tensor cores makes of an input or of an output gradient, quantized as `operands`."""
+        """What a weight gradient on tensor cores makes of an input or of an output gradient,
+        quantized as `operands`.
+        """
 
     def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """`grad.T @ x` as `dtype`, from what `along_tokens` gave for both."""
@@ -70,30 +77,37 @@ PATHS: dict[str, Path] = {
 }
 WISHES = ("auto", "dequantize", "scaled_mm")
 WEIGHT_GRADIENTS = ("nominal", "fp8")
-AUTOMATIC_DEVICES = ("cuda",)  # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
+# elsewhere a scaled product is emulated: slower than dequantizing, and other bits
+AUTOMATIC_DEVICES = ("cuda",)
 _wish = "auto"
 _weight_gradients = "nominal"
 
 
 class Choice(NamedTuple):
-    """The name of a path, None for a wish that cannot be met; `reason` says why it is not one on tensor cores."""
+    """The name of a path, None for a wish that cannot be met; `reason` says why it is not one on
+    tensor cores.
+    """
 
     path: str | None
     reason: str
 
 
 def use(wish: str | None = None, *, weight_gradients: str | None = None) -> ExitStack:
-    """Say how products of quantized weights run from now on, or within a `with` statement, in this process.
+    """Say how products of quantized weights run from now on, or within a `with` statement, in this
+    process.
 
-    "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize. "dequantize": always that.
-    "scaled_mm": torch's scaled matrix multiply, on the CPU too where torch has it; a product that cannot raises RuntimeError with
-    the reason. The two ways give different bits, since the scaled one quantizes the input as well.
+    "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize.
+    "dequantize": always that. "scaled_mm": torch's scaled matrix multiply, on the CPU too where
+    torch has it; a product that cannot raises RuntimeError with the reason. The two ways give
+    different bits, since the scaled one quantizes the input as well.
 
-    `weight_gradients` is "nominal" (the default), a product of input and output gradient as they came, in the nominal dtype or
-    FP32; or "fp8", where a product with an FP8 weight runs on tensor cores: the product of both quantized, and the quantized input
-    is what is kept for it. What is None stays as it is.
+    `weight_gradients` is "nominal" (the default), a product of input and output gradient as they
+    came, in the nominal dtype or FP32; or "fp8", where a product with an FP8 weight runs on tensor
+    cores: the product of both quantized, and the quantized input is what is kept for it. What is
+    None stays as it is.
 
-    A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises ValueError for any other value.
+    A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises
+    ValueError for any other value.
     """
     if wish not in (None, *WISHES):
         raise ValueError(f"a GEMM path is wished for by one of {', '.join(WISHES)}, got {wish!r}")
@@ -121,7 +135,7 @@ def quantizes_weight_gradients(path: str) -> bool:
 
 
 def _path_of_format(fmt: FormatSpec) -> str:
-    return next(name for name, path in PATHS.items() if path.takes(fmt))
+    return next(name for name, path in PATHS.items() if path.supports(fmt))
 
 
 @functools.cache
@@ -131,7 +145,7 @@ def decide(case: Case, wish: str) -> Choice:
         return Choice("dequantize", "asked for")
     name = _path_of_format(case.format)
     path = PATHS[name]
-    reason = next(itertools.chain(path.hardware(case), path.obstacles(case)), "")
+    reason = next(itertools.chain(path.hardware(case), path.unsupported_reasons(case)), "")
     if name == "dequantize":
         reason = f"{case.format} has no scaled product"
     if wish == "scaled_mm":

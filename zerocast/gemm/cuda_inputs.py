@@ -1,4 +1,5 @@
-"""The quantizers of `inputs.py` for FP8 as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same bytes, with little host work.
+"""The quantizers of `inputs.py` for FP8 as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same
+bytes, with little host work.
 
 Groups take one launch, a whole tensor two and a word to clear.
 """
@@ -23,7 +24,7 @@ def serves(device: torch.device) -> bool:
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """`inputs.per_tensor`."""
+    """The same bytes as `inputs.per_tensor`, in two launches."""
     x = _aligned(x)
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv, scratch = torch.empty(2, dtype=torch.float32, device=x.device).split(1)

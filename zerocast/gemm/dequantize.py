@@ -1,4 +1,5 @@
-"""Path dequantize: one stage turns the weight into a temporary of the input's dtype, an ordinary product follows.
+"""Path dequantize: one stage turns the weight into a temporary of the input's dtype, an ordinary
+product follows.
 
 Takes every format on every device. The temporary lives as long as the product does.
 """
@@ -13,18 +14,18 @@ from zerocast.formats import FormatSpec
 from zerocast.gemm.case import Case
 
 
-def takes(fmt: FormatSpec) -> bool:
-    """Any."""
+def supports(fmt: FormatSpec) -> bool:
+    """Every format can be dequantized."""
     return True
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """Any device."""
+    """Every device can multiply dequantized weights."""
     yield from ()
 
 
-def obstacles(case: Case) -> Iterator[str]:
-    """None."""
+def unsupported_reasons(case: Case) -> Iterator[str]:
+    """No reason: this path is always there."""
     yield from ()
 
 

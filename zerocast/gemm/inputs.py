@@ -1,14 +1,18 @@
-"""The other operand: activations and output gradients, quantized to match a weight, by plain torch ops on any device.
+"""The other operand: activations and output gradients, quantized to match a weight, by plain torch
+ops on any device.
 
-FP8 takes one pass for the amaxes, a few operations on the amaxes, and one pass that multiplies in f32 and stores codes. That pass
-ends in torch's own float8 conversion, which rounds to nearest even in every version; versions differ in what overflow and Inf
-become, and neither reaches it: `|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above `largest`.
-On CUDA tensors `cuda_inputs.py` does the same in a launch or two, and `triton_inputs.py` where the extension has no kernels for the
-GPU, unless a compiler is at work, which fuses plain operations itself.
+FP8 takes one pass for the amaxes, a few operations on the amaxes, and one pass that multiplies in
+f32 and stores codes. That pass ends in torch's own float8 conversion, which rounds to nearest even
+in every version; versions differ in what overflow and Inf become, and neither reaches it:
+`|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above `largest`.
+On CUDA tensors `cuda_inputs.py` does the same in a launch or two, and `triton_inputs.py` where the
+extension has no kernels for the GPU, unless a compiler is at work, which fuses plain operations
+itself.
 
-Scales follow docs/formats/common.md, with one difference: where the amax is not finite the scale is no number, so that the whole
-tensor (the whole group) comes out as NaN. A weight saturates there, with scale 1; an activation that overflowed must not look like
-an ordinary one afterwards. Epsilons are options of weights and are not applied.
+Scales follow docs/formats/common.md, with one difference: where the amax is not finite the scale is
+no number, so that the whole tensor (the whole group) comes out as NaN. A weight saturates there,
+with scale 1; an activation that overflowed must not look like an ordinary one afterwards. Epsilons
+are options of weights and are not applied.
 """
 
 import contextlib
@@ -33,7 +37,9 @@ E8M0_NAN = 0xFF
 
 
 def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    """`largest / amax` in f32, floored to a power of two if wished, 1 for an amax of 0, NaN for one that is not finite."""
+    """`largest / amax` in f32, floored to a power of two if wished, 1 for an amax of 0, NaN for
+    one that is not finite.
+    """
     scale = _quotient(largest, amax).clamp(max=FLT_MAX)
     if power_of_2:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -41,12 +47,14 @@ def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """`scale_inv`, correctly rounded."""
+    """1 / scale, correctly rounded, as f32."""
     return _quotient(1.0, scale)
 
 
 def _quotient(number: float, divisor: Tensor) -> Tensor:
-    """In f64, which rounds to the same f32: compilers divide f32 approximately, and torch multiplies by a reciprocal."""
+    """In f64, which rounds to the same f32: compilers divide f32 approximately, and torch
+    multiplies by a reciprocal.
+    """
     divisor = divisor.double()
     return torch.div(torch.full_like(divisor, number), divisor).float()
 
@@ -64,7 +72,9 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, as while a compiler traces, which it does not say of itself in every version."""
+    """Whether a tensor has no memory of its own, as while a compiler traces, which it does not
+    say of itself in every version.
+    """
     return type(x) is not Tensor and is_fake(x)
 
 
@@ -85,7 +95,9 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, a scale for `width` elements of a row."""
+    """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, a scale for
+    `width` elements of a row.
+    """
     if (fused := _fused(x)) is not None:
         return fused.groups(x, width, element, power_of_2)  # type: ignore[no-any-return]
     grouped = x.unflatten(1, (-1, width))
@@ -95,11 +107,14 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_of_rows(x: Tensor, height: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[k, rows]`, scale_inv f32 `[k, rows / height]` column by column) of `x [rows, k]`: `groups` of its transpose."""
+    """(codes `[k, rows]`, scale_inv f32 `[k, rows / height]` column by column) of `x [rows, k]`:
+    `groups` of its transpose.
+    """
     if not is_traced(x):
         codes, scale_inv = groups(x.t().contiguous(), height, element, power_of_2)
         return codes, scale_inv.t().contiguous().t()
-    grouped = x.unflatten(0, (-1, height))  # read as it lies: a compiler would reduce a transpose in strides
+    # read as it lies: a compiler would reduce a transpose in strides
+    grouped = x.unflatten(0, (-1, height))
     scale = encode_scale(grouped.abs().amax(1).float(), element.max, power_of_2)
     return _codes(grouped, scale.unsqueeze(1), element).view(x.shape).t().contiguous(), reciprocal(scale).t()
 
@@ -124,7 +139,9 @@ def _codes(x: Tensor, scale: Tensor, element: Element) -> Tensor:
 
 
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`: mxfp8 along the rows."""
+    """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
+    mxfp8 along the rows.
+    """
     fmt = get_format("mxfp8")
     codes, scales, _ = _quantize(fmt, (1, 32), x)
     finite = x.unflatten(1, (-1, 32)).isfinite().all(2)
@@ -133,21 +150,27 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, f32[1] that both levels are decoded with).
+    """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, f32[1] that both
+    levels are decoded with).
 
-    docs/formats/nvfp4.md with a scale for 1x16 elements, as for activations; rounds to nearest, without Hadamard transform.
+    docs/formats/nvfp4.md with a scale for 1x16 elements, as for activations; rounds to nearest,
+    without Hadamard transform.
     """
     codes, scales, amax = _quantize(get_format("nvfp4"), (1, 16), x)
     return pack(codes), scales, decode_factor(amax.masked_fill(~x.isfinite().all(), torch.nan))
 
 
 def decode_factor(amax: Tensor) -> Tensor:
-    """What a product of NVFP4 codes and E4M3 scales is multiplied by: f32[1], from the tensor amax."""
+    """What a product of NVFP4 codes and E4M3 scales is multiplied by: f32[1], from the tensor
+    amax.
+    """
     return amax.view(1) * ONE_2688TH
 
 
 def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scale buffer, tensor amax) of `x` in the rowwise direction of `fmt` with blocks of another extent."""
+    """(codes, scale buffer, tensor amax) of `x` in the rowwise direction of `fmt` with blocks of
+    another extent.
+    """
     fmt = dataclasses.replace(fmt, block=block)
     assert fmt.element
     rows, columns = x.shape

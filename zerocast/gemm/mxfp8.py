@@ -1,13 +1,16 @@
-"""Path mxfp8: E4M3 with a power-of-two scale for 32 elements along the inner dimension, on both sides.
+"""Path mxfp8: E4M3 with a power-of-two scale for 32 elements along the inner dimension, on both
+sides.
 
-NEVER RUN: written from torch's documented interface, no Blackwell GPU was at hand. The choice, the bytes of the input, the
-swizzle and the operands that the call is handed are tested on any machine.
+NEVER RUN: written from torch's documented interface, no Blackwell GPU was at hand. The choice, the
+bytes of the input, the swizzle and the operands that the call is handed are tested on any machine.
 
-Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mxfp8_mxfp8`): A `[rows, k]`, B `[k, n]`; E8M0 scales of
-`[rup(rows, 128), rup(k/32, 4)]` and `[rup(n, 128), rup(k/32, 4)]`, swizzled (swizzle.py), contiguous. B is the rowwise data read
-as its transpose forward. In the backward pass it is the columnwise data as it lies, `[M, K]` row-major: its blocks run down the
-columns, so turning it is not a transpose of codes. Blackwell reads B in either order, GeForce cards (12.x) only in the
-first (pytorch/pytorch#198126), hence 10.x alone. Gradients are E4M3 like everything in this format.
+Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mxfp8_mxfp8`): A `[rows, k]`, B
+`[k, n]`; E8M0 scales of `[rup(rows, 128), rup(k/32, 4)]` and `[rup(n, 128), rup(k/32, 4)]`,
+swizzled (swizzle.py), contiguous. B is the rowwise data read as its transpose forward. In the
+backward pass it is the columnwise data as it lies, `[M, K]` row-major: its blocks run down the
+columns, so turning it is not a transpose of codes. Blackwell reads B in either order, GeForce cards
+(12.x) only in the first (pytorch/pytorch#198126), hence 10.x alone. Gradients are E4M3 like
+everything in this format.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,20 +25,20 @@ from zerocast.gemm.case import Case
 from zerocast.gemm.swizzle import of_weight, swizzle
 
 
-def takes(fmt: FormatSpec) -> bool:
-    """E8M0 scales."""
+def supports(fmt: FormatSpec) -> bool:
+    """Formats with E8M0 block scales."""
     return fmt.scale_rule is ScaleRule.E8M0
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """Data-centre Blackwell GPUs."""
+    """The GPUs that have this product: data-centre Blackwell."""
     yield from torch_api.hardware(case, major=10, name="Blackwell")
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def unsupported_reasons(case: Case) -> Iterator[str]:
     """Extents in multiples of 32."""
-    yield from torch_api.obstacles()
-    yield from case.obstacles(multiple=32)
+    yield from torch_api.unsupported_reasons()
+    yield from case.unsupported_reasons(multiple=32)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:

@@ -1,14 +1,17 @@
-"""Path nvfp4: E2M1 with an E4M3 scale for 16 elements along the inner dimension and an FP32 factor a tensor, on both sides.
+"""Path nvfp4: E2M1 with an E4M3 scale for 16 elements along the inner dimension and an FP32 factor
+a tensor, on both sides.
 
-NEVER RUN: written from torch's documented interface, no Blackwell GPU was at hand. The choice, the bytes of the input, the
-swizzle and the operands that the call is handed are tested on any machine.
+NEVER RUN: written from torch's documented interface, no Blackwell GPU was at hand. The choice, the
+bytes of the input, the swizzle and the operands that the call is handed are tested on any machine.
 
-Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_nvfp4_nvfp4`): A `[rows, k/2]` bytes, B `[k/2, n]` bytes
-column-major, the even element in the low nibble; E4M3 scales of `[rup(rows, 128), rup(k/16, 4)]` and `[rup(n, 128), rup(k/16, 4)]`,
-swizzled (swizzle.py), contiguous; one f32 factor each, whose product the result is multiplied by. 16 bytes of k, so 32 elements.
+Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_nvfp4_nvfp4`): A `[rows, k/2]`
+bytes, B `[k/2, n]` bytes column-major, the even element in the low nibble; E4M3 scales of
+`[rup(rows, 128), rup(k/16, 4)]` and `[rup(n, 128), rup(k/16, 4)]`, swizzled (swizzle.py),
+contiguous; one f32 factor each, whose product the result is multiplied by. 16 bytes of k, so 32
+elements.
 
-Inputs and gradients round to nearest. Stochastic rounding and Hadamard transforms of gradients, as in NVIDIA's recipe for
-pre-training, are left out.
+Inputs and gradients round to nearest. Stochastic rounding and Hadamard transforms of gradients, as
+in NVIDIA's recipe for pre-training, are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,26 +29,28 @@ SCALING = ["BlockWise1x16", "TensorWise"]
 SWIZZLE = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
 
 
-def takes(fmt: FormatSpec) -> bool:
-    """Two-level scales."""
+def supports(fmt: FormatSpec) -> bool:
+    """Formats with scales in two levels."""
     return fmt.scale_rule is ScaleRule.TWO_LEVEL
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """Data-centre Blackwell GPUs."""
+    """The GPUs that have this product: data-centre Blackwell."""
     yield from torch_api.hardware(case, major=10, name="Blackwell")
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def unsupported_reasons(case: Case) -> Iterator[str]:
     """A torch with a dtype for E2M1, extents in multiples of 32."""
-    yield from torch_api.obstacles()
+    yield from torch_api.unsupported_reasons()
     if not hasattr(torch, "float4_e2m1fn_x2"):
         yield "this torch has no torch.float4_e2m1fn_x2"
-    yield from case.obstacles(multiple=32)
+    yield from case.unsupported_reasons(multiple=32)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(bytes `[rows, k/2]`, swizzled E4M3 scales, f32[1] that both are decoded with) of an input or an output gradient."""
+    """(bytes `[rows, k/2]`, swizzled E4M3 scales, f32[1] that both are decoded with) of an input
+    or an output gradient.
+    """
     data, scales, factor = inputs.nvfp4(x.reshape(-1, x.shape[-1]))
     return data, swizzle(scales), factor
 

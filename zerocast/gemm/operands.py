@@ -1,8 +1,10 @@
-"""What products make of their inputs, shared: one quantization of an input serves all that read it (q, k and v; gate and up).
+"""What products make of their inputs, shared: one quantization of an input serves all that read it
+(q, k and v; gate and up).
 
-The last one is kept, for the object it was made of, while autograd's own count of writes to it stands. It is dropped with the
-object, by the next input and by the next backward pass, so that it adds nothing to what a step holds at its peak. Graphs, of
-compilers and of CUDA, get their own: a compiler finds common subexpressions itself, and a replay must quantize anew.
+The last one is kept, for the object it was made of, while autograd's own count of writes to it
+stands. It is dropped with the object, by the next input and by the next backward pass, so that it
+adds nothing to what a step holds at its peak. Graphs, of compilers and of CUDA, get their own: a
+compiler finds common subexpressions itself, and a replay must quantize anew.
 """
 
 import weakref
@@ -30,7 +32,9 @@ _last: _Shared | None = None
 
 
 def of_input(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool = False) -> tuple[Operands, Operands]:
-    """What the product makes of an input with elements; what its weight gradient does, if asked for, else the input as it is."""
+    """What the product makes of an input with elements; what its weight gradient does, if asked
+    for, else the input as it is.
+    """
     global _last  # noqa: PLW0603
     if not _is_shareable(x):
         return _made(path, x, fmt, along_tokens)
@@ -51,7 +55,7 @@ def _made(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool) -> tuple[Op
 
 
 def forget() -> None:
-    """Drop what is kept."""
+    """Drop all quantized operands that are kept."""
     global _last  # noqa: PLW0603
     _last = None
 

@@ -1,14 +1,16 @@
 """Path per_tensor: FP8 weights with one scale a tensor, through `torch._scaled_mm`.
 
-Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_out_cuda`): A `[rows, k]` row-major, B `[k, n]`
-column-major, which is the other copy of the weight read as its transpose; k and n multiples of 16, rows free; both scales one f32
-with which codes are decoded; not two E5M2 operands. The bias, of the result's dtype, is added before the result is rounded.
+Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_out_cuda`): A `[rows, k]`
+row-major, B `[k, n]` column-major, which is the other copy of the weight read as its transpose; k
+and n multiples of 16, rows free; both scales one f32 with which codes are decoded; not two E5M2
+operands. The bias, of the result's dtype, is added before the result is rounded.
 
-Elements: inputs are E4M3. Gradients are E5M2, whose range they need more than its precision ("hybrid", NVIDIA's FP8 primer in the
-user guide of TransformerEngine), except beside E5M2 weights, where the tensor cores want E4M3.
+Elements: inputs are E4M3. Gradients are E5M2, whose range they need more than its precision
+("hybrid", NVIDIA's FP8 primer in the user guide of TransformerEngine), except beside E5M2 weights,
+where the tensor cores want E4M3.
 
-Accumulation: fast (about 14 bits on Hopper) forward, full in the backward pass, the setting of TransformerEngine
-(`pytorch/module/base.py`: `_2X_ACC_FPROP = False`, `_2X_ACC_DGRAD = True`).
+Accumulation: fast (about 14 bits on Hopper) forward, full in the backward pass, the setting of
+TransformerEngine (`pytorch/module/base.py`: `_2X_ACC_FPROP = False`, `_2X_ACC_DGRAD = True`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,7 @@ from zerocast.gemm.case import Case
 FIRST_CAPABILITY = (8, 9)
 
 
-def takes(fmt: FormatSpec) -> bool:
+def supports(fmt: FormatSpec) -> bool:
     """FP32 scales, one a tensor: current and delayed scaling."""
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block is None
 
@@ -39,9 +41,9 @@ def hardware(case: Case) -> Iterator[str]:
         yield f"FP8 tensor cores come with compute capability 8.9, this device has {case.capability_text}"
 
 
-def obstacles(case: Case) -> Iterator[str]:
+def unsupported_reasons(case: Case) -> Iterator[str]:
     """Extents in multiples of 16."""
-    yield from case.obstacles(multiple=16)
+    yield from case.unsupported_reasons(multiple=16)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
@@ -51,7 +53,9 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 
 
 def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The operand of a weight gradient, which sums over tokens: (codes `[k, tokens]`, scale_inv), from those of `quantize`."""
+    """The operand of a weight gradient, which sums over tokens: (codes `[k, tokens]`,
+    scale_inv), from those of `quantize`.
+    """
     codes, scale_inv = operands
     return inputs.turned(codes), scale_inv
 
@@ -65,7 +69,9 @@ def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dt
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight; accumulates fast in the forward pass alone."""
+    """The product of quantized rows with one direction of the weight; accumulates fast in the
+    forward pass alone.
+    """
     assert not transposed
     codes, scale_inv = operands
     data, weight_scale_inv = weight.direction(columnwise)

@@ -1,4 +1,6 @@
-"""`torch.nn.functional.scaled_mm`: the scaled matrix multiply that is told how its operands are scaled."""
+"""`torch.nn.functional.scaled_mm`: the scaled matrix multiply that is told how its operands are
+scaled.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ def hardware(case: Case, major: int, name: str) -> Iterator[str]:
         yield f"runs on {name} GPUs (compute capability {major}.x), this device has {case.capability_text}"
 
 
-def obstacles() -> Iterator[str]:
+def unsupported_reasons() -> Iterator[str]:
     """A torch without the function."""
     if not hasattr(torch.nn.functional, "scaled_mm"):
         yield "this torch has no torch.nn.functional.scaled_mm"
@@ -34,7 +36,9 @@ def scaled_mm(
     dtype: torch.dtype,
     swizzle: Sequence[str] = (),
 ) -> Tensor:
-    """`a [rows, k] @ b [k, n] + bias` as `dtype`; scalings name members of `ScalingType`, `swizzle` of `SwizzleType`."""
+    """`a [rows, k] @ b [k, n] + bias` as `dtype`; scalings name members of `ScalingType`,
+    `swizzle` of `SwizzleType`.
+    """
     functional: Any = torch.nn.functional
     swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
     y: Tensor = functional.scaled_mm(

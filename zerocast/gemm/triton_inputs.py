@@ -1,8 +1,10 @@
-"""The quantizers of `inputs.py` for FP8 as Triton kernels: the same bytes, with the scales worked out on the way.
+"""The quantizers of `inputs.py` for FP8 as Triton kernels: the same bytes, with the scales worked
+out on the way.
 
-Groups take one pass over the input; a whole tensor takes one for its amax, which is torch's, and one for its codes. Codes come from
-integer logic, since Triton's own float8 conversions differ from the format and from compiler to interpreter. Values are in range
-by construction (`inputs.py`), so nothing saturates here. Multiply and add are never contracted.
+Groups take one pass over the input; a whole tensor takes one for its amax, which is torch's, and
+one for its codes. Codes come from integer logic, since Triton's own float8 conversions differ from
+the format and from compiler to interpreter. Values are in range by construction (`inputs.py`), so
+nothing saturates here. Multiply and add are never contracted.
 """
 
 import contextlib
@@ -53,13 +55,16 @@ def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def _encode(x, MANTISSA: tl.constexpr):
-    """f32 in the range of the element to its codes: RNE, NaN to 0x7F. The bias of E4M3 is 7, that of E5M2 15."""
+    """f32 in the range of the element to its codes: RNE, NaN to 0x7F. The bias of E4M3 is 7,
+    that of E5M2 15.
+    """
     bias: tl.constexpr = 7 if MANTISSA == 3 else 15
     drop: tl.constexpr = 23 - MANTISSA
     half: tl.constexpr = (1 << (drop - 1)) - 1
     bits = _magnitude(x)
     normal = ((bits + half + ((bits >> drop) & 1)) >> drop) - ((127 - bias) << MANTISSA)
-    # Below the smallest normal the code counts multiples of 2**(1 - bias - mantissa): the last place of this sum.
+    # Below the smallest normal the code counts multiples of 2**(1 - bias - mantissa): the last
+    # place of this sum.
     unit: tl.constexpr = (151 - bias - MANTISSA) << 23
     shifted = bits.to(tl.float32, bitcast=True) + (bits * 0 + unit).to(tl.float32, bitcast=True)
     code = tl.where(bits < ((128 - bias) << 23), shifted.to(tl.int32, bitcast=True) - unit, normal)
@@ -80,7 +85,9 @@ def _groups(
     LARGEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):
-    """One group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv `[columns / WIDTH, rows]`."""
+    """One group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv
+    `[columns / WIDTH, rows]`.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     here = row < rows
@@ -114,7 +121,7 @@ def _loadable(x: Tensor) -> Tensor:
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """`inputs.per_tensor`."""
+    """The same bytes as `inputs.per_tensor`, in two launches."""
     amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(1, device=x.device, dtype=torch.float32)

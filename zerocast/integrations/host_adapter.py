@@ -131,8 +131,8 @@ class HostPlan:
     def refresh(self) -> None:
         """Cast and gather masters that were loaded or written by hand. Collective.
 
-        This completes what a cast or a gather left partial, and not what a step did: its masters are
-        not worth a cast, so a host checks for that first.
+        This completes what a cast or a gather left partial, and not what a step did: its masters
+        are not worth a cast, so a host checks for that first.
         """
         self._write(repeat=True)
 

@@ -42,7 +42,9 @@ class Average(ABC):
 
 
 class Averages:
-    """The averages of one optimizer's masters, and whether one of them is swapped in. It keeps none of them alive."""
+    """The averages of one optimizer's masters, and whether one of them is swapped in. It keeps
+    none of them alive.
+    """
 
     def __init__(
         self,
@@ -88,7 +90,9 @@ class Averages:
 
     @contextlib.contextmanager
     def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
-        """Within, the weights are cast from what `exchange` makes the masters; it is called again to undo that."""
+        """Within, the weights are cast from what `exchange` makes the masters; it is called
+        again to undo that.
+        """
         self.check_not_swapped("an average was swapped in")
         self._weights.plan.guard.check_complete()
         check_owns(self._claim)

@@ -1,8 +1,8 @@
 """Buckets: parameters laid end to end, cut into equal shards, one for each rank.
 
-A bucket holds parameters that are stored alike, so that the same cut is a cut of its gradients, of its masters and of its bytes.
-Parameters start at multiples of `ALIGNMENT` elements and shards are multiples of it: no block row of 16, no byte and no vector
-load is ever cut.
+A bucket holds parameters that are stored alike, so that the same cut is a cut of its gradients, of
+its masters and of its bytes. Parameters start at multiples of `ALIGNMENT` elements and shards are
+multiples of it: no block row of 16, no byte and no vector load is ever cut.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements, without padding."""
+        """The number of elements, without padding."""
         return self.parameter.numel()
 
     @property
@@ -63,7 +63,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots in the order of the backward pass. `start` is where this rank's shard lies in the flat FP32 tensors."""
+    """Slots in the order of the backward pass. `start` is where this rank's shard lies in the
+    flat FP32 tensors.
+    """
 
     storage: Storage
     slots: tuple[Slot, ...]
@@ -81,7 +83,9 @@ class Bucket:
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def owned(self, slot: Slot, rank: int) -> tuple[Span, int]:
-        """The elements of a parameter that `rank` owns, and where they start in that rank's flat FP32 tensors."""
+        """The elements of a parameter that `rank` owns, and where they start in that rank's flat
+        FP32 tensors.
+        """
         common = Span(slot.offset, slot.offset + slot.numel).intersect(self.shard(rank))
         first = min(common.start - slot.offset, slot.numel)
         return Span(first, first + common.numel), self.start + common.start - rank * self.shard_numel
@@ -100,7 +104,9 @@ def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
 def fill_buckets(
     parameters: Iterable[tuple[str, Tensor, int]], bucket_size: int, ranks: int, grad_dtype: torch.dtype | None
 ) -> list[Bucket]:
-    """Buckets for (name, parameter, param group) in registration order, in the order in which a backward pass completes them."""
+    """Buckets for (name, parameter, param group) in registration order, in the order in which a
+    backward pass completes them.
+    """
     filling: dict[Storage, list[Slot]] = {}
     complete: list[tuple[int, Storage, list[Slot]]] = []
     last: dict[Storage, int] = {}

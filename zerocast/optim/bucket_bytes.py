@@ -1,8 +1,10 @@
-"""BucketBytes: the flat bytes of one bucket, which its weights view, and whether anybody else has changed what the weights hold.
+"""BucketBytes: the flat bytes of one bucket, which its weights view, and whether anybody else has
+changed what the weights hold.
 
-Masters are the truth: what somebody else writes into the weights would be lost with the next cast. The version counters of flat
-buffers and plain parameters tell at the cost of a comparison; what was given other storage (`.data =`, `Module.to`) is compared
-with the bytes that lie in ours. Writes that move no counter (`.data`, numpy, kernels of others) are seen in debug mode, by a copy.
+Masters are the truth: what somebody else writes into the weights would be lost with the next cast.
+The version counters of flat buffers and plain parameters tell at the cost of a comparison; what was
+given other storage (`.data =`, `Module.to`) is compared with the bytes that lie in ours. Writes
+that move no counter (`.data`, numpy, kernels of others) are seen in debug mode, by a copy.
 """
 
 import threading
@@ -64,7 +66,9 @@ class _Quantized:
 
 
 class BucketBytes:
-    """The flat buffers of one bucket and the weights in them: `weights[i]` stands for `bucket.slots[i]`."""
+    """The flat buffers of one bucket and the weights in them: `weights[i]` stands for
+    `bucket.slots[i]`.
+    """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
@@ -129,7 +133,9 @@ class BucketBytes:
             raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
 
     def check_moved(self) -> bool:
-        """Whether parameters have other storage than ours; RuntimeError if that holds other values."""
+        """Whether parameters have other storage than ours; RuntimeError if that holds other
+        values.
+        """
         plain = [p for p in self._plain if not p.is_home]
         for p in plain:
             _check_alike(p.slot.parameter, p.place)
@@ -148,7 +154,9 @@ class BucketBytes:
         return moved
 
     def reclaim(self) -> None:
-        """Bring back weights that were moved to other storage since: this is where the gather writes."""
+        """Bring back weights that were moved to other storage since: this is where the gather
+        writes.
+        """
         for p in self._plain:
             if not p.is_home:
                 _check_alike(p.slot.parameter, p.place)

@@ -11,17 +11,19 @@ class ZeroConfig:
 
     Attributes:
         bucket_size: elements a bucket, before padding; a larger parameter gets a bucket of its own.
-        overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass. Changes no bit.
-        deterministic: add gradients in rank order and take the norm in logical order, so that a run repeats bit for bit at the same
-            rank count whatever the communication library does. Costs an all-to-all in place of each reduce-scatter.
-        grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32, weight gradients of quantized
-            weights are computed in FP32 too.
+        overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass.
+            Changes no bit.
+        deterministic: add gradients in rank order and take the norm in logical order, so that a run
+            repeats bit for bit at the same rank count whatever the communication library does.
+            Costs an all-to-all in place of each reduce-scatter.
+        grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32,
+            weight gradients of quantized weights are computed in FP32 too.
         backend: a name from `zerocast.backends`; None chooses.
-        moment_dtype: dtype that both moments are stored in; with bf16 an update computes with FP32 values, and what it keeps of
-            them is rounded to nearest even. 4 bytes an element less.
-        verify_every: after every so many steps compare all live bytes with an unsharded cast of the masters (`zerocast.verify`)
-            and raise VerificationError on every rank if any differ. None never does. The masters are gathered for it, and cast by
-            the slow reference.
+        moment_dtype: dtype that both moments are stored in; with bf16 an update computes with FP32
+            values, and what it keeps of them is rounded to nearest even. 4 bytes an element less.
+        verify_every: after every so many steps compare all live bytes with an unsharded cast of the
+            masters (`zerocast.verify`) and raise VerificationError on every rank if any differ.
+            None never does. The masters are gathered for it, and cast by the slow reference.
     """
 
     bucket_size: int = 32 * 1024 * 1024

@@ -1,9 +1,11 @@
-"""The device's part of an optimizer step, launched by the host (DeviceStep) or as a CUDA graph (CapturedStep).
+"""The device's part of an optimizer step, launched by the host (DeviceStep) or as a CUDA graph
+(CapturedStep).
 
 Nothing in it waits for the device or asks the host, so one graph can hold all of it, at fixed
 addresses: norm, clip, skip, Adam with its amaxes, the all-reduce, scales and cast; then the
 all-gather and the columnwise copies. With `overlap_all_gather` the all-gather follows the graph,
-since it outlives the step. The host's part before and after is in `zero_adamw.py`, the same for both.
+since it outlives the step. The host's part before and after is in `zero_adamw.py`, the same for
+both.
 """
 
 from collections.abc import Callable
@@ -33,8 +35,9 @@ class DeviceStep:
         gradients: this rank's averaged gradients, flat f32 like the masters.
         order: that of a deterministic norm, or None for the library's.
 
-    `count` and `skipped`, int64[1], are the steps taken and skipped; `clip`, f32[1], is what the gradients of the coming step are
-    multiplied by, 1 again after it; `clipped` says that the host asked for it, outside of a graph.
+    `count` and `skipped`, int64[1], are the steps taken and skipped; `clip`, f32[1], is what the
+    gradients of the coming step are multiplied by, 1 again after it; `clipped` says that the host
+    asked for it, outside of a graph.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class DeviceStep:
         self.clip.copy_(clip_factor(norm, max_norm))
 
     def apply_clip(self) -> bool:
-        """Scale the gradients now, since somebody reads or changes them before the update. False if there was nothing to scale."""
+        """Scale the gradients now, since somebody reads or changes them before the update. False
+        if there was nothing to scale.
+        """
         clipped, self.clipped = self.clipped, False
         if clipped:
             self._gradients.mul_(self.clip)
@@ -71,7 +76,9 @@ class DeviceStep:
         return clipped
 
     def begin(self, square_sum: Tensor) -> tuple[AdamUpdate, Tensor]:
-        """(the Adam step, whether to skip it as bool[1]) for these gradients; a sum that is not finite is skipped."""
+        """(the Adam step, whether to skip it as bool[1]) for these gradients; a sum that is not
+        finite is skipped.
+        """
         found_inf = ~square_sum.isfinite().view(1)
         self.count += ~found_inf
         self.skipped += found_inf
@@ -94,7 +101,8 @@ def check_capturable(device: torch.device, backend: str) -> None:
 
 
 def cuda_graph(work: Work) -> Work:
-    """Record what `work` launches on the current device, without running it; the result launches it again.
+    """Record what `work` launches on the current device, without running it; the result launches it
+    again.
 
     Other threads may use CUDA meanwhile, as the one that watches over NCCL does.
     """
@@ -106,15 +114,17 @@ def cuda_graph(work: Work) -> Work:
 
 
 class CapturedStep:
-    """Call it in place of `clip_grad_norm_` and `step`: one launch, the same bits. `ZeroAdamW.capture` makes one.
+    """Call it in place of `clip_grad_norm_` and `step`: one launch, the same bits.
+    `ZeroAdamW.capture` makes one.
 
     Args:
         prepare, finish: the host's part of a step, before and after the device's.
         max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
-        record: makes of some work what repeats it; `cuda_graph`, unless a test wants to look inside.
+        record: makes of some work what repeats it; `cuda_graph`, unless a test wants to look
+            inside.
 
-    To make one is a collective call. It first runs the device part as if a gradient were not finite, which changes nothing, so that
-    what is made at first use is made before the recording.
+    To make one is a collective call. It first runs the device part as if a gradient were not
+    finite, which changes nothing, so that what is made at first use is made before the recording.
     """
 
     def __init__(
@@ -130,13 +140,15 @@ class CapturedStep:
         self._max_norm = max_norm
         self._norm = torch.zeros_like(device.clip).view(())
         self._warm_up()  # what this finds missing it makes, and then everything lies elsewhere:
-        self._warm_up()  # a backend may look into a table when it first sees it, not while the graph records
+        # a backend may look into a table when it first sees it, not while the graph records
+        self._warm_up()
         self._tables = weights.tables()  # kept, since the graph reads them
         self._replay = record(self._work)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """One step with what the backward passes since the last have left; returns the norm before clipping, f32[].
+        """One step with what the backward passes since the last have left; returns the norm before
+        clipping, f32[].
 
         RuntimeError, with nothing changed, when storage has moved since the step was captured.
         """

@@ -22,14 +22,18 @@ OUTDATED = (
 
 
 class EMA(Average):
-    """`average = decay * average + (1 - decay) * master` after every step, for all masters of `optimizer`; starts at the masters.
+    """`average = decay * average + (1 - decay) * master` after every step, for all masters of
+    `optimizer`; starts at the masters.
 
     Args:
-        optimizer: the ZeroAdamW whose masters are averaged. It does not keep the average alive: hold on to this object.
-        decay: between 0 and 1; may be changed between steps. `1 - 1 / n` at the n-th step gives the equal average of SWA.
+        optimizer: the ZeroAdamW whose masters are averaged. It does not keep the average alive:
+            hold on to this object.
+        decay: between 0 and 1; may be changed between steps. `1 - 1 / n` at the n-th step gives the
+            equal average of SWA.
 
-    FP32, sharded like the masters: 4 bytes a parameter over all ranks, and one pass over them a step. Captured steps count too. A
-    step that was skipped for a gradient that is not finite changes nothing here either. ValueError for a decay out of range.
+    FP32, sharded like the masters: 4 bytes a parameter over all ranks, and one pass over them a
+    step. Captured steps count too. A step that was skipped for a gradient that is not finite
+    changes nothing here either. ValueError for a decay out of range.
     """
 
     def __init__(self, optimizer: ZeroAdamW, decay: float = 0.999) -> None:
@@ -52,7 +56,9 @@ class EMA(Average):
         self._decay = decay
 
     def before_step(self) -> None:
-        """The optimizer calls this. RuntimeError for an average of other masters than those that step now."""
+        """The optimizer calls this. RuntimeError for an average of other masters than those that
+        step now.
+        """
         self._check_current()
         self._loaded = False
         self._count.copy_(self._averages.count)
@@ -63,7 +69,9 @@ class EMA(Average):
         self._average.lerp_(self._averages.masters, taken.float().mul_(1 - self._decay).view(()))
 
     def masters_loaded(self) -> None:
-        """The optimizer calls this. An average that was loaded just before belongs to the masters that are loaded now."""
+        """The optimizer calls this. An average that was loaded just before belongs to the
+        masters that are loaded now.
+        """
         self._outdated, self._loaded = self._outdated or not self._loaded, False
 
     @torch.no_grad()
@@ -75,22 +83,26 @@ class EMA(Average):
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within, the model's weights, plain parameters too, are those of the average; afterwards those of before, bit by bit.
+        """Within, the model's weights, plain parameters too, are those of the average; afterwards
+        those of before, bit by bit.
 
-        All ranks enter and leave it together: the average is cast and gathered, and the masters again at the end. Where scaling is
-        delayed, weights are cast with the scales of the live ones, and it does not move on. Backward passes, steps, loads and saves
-        of the optimizer raise meanwhile. An exception inside is raised on, with the weights as they were; one while weights are
-        written leaves them partial until a state is loaded, and the average as it was.
+        All ranks enter and leave it together: the average is cast and gathered, and the masters
+        again at the end. Where scaling is delayed, weights are cast with the scales of the live
+        ones, and it does not move on. Backward passes, steps, loads and saves of the optimizer
+        raise meanwhile. An exception inside is raised on, with the weights as they were; one while
+        weights are written leaves them partial until a state is loaded, and the average as it was.
         """
         self._check_current()
         with self._averages.swapped(self._exchange):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The average by parameter name, f32 in the logical shape, as `optimizer.state_dict()["model"]` holds the masters.
+        """The average by parameter name, f32 in the logical shape, as
+        `optimizer.state_dict()["model"]` holds the masters.
 
-        The tensors are views: torch.distributed.checkpoint saves them, and loads in place on any number of ranks; so does the
-        `extra` of a checkpoint. Give what was loaded in place to `load_state_dict`, which then knows of it.
+        The tensors are views: torch.distributed.checkpoint saves them, and loads in place on any
+        number of ranks; so does the `extra` of a checkpoint. Give what was loaded in place to
+        `load_state_dict`, which then knows of it.
         """
         self._averages.check_not_swapped("the state of an average was asked for")
         self._check_current()
@@ -104,14 +116,17 @@ class EMA(Average):
         """
         self._averages.check_not_swapped("the state of an average was loaded")
         self._averages.state.load_masters(state_dict.get("model", {}), self._average)
-        self._outdated, self._loaded = False, not self._outdated  # in advance of the optimizer, or after it
+        # in advance of the optimizer, or after it
+        self._outdated, self._loaded = False, not self._outdated
 
     def _check_current(self) -> None:
         if self._outdated:
             raise RuntimeError(OUTDATED)
 
     def _exchange(self) -> None:
-        """Masters and average change places. Nothing is allocated; what is interrupted in here must be loaded anew."""
+        """Masters and average change places. Nothing is allocated; what is interrupted in here
+        must be loaded anew.
+        """
         outdated, self._outdated = self._outdated, True
         masters, average = (flat.view(torch.int32) for flat in (self._averages.masters, self._average))
         masters.bitwise_xor_(average)

@@ -1,8 +1,9 @@
 """WeightGather: weight buffers are all-gathered bucket by bucket, and waited for by whatever reads.
 
-A plain parameter can be read by anyone at any time, so its gather ends inside the step. A QuantizedWeight is asked for its
-bytes, so with overlap its gather runs on until the first read, by whatever reads: a forward pass, a tied head, state_dict,
-evaluation. Threads may read at the same time: each of them waits, and on a GPU each on its own stream.
+A plain parameter can be read by anyone at any time, so its gather ends inside the step. A
+QuantizedWeight is asked for its bytes, so with overlap its gather runs on until the first read, by
+whatever reads: a forward pass, a tied head, state_dict, evaluation. Threads may read at the same
+time: each of them waits, and on a GPU each on its own stream.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from zerocast.weight.freshness import Freshness, debugging
 
 
 class Arrival:
-    """When the bytes of a bucket are there on a GPU: whoever reads on another stream than the one that waited waits for this."""
+    """When the bytes of a bucket are there on a GPU: whoever reads on another stream than the
+    one that waited waits for this.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
@@ -27,7 +30,9 @@ class Arrival:
 
     @staticmethod
     def now(device: torch.device) -> "Arrival | None":
-        """None on a CPU, where who waited has the bytes, and inside a graph, which begins and ends in step with all streams."""
+        """None on a CPU, where who waited has the bytes, and inside a graph, which begins and
+        ends in step with all streams.
+        """
         outside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         return Arrival(device) if outside else None
 
@@ -42,7 +47,9 @@ class Arrival:
 
 
 class WeightGather:
-    """All-gathers the buckets after a cast, in the order of the forward pass, and makes columnwise copies."""
+    """All-gathers the buckets after a cast, in the order of the forward pass, and makes
+    columnwise copies.
+    """
 
     def __init__(
         self, buffers: Sequence[BucketBytes], group: Group, freshness: Freshness, backend: str, overlap: bool
@@ -60,16 +67,21 @@ class WeightGather:
             self._finish(buffer)
 
     def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written parameters since the last cast; what is in flight nobody has."""
+        """RuntimeError if anybody else has written parameters since the last cast; what is in
+        flight nobody has.
+        """
         for buffer in self._buffers:
             if id(buffer) not in self._flying:
                 buffer.check_unwritten()
 
     def ready(self) -> None:
-        """Before a cast writes: nothing in flight, every weight where the gather will write, and written by nobody else."""
+        """Before a cast writes: nothing in flight, every weight where the gather will write, and
+        written by nobody else.
+        """
         self.land()
         self.check_unwritten()
-        moved = [buffer.check_moved() for buffer in self._buffers]  # all of them, before anything changes
+        # all of them, before anything changes
+        moved = [buffer.check_moved() for buffer in self._buffers]
         if any(moved):
             self.reclaim()
 
@@ -84,7 +96,9 @@ class WeightGather:
         return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
 
     def done(self) -> None:
-        """Mark all columnwise copies as those of the last cast, unless a gather is in flight: its end marks its own."""
+        """Mark all columnwise copies as those of the last cast, unless a gather is in flight:
+        its end marks its own.
+        """
         if self._flying:
             return
         self._freshness.columnwise = self._freshness.cast
@@ -115,11 +129,14 @@ class WeightGather:
             self._forget()
 
     def _finish(self, buffer: BucketBytes) -> None:
-        """Complete one gather. A second thread waits here for the first; what raises leaves it in flight for the next read."""
+        """Complete one gather. A second thread waits here for the first; what raises leaves it
+        in flight for the next read.
+        """
         with buffer.lock:
             if id(buffer) not in self._flying or buffer.landing:
                 return
-            buffer.landing = True  # making the copies asks the weights for their bytes, in this thread
+            # making the copies asks the weights for their bytes, in this thread
+            buffer.landing = True
             try:
                 buffer.wait()
                 self._columnwise[id(buffer)].make()

@@ -1,4 +1,6 @@
-"""Operators on reduced gradients: norms of the whole, changes in place of this rank's slice, what autograd and GradScaler need."""
+"""Operators on reduced gradients: norms of the whole, changes in place of this rank's slice,
+what autograd and GradScaler need.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

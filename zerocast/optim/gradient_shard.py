@@ -1,8 +1,9 @@
-"""GradientShard: this rank's flat FP32 shard of the reduced gradients, and each parameter's `ReducedGradient` over its part.
+"""GradientShard: this rank's flat FP32 shard of the reduced gradients, and each parameter's
+`ReducedGradient` over its part.
 
-What lies on the parameters is looked at when gradients arrive, at the end of a round and before a step, never at a reading. Whether
-a reading or a step communicates follows from the calls that were made, which are the same on every rank, and not from what
-a rank finds on its parameters.
+What lies on the parameters is looked at when gradients arrive, at the end of a round and before a
+step, never at a reading. Whether a reading or a step communicates follows from the calls that were
+made, which are the same on every rank, and not from what a rank finds on its parameters.
 """
 
 import operator
@@ -38,10 +39,12 @@ class Rounds(Protocol):
 
 
 class GradientShard:
-    """`flat` holds the elements, f32 in the layout of the masters; `version` counts what changed them.
+    """`flat` holds the elements, f32 in the layout of the masters; `version` counts what changed
+    them.
 
-    `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the elements by a factor that is still to
-    be applied and says whether there was one. `rounds` is not kept alive.
+    `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the
+    elements by a factor that is still to be applied and says whether there was one. `rounds` is not
+    kept alive.
     """
 
     def __init__(
@@ -65,17 +68,22 @@ class GradientShard:
         self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
-        """Take the gradient that lies on a parameter; `reduced` says that a reduced one was there before."""
+        """Take the gradient that lies on a parameter; `reduced` says that a reduced one was
+        there before.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             part.collect(self._places[part][1].parameter, self._placed[part], reduced)
 
     def collect_all(self, reduced: bool) -> None:
-        """The same for all of them; every parameter then has a reduced gradient, whatever took part."""
+        """The same for all of them; every parameter then has a reduced gradient, whatever took
+        part.
+        """
         for part in self._disturbed():
             self.collect(part, reduced)
 
     def zero_removed(self) -> None:
-        """Gradients that were taken off their parameters since they were reduced are zero. RuntimeError where another lies there.
+        """Gradients that were taken off their parameters since they were reduced are zero.
+        RuntimeError where another lies there.
 
         They count as no change of the norms: another rank may not have taken them off.
         """
@@ -128,12 +136,16 @@ class GradientShard:
         return self._elements(part)
 
     def changed(self, part: GradientPart) -> None:
-        """Somebody has written to `view`, on all ranks; whether any elements are here does not matter."""
+        """Somebody has written to `view`, on all ranks; whether any elements are here does not
+        matter.
+        """
         self._count(part)
         self._reducer().changed_by_hand()
 
     def forget(self, part: GradientPart) -> None:
-        """The gradient is zero, reduced or not. No collective: a rank without gradients of a backward pass has nothing to zero."""
+        """The gradient is zero, reduced or not. No collective: a rank without gradients of a
+        backward pass has nothing to zero.
+        """
         self._reducer().land()
         part.local, part.forgotten = None, False
         self._elements(part).zero_()
@@ -144,7 +156,9 @@ class GradientShard:
         self._norms.changed(part.name)
 
     def norm(self, part: GradientPart, norm_type: float) -> Tensor:
-        """The norm of the whole gradient, f32[]. The first reading is a collective call, which finds those of all parameters."""
+        """The norm of the whole gradient, f32[]. The first reading is a collective call, which
+        finds those of all parameters.
+        """
         self._make_ready()
         check_same_call(self._group, f"reads norms of gradients, of type {norm_type}")
         return self._norms.read(self.flat, part.name, norm_type)

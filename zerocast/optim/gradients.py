@@ -1,12 +1,14 @@
 """Gradients: from backward hooks through bucketed reduce-scatters into this rank's flat FP32 shard.
 
-Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket order, on every rank, whatever
-parameters got a gradient there; what did not counts as zero. Hooks start a bucket as soon as it and all before it are complete, the
-end of the backward pass starts the rest. Two buffers alternate: one fills while the other is being reduced. Afterwards the gradient
-of every parameter is a `ReducedGradient`, whether it took part or not, so that all ranks find the same.
+Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket
+order, on every rank, whatever parameters got a gradient there; what did not counts as zero. Hooks
+start a bucket as soon as it and all before it are complete, the end of the backward pass starts the
+rest. Two buffers alternate: one fills while the other is being reduced. Afterwards the gradient of
+every parameter is a `ReducedGradient`, whether it took part or not, so that all ranks find the
+same.
 
-A backward pass that dies takes its end with it. That is noticed, and refused until `zero_grad` of the optimizer has cleared
-it away.
+A backward pass that dies takes its end with it. That is noticed, and refused until `zero_grad` of
+the optimizer has cleared it away.
 """
 
 import weakref
@@ -54,9 +56,10 @@ class _End:
 class GradientReducer:
     """Reduces gradients of `buckets`; `gradients` holds this rank's sums of means since `reset`.
 
-    With `stage` 2 a gradient is freed as soon as it is in a bucket and every round adds to what was reduced. With stage 1 the
-    gradients of this rank are kept, each backward pass adds to them in their own dtype, and a round reduces the sum anew; once what
-    was reduced has been changed (clipped, for one), it stays as it was changed, and later rounds add to it as with stage 2.
+    With `stage` 2 a gradient is freed as soon as it is in a bucket and every round adds to what was
+    reduced. With stage 1 the gradients of this rank are kept, each backward pass adds to them in
+    their own dtype, and a round reduces the sum anew; once what was reduced has been changed
+    (clipped, for one), it stays as it was changed, and later rounds add to it as with stage 2.
     """
 
     def __init__(
@@ -84,9 +87,11 @@ class GradientReducer:
         self._flying: list[Reduction] = []
         self._filling: dict[int, Filling] = {}
         self._launched: int | None = None  # buckets started in this round; None between rounds
-        self._end: weakref.ref[_End] | None = None  # of the backward pass that this round belongs to
+        # of the backward pass that this round belongs to
+        self._end: weakref.ref[_End] | None = None
         self._reduced = False  # a round has run since `reset`
-        self._unreduced = False  # no_sync has been entered since the last round; set so, it is the same on every rank
+        # no_sync has been entered since the last round; set so, it is the same on every rank
+        self._unreduced = False
         self._idle = IdleParameters()
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
@@ -102,10 +107,12 @@ class GradientReducer:
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def meet(self, other: "GradientReducer") -> None:
-        """Give way to a new reducer of any of the same parameters: a gradient can be freed once only.
+        """Give way to a new reducer of any of the same parameters: a gradient can be freed once
+        only.
 
-        Beside one of other parameters, neither waits during a backward pass: with unused parameters the two take turns in
-        another order on another rank, and each rank would wait for what the other has not started.
+        Beside one of other parameters, neither waits during a backward pass: with unused parameters
+        the two take turns in another order on another rank, and each rank would wait for what the
+        other has not started.
         """
         if self._place.keys() & other._place.keys():
             self._taken_over = True
@@ -132,7 +139,9 @@ class GradientReducer:
         return before
 
     def reset(self) -> None:
-        """Forget what was reduced; the next round starts from zero. A backward pass that died half-way is forgotten too."""
+        """Forget what was reduced; the next round starts from zero. A backward pass that died
+        half-way is forgotten too.
+        """
         if self._stage == 1 or self._unreduced or self._launched is not None:
             self.gradients.drop_local()
         self._reduced = self._unreduced = False
@@ -144,14 +153,18 @@ class GradientReducer:
 
     @property
     def _adds(self) -> bool:
-        """Whether rounds add to what was reduced; else they reduce the sum of all backward passes anew."""
+        """Whether rounds add to what was reduced; else they reduce the sum of all backward
+        passes anew.
+        """
         return self._adds_from == 2
 
     def _look(self) -> None:
         self.gradients.keeps_local = not (self.synchronise and self._adds)
 
     def changed_by_hand(self) -> None:
-        """What was reduced is no longer what another reduction would give: later rounds add to it."""
+        """What was reduced is no longer what another reduction would give: later rounds add to
+        it.
+        """
         if not self._adds:
             self._adds_from = 2
             self.gradients.drop_local()
@@ -207,7 +220,8 @@ class GradientReducer:
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
         if self.refusal:
-            self._launched, self._end = 0, None  # what this pass leaves is refused until `zero_grad`
+            # what this pass leaves is refused until `zero_grad`
+            self._launched, self._end = 0, None
             raise RuntimeError(self.refusal)
         index, part = self._place[id(parameter)]
         self.gradients.collect(part, self._reduced)
@@ -242,7 +256,8 @@ class GradientReducer:
                     f"the gradient of {part.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
                 )
             target = filling.buffer[part.offset : part.offset + part.numel]
-            more = self._adds and part.offset in filling.arrived  # a nested backward pass brought the first part
+            # a nested backward pass brought the first part
+            more = self._adds and part.offset in filling.arrived
             target.add_(gradient.detach().reshape(-1)) if more else target.copy_(gradient.detach().reshape(-1))
             filling.arrived.add(part.offset)
             if self._adds:

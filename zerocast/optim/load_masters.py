@@ -17,17 +17,21 @@ from zerocast.optim.zero_adamw import ZeroAdamW
 
 @torch.no_grad()
 def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] = ()) -> None:
-    """Take masters from high-precision weights, and make the weights from them; the rest is as in a new optimizer.
+    """Take masters from high-precision weights, and make the weights from them; the rest is as in a
+    new optimizer.
 
-    `source` is a safetensors file, its index or folder, a file of torch.save, a folder of torch.distributed.checkpoint (what
-    `zerocast.optim.save` wrote too), or a mapping from names to tensors, which is then the same on every rank. FP32, bf16 and fp16
-    tensors become FP32 masters exactly. Moments and step counts become zero, delayed scaling is seeded anew, hyper-parameters stay.
-    All ranks call it; each reads the elements that it owns. Nothing that a file carries is run.
+    `source` is a safetensors file, its index or folder, a file of torch.save, a folder of
+    torch.distributed.checkpoint (what `zerocast.optim.save` wrote too), or a mapping from names to
+    tensors, which is then the same on every rank. FP32, bf16 and fp16 tensors become FP32 masters
+    exactly. Moments and step counts become zero, delayed scaling is seeded anew, hyper-parameters
+    stay. All ranks call it; each reads the elements that it owns. Nothing that a file carries is
+    run.
 
-    Raises ValueError on every rank, with nothing changed and both values named, where names, shapes or dtypes do not fit:
-    every parameter of the optimizer is to be there, and everything there is to be one of them, or to match a glob of `ignore`
-    (frozen weights, buffers, second names of shared ones). RuntimeError for a file that breaks off on the way: the optimizer then
-    says so at every call, until a state or masters are loaded.
+    Raises ValueError on every rank, with nothing changed and both values named, where names, shapes
+    or dtypes do not fit: every parameter of the optimizer is to be there, and everything there is
+    to be one of them, or to match a glob of `ignore` (frozen weights, buffers, second names of
+    shared ones). RuntimeError for a file that breaks off on the way: the optimizer then says so at
+    every call, until a state or masters are loaded.
     """
     state = optimizer.state_to_overwrite()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,6 @@
-"""Masters: this rank's flat FP32 master shard and Adam moments, and the views of them that belong to each parameter."""
+"""Masters: this rank's flat FP32 master shard and Adam moments, and the views of them that
+belong to each parameter.
+"""
 
 from collections.abc import Sequence
 
@@ -14,7 +16,9 @@ FIELDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Masters:
-    """Flat tensors, one element for each that this rank owns, bucket after bucket: f32 `master`; `exp_avg` and `exp_avg_sq`."""
+    """Flat tensors, one element for each that this rank owns, bucket after bucket: f32 `master`;
+    `exp_avg` and `exp_avg_sq`.
+    """
 
     def __init__(
         self, buckets: Sequence[Bucket], group: Group, device: torch.device, moment_dtype: torch.dtype = torch.float32
@@ -27,7 +31,9 @@ class Masters:
             self._initialise(bucket)
 
     def _initialise(self, bucket: Bucket) -> None:
-        """Rank 0's initial values become everyone's, as in DistributedDataParallel; one bucket at a time."""
+        """Rank 0's initial values become everyone's, as in DistributedDataParallel; one bucket
+        at a time.
+        """
         full = torch.zeros(bucket.numel, dtype=torch.float32, device=self.master.device)
         for slot in bucket.slots:
             full[slot.offset : slot.offset + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
@@ -39,7 +45,9 @@ class Masters:
                 slot.parameter.high_precision_init_val = None
 
     def owned(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
-        """The elements of a parameter that this rank owns, and their flat masters and moments, as views."""
+        """The elements of a parameter that this rank owns, and their flat masters and moments,
+        as views.
+        """
         span, start = bucket.owned(slot, self._group.rank)
         return span, {name: getattr(self, name)[start : start + span.numel] for name in FIELDS}
 

@@ -1,4 +1,6 @@
-"""Gradient norms, the global one and those of single parameters, and the clip factor that follows from them."""
+"""Gradient norms, the global one and those of single parameters, and the clip factor that
+follows from them.
+"""
 
 import math
 
@@ -25,8 +27,9 @@ def square_sum(shard: Tensor, group: Group) -> Tensor:
 class LogicalOrder:
     """Sums of squares in an order that the sharding does not change.
 
-    Chunks of `ALIGNMENT` elements never straddle two ranks and lie alike in a parameter whatever the number of ranks. Their
-    f64 sums are gathered, put into the order of registration, and added by a tree of fixed shape.
+    Chunks of `ALIGNMENT` elements never straddle two ranks and lie alike in a parameter whatever
+    the number of ranks. Their f64 sums are gathered, put into the order of registration, and added
+    by a tree of fixed shape.
     """
 
     def __init__(self, buckets: list[Bucket], names: list[str], group: Group, device: torch.device) -> None:
@@ -44,7 +47,9 @@ class LogicalOrder:
         self.chunks = {name: len(places[name]) for name in names}
 
     def power_sums(self, shard: Tensor, power: float) -> Tensor:
-        """Sums of powers of each chunk of all ranks, f64[chunks], in the order of registration. A collective call."""
+        """Sums of powers of each chunk of all ranks, f64[chunks], in the order of registration.
+        A collective call.
+        """
         self._group.all_gather_into(self._gathered, _power_sums(shard, power), what="the gradient norm")
         return self._gathered[self._order]
 
@@ -57,10 +62,12 @@ class LogicalOrder:
 
 
 class ParameterNorms:
-    """The norm of each parameter's gradient over all ranks. One collective finds those of all parameters, which are kept.
+    """The norm of each parameter's gradient over all ranks. One collective finds those of all
+    parameters, which are kept.
 
-    What changes a gradient says so by `changed`; the next reading of that gradient then computes all norms anew. So whether a
-    reading communicates follows from the calls that were made before it, which are the same on every rank.
+    What changes a gradient says so by `changed`; the next reading of that gradient then computes
+    all norms anew. So whether a reading communicates follows from the calls that were made before
+    it, which are the same on every rank.
 
     Args:
         order: that of a deterministic norm, or None for the library's.
@@ -76,7 +83,9 @@ class ParameterNorms:
         self._kept: dict[float, dict[str, Tensor]] = {}
 
     def read(self, shard: Tensor, name: str, norm_type: float) -> Tensor:
-        """The norm of one parameter's gradient, f32[]; a collective call if it is not known. ValueError below 0."""
+        """The norm of one parameter's gradient, f32[]; a collective call if it is not known.
+        ValueError below 0.
+        """
         if not norm_type >= 0.0:
             raise ValueError(
                 f"norm_type of a reduced gradient is 0, positive or inf, got {norm_type}: for others take full_tensor()"
@@ -118,7 +127,9 @@ class ParameterNorms:
 
 
 def _segments(buckets: list[Bucket], rank: int) -> tuple[list[int], dict[str, int]]:
-    """(chunks of each segment of a rank's shard, the segment of each parameter); padding is a segment of each bucket."""
+    """(chunks of each segment of a rank's shard, the segment of each parameter); padding is a
+    segment of each bucket.
+    """
     lengths: list[int] = []
     places: dict[str, int] = {}
     for bucket in buckets:
@@ -151,6 +162,9 @@ def _parts(shard: Tensor) -> tuple[Tensor, ...]:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of f32[] `norm` are multiplied by: `min(1, max_norm / (norm + 1e-6))`, f32[1], as in torch."""
-    factor = torch.full_like(norm, max_norm) / (norm + 1e-6)  # a tensor above: torch's `scalar / tensor` rounds twice
+    """What gradients of f32[] `norm` are multiplied by: `min(1, max_norm / (norm + 1e-6))`,
+    f32[1], as in torch.
+    """
+    # a tensor above: torch's `scalar / tensor` rounds twice
+    factor = torch.full_like(norm, max_norm) / (norm + 1e-6)
     return factor.clamp(max=1.0).view(1)

@@ -1,12 +1,15 @@
-"""ReducedGradient: what `parameter.grad` is after a backward pass, this rank's part of a gradient that is reduced over all ranks.
+"""ReducedGradient: what `parameter.grad` is after a backward pass, this rank's part of a gradient
+that is reduced over all ranks.
 
-It has the shape and the dtype of the gradient and no elements of its own: they are a slice of the optimizer's flat FP32 shard.
-Norms are those of the whole gradient, the same on every rank, so that `torch.nn.utils.clip_grad_norm_` and its siblings are
-right. What changes a gradient in place changes this rank's slice, which the step then uses (`gradient_ops.py`). Every other
-operator raises: nothing gathers silently, and nothing takes a slice for the whole.
+It has the shape and the dtype of the gradient and no elements of its own: they are a slice of the
+optimizer's flat FP32 shard. Norms are those of the whole gradient, the same on every rank, so that
+`torch.nn.utils.clip_grad_norm_` and its siblings are right. What changes a gradient in place
+changes this rank's slice, which the step then uses (`gradient_ops.py`). Every other operator
+raises: nothing gathers silently, and nothing takes a slice for the whole.
 
-When the next backward pass finds it on a parameter, autograd adds the gradient of this rank to it. That is no change of what was
-reduced: the sum is kept beside it (`GradientPart.local`) until it is reduced too.
+When the next backward pass finds it on a parameter, autograd adds the gradient of this rank to it.
+That is no change of what was reduced: the sum is kept beside it (`GradientPart.local`) until it is
+reduced too.
 """
 
 import weakref
@@ -25,7 +28,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 class OwnsGradients(Protocol):
-    """The shard, as a gradient sees it. All of it raises RuntimeError while there is no reduced gradient to read."""
+    """The shard, as a gradient sees it. All of it raises RuntimeError while there is no reduced
+    gradient to read.
+    """
 
     def view(self, part: "GradientPart") -> Tensor:
         """The elements that are on this rank, f32; reduces first what is not reduced yet."""
@@ -52,13 +57,15 @@ class OwnsGradients(Protocol):
 
 @dataclass(eq=False)
 class GradientPart:
-    """One parameter's gradient: the elements `span` of it that this rank owns start at `start` of the flat shard.
+    """One parameter's gradient: the elements `span` of it that this rank owns start at `start` of
+    the flat shard.
 
-    `local` is the gradient of this rank alone: what no round has reduced yet; with stage 1 also what one has. `forgotten`: p.grad
-    was taken off the parameter after it was reduced. `summed`: autograd has put the sum of `local` and a gradient on the parameter.
+    `local` is the gradient of this rank alone: what no round has reduced yet; with stage 1 also
+    what one has. `forgotten`: p.grad was taken off the parameter after it was reduced. `summed`:
+    autograd has put the sum of `local` and a gradient on the parameter.
 
-    The parameter holds its gradient and the gradient this part, so nothing here holds the parameter; not weakly either, which
-    torch.utils.swap_tensors would refuse.
+    The parameter holds its gradient and the gradient this part, so nothing here holds the
+    parameter; not weakly either, which torch.utils.swap_tensors would refuse.
     """
 
     name: str
@@ -79,7 +86,9 @@ class GradientPart:
         return owner
 
     def collect(self, parameter: Tensor, placed: "ReducedGradient", reduced: bool) -> None:
-        """Take the gradient that lies on the parameter, and put `placed` in its place; `reduced` says that it was there before."""
+        """Take the gradient that lies on the parameter, and put `placed` in its place; `reduced`
+        says that it was there before.
+        """
         found = parameter.grad
         if found is placed:
             return
@@ -111,8 +120,9 @@ class GradientPart:
 class ReducedGradient(Tensor):
     """The gradient of a parameter, averaged over all ranks.
 
-    There are: norms, `clip_grad_norm_` and the other functions of `torch.nn.utils`, torch.amp.GradScaler, `mul_` and other changes
-    in place with numbers or with plain tensors of the whole gradient's shape, and `full_tensor()`. All ranks make the same calls.
+    There are: norms, `clip_grad_norm_` and the other functions of `torch.nn.utils`,
+    torch.amp.GradScaler, `mul_` and other changes in place with numbers or with plain tensors of
+    the whole gradient's shape, and `full_tensor()`. All ranks make the same calls.
     """
 
     part: GradientPart
@@ -143,12 +153,14 @@ class ReducedGradient(Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        """As `repr`."""
+        """The text that `repr` gives."""
         return format(repr(self), spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What asks for shape, dtype and the like, or ends in operators, goes on to the dispatcher; what reads memory raises."""
+        """What asks for shape, dtype and the like, or ends in operators, goes on to the
+        dispatcher; what reads memory raises.
+        """
         name = getattr(func, "__name__", "")
         if func in _HIDDEN or not (name in _ASKED or name == "__get__" or _has_operator(func, name)):
             raise undefined(name or func, args, kwargs)
@@ -165,7 +177,9 @@ class ReducedGradient(Tensor):
 
 
 def take_off(parameter: Tensor) -> None:
-    """Leave on the parameter what autograd alone would have left there: a gradient of this rank, or none."""
+    """Leave on the parameter what autograd alone would have left there: a gradient of this rank,
+    or none.
+    """
     if isinstance(parameter.grad, ReducedGradient):
         parameter.grad = parameter.grad.part.local
 

@@ -62,7 +62,9 @@ class Reduction:
 
 
 class Filling:
-    """A bucket that backward hooks are filling. What was reduced before of `forgotten` parts is not added to."""
+    """A bucket that backward hooks are filling. What was reduced before of `forgotten` parts is
+    not added to.
+    """
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -78,11 +80,13 @@ class Buffers:
         self._spare: list[Tensor] = []
 
     def give(self, buffer: Tensor) -> None:
-        """It is free again."""
+        """Take a buffer back, which is free again."""
         self._spare.append(buffer)
 
     def take(self, bucket: Bucket, numel: int) -> Tensor:
-        """The first `numel` elements of a spare buffer; a new one has room for any bucket of the dtype, so that all are alike."""
+        """The first `numel` elements of a spare buffer; a new one has room for any bucket of the
+        dtype, so that all are alike.
+        """
         dtype = bucket.storage.grad_dtype
         largest = (
             max(b.shard_numel for b in self._buckets if b.storage.grad_dtype == dtype) * numel // bucket.shard_numel
@@ -96,8 +100,8 @@ class Buffers:
 class IdleParameters:
     """Counts the backward passes since each parameter's last gradient on this rank.
 
-    Experts without tokens and frozen phases are idle rightly, so this warns, and once. A parameter that was replaced in the model
-    is idle too.
+    Experts without tokens and frozen phases are idle rightly, so this warns, and once. A parameter
+    that was replaced in the model is idle too.
     """
 
     def __init__(self) -> None:

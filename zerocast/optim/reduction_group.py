@@ -1,9 +1,10 @@
-"""The process group that an optimizer reduces gradients over: the given one, or one of its own beside other optimizers.
+"""The process group that an optimizer reduces gradients over: the given one, or one of its own
+beside other optimizers.
 
-Destroying a group is up to whoever made the default one. So a group that an optimizer got for itself is
-kept when the optimizer is gone, and given to the next one: otherwise each would leave a group behind,
-with its threads and connections. Garbage is collected at another time on every rank, so all ranks
-exchange which groups are free, and take the first that is free on all.
+Destroying a group is up to whoever made the default one. So a group that an optimizer got for
+itself is kept when the optimizer is gone, and given to the next one: otherwise each would leave a
+group behind, with its threads and connections. Garbage is collected at another time on every rank,
+so all ranks exchange which groups are free, and take the first that is free on all.
 """
 
 import gc
@@ -17,7 +18,8 @@ from torch import Tensor
 from zerocast.distributed.group import Group
 from zerocast.optim.gradients import reducers
 
-_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()  # by parent
+# by parent
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()
 
 
 class _Lease:
@@ -39,10 +41,12 @@ def free_groups(parent: Group) -> list[int]:
 
 
 def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -> Group:
-    """The same ranks in another process group, while `owner` lives; all ranks call it, with what all said is free.
+    """The same ranks in another process group, while `owner` lives; all ranks call it, with what
+    all said is free.
 
-    Each optimizer starts its buckets in one order on every rank, but two of them take turns as gradients arrive, and with unused
-    parameters that differs between ranks: on one group they would exchange each other's gradients.
+    Each optimizer starts its buckets in one order on every rank, but two of them take turns as
+    gradients arrive, and with unused parameters that differs between ranks: on one group they would
+    exchange each other's gradients.
     """
     assert parent.handle is not None
     leases = _made.setdefault(parent.handle, [])
@@ -55,7 +59,9 @@ def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -
 
 
 def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group; one that nobody keeps is collected first."""
+    """Whether another optimizer of other parameters reduces over this group; one that nobody
+    keeps is collected first.
+    """
 
     def found() -> bool:
         return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(reducers))

@@ -1,13 +1,14 @@
-"""The optimizer's state as a dictionary: plain values keyed by parameter name, the same keys on every rank.
+"""The optimizer's state as a dictionary: plain values keyed by parameter name, the same keys on
+every rank.
 
     model.<name>                                   f32 master, logical shape
-    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments, in the dtype that they are kept in; step is f32[]
+    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments as they are kept; step is f32[]
     optim.param_groups.<name>.{lr,...}             f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
 
-With one rank the tensors are ordinary views; with several each holds this rank's part (`TensorShard`). Quantized bytes are not in
-it: masters are the truth. Moments saved in one dtype load into the other: bf16 into f32 exactly, f32 into bf16 rounded to nearest
-even.
+With one rank the tensors are ordinary views; with several each holds this rank's part
+(`TensorShard`). Quantized bytes are not in it: masters are the truth. Moments saved in one dtype
+load into the other: bf16 into f32 exactly, f32 into bf16 rounded to nearest even.
 """
 
 import logging
@@ -67,7 +68,9 @@ class ZeroState:
         return views
 
     def load_masters(self, saved: Mapping[str, Any], flat: Tensor) -> None:
-        """Fill such a tensor with what `masters_of` gave; ValueError on every rank, with nothing changed, if it does not fit."""
+        """Fill such a tensor with what `masters_of` gave; ValueError on every rank, with nothing
+        changed, if it does not fit.
+        """
         problem = None
         try:
             self._check_names(saved)
@@ -159,7 +162,9 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _copy(flat: Tensor, value: Tensor, span: Span) -> None:
-    """From a shard of the same span, or from a whole tensor; nothing to do for the view that was handed out."""
+    """From a shard of the same span, or from a whole tensor; nothing to do for the view that was
+    handed out.
+    """
     source = value.flat if isinstance(value, TensorShard) else value.detach().reshape(-1)[span.start : span.stop]
     if source.data_ptr() != flat.data_ptr():
         flat.copy_(source)

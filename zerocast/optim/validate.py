@@ -65,10 +65,13 @@ def _held(named: Sequence[Named]) -> Held:
 
 
 def trainable(params: Iterable[Any]) -> list[Any]:
-    """The given pairs, or groups of pairs, without parameters that are frozen or empty. TypeError without names."""
+    """The given pairs, or groups of pairs, without parameters that are frozen or empty.
+    TypeError without names.
+    """
     items = list(params)
     if items and isinstance(items[0], dict):
-        # a group whose parameters are all frozen stays, so that the groups are numbered as the caller numbers them
+        # a group whose parameters are all frozen stays, so that the groups are numbered as the
+        # caller numbers them
         return [{"param_names": [], **group, "params": trainable(group.get("params", ()))} for group in items]
     for item in items:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)):
@@ -77,7 +80,9 @@ def trainable(params: Iterable[Any]) -> list[Any]:
 
 
 def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
-    """The parameters with their names and groups. ValueError or TypeError for what cannot be trained."""
+    """The parameters with their names and groups. ValueError or TypeError for what cannot be
+    trained.
+    """
     if stage not in STAGES:
         raise ValueError(f"stage is one of {STAGES}, got {stage}")
     _check_ranges(param_groups)

@@ -74,7 +74,8 @@ class ShardedWeights:
         return MasterView(slot.name, slot.live_weight(), views["master"], span, self.plan.delayed.cast_scale(slot.name))
 
     def ready(self, detail: str = "") -> None:
-        """The host's part before a step: nothing in flight, everything in its place. RuntimeError for what others wrote.
+        """The host's part before a step: nothing in flight, everything in its place. RuntimeError
+        for what others wrote.
 
         `detail` is what all ranks must have alike.
         """
@@ -86,7 +87,9 @@ class ShardedWeights:
         return [*self.plan.tables, *self.gathers.tables()]
 
     def recast(self) -> None:
-        """Make the live bytes anew from the masters, as the last cast did; delayed scaling does not move on."""
+        """Make the live bytes anew from the masters, as the last cast did; delayed scaling does
+        not move on.
+        """
         with self.plan.transaction("a cast"):
             self.gathers.reclaim()
             self.plan.cast(repeat=True)

@@ -55,18 +55,23 @@ class ZeroAdamW(torch.optim.Optimizer):
     """AdamW that owns FP32 masters and moments in flat buckets, sharded over `group`.
 
     Args:
-        params: `model.named_parameters()`, or parameter groups whose "params" are (name, parameter) pairs. QuantizedWeights, bf16,
-            fp16 and fp32 parameters in any mix, on one device; parameters that need no gradient or are empty are left out.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its own, schedulers may change them.
-        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one process without any.
-        stage: 2 frees the gradients of this rank as they are reduced; 1 keeps them, and reduces the sum of several backward passes.
+        params: `model.named_parameters()`, or parameter groups whose "params" are (name, parameter)
+            pairs. QuantizedWeights, bf16, fp16 and fp32 parameters in any mix, on one device;
+            parameters that need no gradient or are empty are left out.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its
+            own, schedulers may change them.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one
+            process without any.
+        stage: 2 frees the gradients of this rank as they are reduced; 1 keeps them, and reduces the
+            sum of several backward passes.
         config: how to communicate.
 
-    Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial values are everyone's. Raises
-    ValueError for doubly named parameters, for values out of range and for settings that differ between ranks, TypeError
-    for unnamed parameters, RuntimeError for a QuantizedWeight that was never cast and for one that another owner writes, such as an
-    attached CastPlan, on every rank if on any. The last ZeroAdamW that is built over a parameter takes it over; the one before
-    raises at whatever would write weights.
+    Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial
+    values are everyone's. Raises ValueError for doubly named parameters, for values out of range
+    and for settings that differ between ranks, TypeError for unnamed parameters, RuntimeError for a
+    QuantizedWeight that was never cast and for one that another owner writes, such as an attached
+    CastPlan, on every rank if on any. The last ZeroAdamW that is built over a parameter takes it
+    over; the one before raises at whatever would write weights.
     """
 
     def __init__(
@@ -137,12 +142,14 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of masters, moments and weights. A non-finite gradient anywhere skips it on every rank, nothing changed.
+        """One update of masters, moments and weights. A non-finite gradient anywhere skips it on
+        every rank, nothing changed.
 
-        Uses the gradients up: the next backward pass starts from zero. A parameter whose `grad` is None counts as zero. Returns
-        what `closure` returned, or None.
-        What raises before masters are written (a gradient that is not reduced, out of memory) changes nothing: `zero_grad()` and
-        go on. What raises later leaves an optimizer that says so at every call, until a state is loaded.
+        Uses the gradients up: the next backward pass starts from zero. A parameter whose `grad` is
+        None counts as zero. Returns what `closure` returned, or None. What raises before masters
+        are written (a gradient that is not reduced, out of memory) changes nothing: `zero_grad()`
+        and go on. What raises later leaves an optimizer that says so at every call, until a state
+        is loaded.
         """
         loss = None
         if closure is not None:
@@ -160,11 +167,13 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def capture(self, max_norm: float | None = None) -> CapturedStep:
-        """`clip_grad_norm_(max_norm)` and `step()` as one CUDA graph: call what this returns in place of the two.
+        """`clip_grad_norm_(max_norm)` and `step()` as one CUDA graph: call what this returns in
+        place of the two.
 
-        All ranks call it, before or between steps; it changes nothing. Loops, schedulers, loading of states and ordinary steps in
-        between stay as they are: learning rates are read anew at every call, whether tensors or numbers. What a graph cannot
-        hold stays outside of it: backward passes with their reductions, closures, step hooks. Raises RuntimeError for
+        All ranks call it, before or between steps; it changes nothing. Loops, schedulers, loading
+        of states and ordinary steps in between stay as they are: learning rates are read anew at
+        every call, whether tensors or numbers. What a graph cannot hold stays outside of it:
+        backward passes with their reductions, closures, step hooks. Raises RuntimeError for
         parameters that are not on a CUDA device, and for the reference backend.
         """
         self._plan.guard.check_complete()
@@ -177,8 +186,8 @@ class ZeroAdamW(torch.optim.Optimizer):
     def _prepare(self, clipped: str = "") -> None:
         """The host's part before the device's, which raises with nothing changed.
 
-        It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped` says
-        to what a graph clips.
+        It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped`
+        says to what a graph clips.
         """
         self._plan.guard.check_complete()
         check_gradients()
@@ -200,22 +209,27 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._apply_clip()
 
     def _finish(self) -> None:
-        """The host's part after the device's: gradients are used up; every so often all live bytes are verified."""
+        """The host's part after the device's: gradients are used up; every so often all live
+        bytes are verified.
+        """
         self.averages.after_step()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
-        self._opt_called = True  # what torch's schedulers look for, and `step` sets when it is called as such
+        # what torch's schedulers look for, and `step` sets when it is called as such
+        self._opt_called = True
         self._steps += 1
         if self._config.verify_every and self._steps % self._config.verify_every == 0:
             verify(self).raise_for_differences()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the coming step's gradients so that their global norm is at most `max_norm`; returns the norm before, f32[].
+        """Scale the coming step's gradients so that their global norm is at most `max_norm`;
+        returns the norm before, f32[].
 
-        The norm is that of the averaged gradients over all ranks. As in torch, the factor is `max_norm / (norm + 1e-6)`, at most 1.
-        `torch.nn.utils.clip_grad_norm_` does the same, but takes a kernel for each gradient where this one scales in the update.
+        The norm is that of the averaged gradients over all ranks. As in torch, the factor is
+        `max_norm / (norm + 1e-6)`, at most 1. `torch.nn.utils.clip_grad_norm_` does the same, but
+        takes a kernel for each gradient where this one scales in the update.
         """
         self._plan.guard.check_complete()
         self._reduce_gradients()
@@ -249,12 +263,15 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._device.clip.fill_(1.0)
         self._clipped, self._device.clipped = "", False
         self._reducer.reset()
-        with torch._C.DisableTorchFunctionSubclass():  # of weights, which would ask at every look at a gradient
+        # of weights, which would ask at every look at a gradient
+        with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, backward passes accumulate on this rank alone; the next one outside reduces the sum."""
+        """Within, backward passes accumulate on this rank alone; the next one outside reduces
+        the sum.
+        """
         before = self._reducer.hold(synchronise=False)
         try:
             yield
@@ -277,7 +294,9 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps a non-finite gradient has skipped. Reading waits for the device, and logs what is new."""
+        """How many steps a non-finite gradient has skipped. Reading waits for the device, and
+        logs what is new.
+        """
         count = int(self._device.skipped)
         if count > self._reported and self._group.rank == 0:
             logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
@@ -285,11 +304,13 @@ class ZeroAdamW(torch.optim.Optimizer):
         return count
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name (`zerocast.optim.state`).
+        """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name
+        (`zerocast.optim.state`).
 
-        For torch.distributed.checkpoint with several ranks, which then loads in place; also for torch.save with one. RuntimeError
-        after a step that raised half-way, since that would save masters and moments of different steps, and when parameters were
-        written by somebody else: masters do not know of it.
+        For torch.distributed.checkpoint with several ranks, which then loads in place; also for
+        torch.save with one. RuntimeError after a step that raised half-way, since that would save
+        masters and moments of different steps, and when parameters were written by somebody else:
+        masters do not know of it.
         """
         self._plan.guard.check_complete()
         self.averages.check_not_swapped("the state of an optimizer was asked for")
@@ -298,12 +319,16 @@ class ZeroAdamW(torch.optim.Optimizer):
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """What `state_dict` gives, for a reader that fills it: whatever it holds now, also after a step that raised half-way."""
+        """What `state_dict` gives, for a reader that fills it: whatever it holds now, also after
+        a step that raised half-way.
+        """
         return self._state.as_dict()
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Within, the state is overwritten: what raises in here leaves an optimizer that must load again before it goes on."""
+        """Within, the state is overwritten: what raises in here leaves an optimizer that must
+        load again before it goes on.
+        """
         self._check_owns()
         self.averages.check_not_swapped("a state was loaded")
         nested = self._plan.guard.is_open  # a reader, around load_state_dict
@@ -318,10 +343,12 @@ class ZeroAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of the same parameters, from any number of ranks, and make the weights from its masters.
+        """Take over a state of the same parameters, from any number of ranks, and make the weights
+        from its masters.
 
-        ValueError, with nothing changed, for missing names and other shapes. After a step that raised half-way this makes the
-        optimizer whole again, and forgets the gradients of that step.
+        ValueError, with nothing changed, for missing names and other shapes. After a step that
+        raised half-way this makes the optimizer whole again, and forgets the gradients of that
+        step.
         """
         self._check_owns()
         self._state.check(state_dict)

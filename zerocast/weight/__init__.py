@@ -1,4 +1,6 @@
-"""A weight in low precision: what it looks like to torch, its storage, how old its copies are, and its products."""
+"""A weight in low precision: what it looks like to torch, its storage, how old its copies are,
+and its products.
+"""
 
 from zerocast.weight import compiled_ops as _compiled_ops  # noqa: F401 - the products, for graphs
 from zerocast.weight import optimizer_guard as _optimizer_guard  # noqa: F401 - torch's optimizers learn not to step weights

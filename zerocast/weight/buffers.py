@@ -1,4 +1,6 @@
-"""WeightBuffers: the buffers of a QuantizedWeight as attributes. Their layouts: docs/formats/common.md."""
+"""WeightBuffers: the buffers of a QuantizedWeight as attributes. Their layouts:
+docs/formats/common.md.
+"""
 
 from typing import Any
 
@@ -19,18 +21,24 @@ class WeightBuffers(Tensor):
 
     @property
     def rowwise_data(self) -> Tensor:
-        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a gather in flight."""
+        """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a
+        gather in flight.
+        """
         self.wait()
         return self.state.rowwise_data
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for identity."""
+        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for
+        identity.
+        """
         return self.state.buffers["rowwise_scale_inv"]
 
     @property
     def columnwise_data(self) -> Tensor | None:
-        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until post-all-gather processing."""
+        """uint8 `[K, M]`, `[K, M/2]` for 4-bit codes, `[M, K]` for mxfp8; None until
+        post-all-gather processing.
+        """
         self.wait()
         return self.state.buffers["columnwise_data"]
 
@@ -52,12 +60,14 @@ class WeightBuffers(Tensor):
 
     @property
     def amax_history(self) -> Tensor | None:
-        """f32[amax_history_len]; delayed scaling only."""
+        """f32[amax_history_len] of past amaxes; None without delayed scaling."""
         return self.state.buffers["amax_history"]
 
     @property
     def high_precision_init_val(self) -> Tensor | None:
-        """The value before it was quantized, until an optimizer made its masters, or until other bytes were loaded."""
+        """The value before it was quantized, until an optimizer made its masters, or until other
+        bytes were loaded.
+        """
         return self.state.initial
 
     @high_precision_init_val.setter
@@ -72,6 +82,7 @@ class WeightBuffers(Tensor):
 
     def wait(self) -> None:
         """Until the bytes are here: completes a gather in flight."""
-        finish = self.state.freshness.finish  # read once: another thread may complete the last gather meanwhile
+        # read once: another thread may complete the last gather meanwhile
+        finish = self.state.freshness.finish
         if finish is not None:
             finish(self)

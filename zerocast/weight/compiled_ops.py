@@ -1,7 +1,9 @@
-"""Products as torch.library ops, for graphs: what a compiler sees of a product with a QuantizedWeight.
+"""Products as torch.library ops, for graphs: what a compiler sees of a product with a
+QuantizedWeight.
 
-The ops are given the plain buffers of a weight and say nothing of how they compute. A compiler can neither inline a dequantized
-weight nor keep one, or a transposed copy, for the backward pass, which therefore holds quantized bytes.
+The ops are given the plain buffers of a weight and say nothing of how they compute. A compiler can
+neither inline a dequantized weight nor keep one, or a transposed copy, for the backward pass, which
+therefore holds quantized bytes.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,11 @@
 """Freshness: which cast the copies of a weight belong to.
 
-One `Freshness` is shared by all weights of a plan: a step marks every weight with one write, whatever their number, and a read
-compares and refuses what is stale. Columnwise copies are compared always. In debug mode (`set_debug`) every read also looks whether
-the masters have changed since their last cast: at their version counters, and at steps of torch optimizers over them, since fused
-ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels; `zerocast.verify` sees everything.
+One `Freshness` is shared by all weights of a plan: a step marks every weight with one write,
+whatever their number, and a read compares and refuses what is stale. Columnwise copies are compared
+always. In debug mode (`set_debug`) every read also looks whether the masters have changed since
+their last cast: at their version counters, and at steps of torch optimizers over them, since fused
+ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels;
+`zerocast.verify` sees everything.
 
 Weights whose last write broke off are not read either: `guard` knows (`write_guard.py`).
 """
@@ -25,10 +27,11 @@ CAST = "call plan.cast() after the masters change, then all-gather the bytes and
 
 @dataclass(eq=False)
 class Freshness:
-    """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes columnwise copies on demand.
+    """Counters of casts. `finish(weight)` completes a gather in flight; `rebuild(weight)` makes
+    columnwise copies on demand.
 
-    `sharded` says whether other ranks hold masters too, `advice` which call makes weights fresh. A weight outlives its optimizer:
-    nothing here keeps masters alive.
+    `sharded` says whether other ranks hold masters too, `advice` which call makes weights fresh. A
+    weight outlives its optimizer: nothing here keeps masters alive.
     """
 
     guard: WriteGuard = field(default_factory=WriteGuard)
@@ -36,14 +39,17 @@ class Freshness:
     columnwise: int = -1  # the cast that the columnwise copies of all of them were made from
     finish: Callable[[Any], None] | None = None
     rebuild: Callable[[Any], None] | None = None
-    owner: Callable[[], Any] | None = None  # a weak reference to what shows the masters to `zerocast.verify`
+    # a weak reference to what shows the masters to `zerocast.verify`
+    owner: Callable[[], Any] | None = None
     has_masters: bool = (
-        False  # somebody casts the weights from masters, and so trains whatever parameters stand for them
+        # somebody casts the weights from masters, and so trains whatever parameters stand for them
+        False
     )
     sharded: bool = False
     advice: str = CAST
     _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
-    _versions: list[int] | None = field(default=None, init=False)  # of the masters at a cast in debug mode
+    # of the masters at a cast in debug mode
+    _versions: list[int] | None = field(default=None, init=False)
     _stepped: bool = field(default=False, init=False)
     _before_step: int = field(default=0, init=False)
 
@@ -97,10 +103,11 @@ def debugging() -> bool:
 
 
 def set_debug(enabled: bool) -> None:
-    """Debug mode: a product with, or `dequantize` of, a weight whose bytes are older than its master raises, whoever changed that.
+    """Debug mode: a product with, or `dequantize` of, a weight whose bytes are older than its
+    master raises, whoever changed that.
 
-    The RuntimeError says which call is missing. It costs a look at every master's version counter a read, and covers what is cast
-    from now on. Meant for a new training loop; off by default.
+    The RuntimeError says which call is missing. It costs a look at every master's version counter a
+    read, and covers what is cast from now on. Meant for a new training loop; off by default.
     """
     for handle in _hooks:
         handle.remove()

@@ -1,8 +1,10 @@
-"""Grouped products: rows of an input, group by group, with one matrix each of a QuantizedWeight of three dimensions.
+"""Grouped products: rows of an input, group by group, with one matrix each of a QuantizedWeight of
+three dimensions.
 
-Such a weight holds the experts of a layer, `[experts, M, K]`. torch's grouped product takes plain tensors, so one stage turns the
-codes into a temporary of the nominal dtype, of all experts, for as long as a product takes; autograd keeps the quantized weight.
-The forward pass reads the rowwise copy, the input gradient the columnwise copy, as other products do.
+Such a weight holds the experts of a layer, `[experts, M, K]`. torch's grouped product takes plain
+tensors, so one stage turns the codes into a temporary of the nominal dtype, of all experts, for as
+long as a product takes; autograd keeps the quantized weight. The forward pass reads the rowwise
+copy, the input gradient the columnwise copy, as other products do.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 
 class _Grouped(torch.autograd.Function):
-    """`x[group] @ W[group].T` for W `[groups, M, K]` as stored; `x` is `[rows, K]`, `offs` the end of each group, i32[groups]."""
+    """`x[group] @ W[group].T` for W `[groups, M, K]` as stored; `x` is `[rows, K]`, `offs` the
+    end of each group, i32[groups].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
@@ -34,7 +38,9 @@ class _Grouped(torch.autograd.Function):
 
 
 def multiply(x: Tensor, weight: Any, offs: Tensor, columnwise: bool) -> Tensor:
-    """`x[group] @ W[group].T` from the rowwise copy, `x[group] @ W[group]` from the columnwise copy."""
+    """`x[group] @ W[group].T` from the rowwise copy, `x[group] @ W[group]` from the columnwise
+    copy.
+    """
     if weight.is_traced:
         traced: Tensor = torch.ops.zerocast.grouped_multiply(x, offs, columnwise, *weight.as_arguments())
         return traced
@@ -50,7 +56,9 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch.nn.functional.grouped_mm with `weight.transpose(-2, -1)` as the second operand, and neither bias nor another dtype."""
+    """torch.nn.functional.grouped_mm with `weight.transpose(-2, -1)` as the second operand, and
+    neither bias nor another dtype.
+    """
     weight = getattr(mat2, "transposed_of", None)
     if weight is None or weight.dim() != 3 or input.dim() != 2 or offs is None:
         raise RuntimeError(
@@ -79,7 +87,8 @@ def transpose(weight: Any, dim0: int, dim1: int) -> Any:
     return weight.transposed()
 
 
-_NAMES = ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"))  # torch 2.9 has the first alone
+# torch 2.9 has the first alone
+_NAMES = ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"))
 PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.transpose: transpose,
     torch.Tensor.transpose: transpose,

@@ -1,11 +1,14 @@
-"""Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the columnwise copy.
+"""Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the
+columnwise copy.
 
-The weight gradient has the nominal dtype, or FP32 when the weight's `grad_dtype` says so; it never needs the weight. The other two
-are computed by a path of `zerocast.gemm`, the same one for a forward pass and its backward pass. What autograd keeps for the
-backward pass is the quantized weight and the input as it came, or quantized where the weight gradient is computed from that.
+The weight gradient has the nominal dtype, or FP32 when the weight's `grad_dtype` says so; it never
+needs the weight. The other two are computed by a path of `zerocast.gemm`, the same one for a
+forward pass and its backward pass. What autograd keeps for the backward pass is the quantized
+weight and the input as it came, or quantized where the weight gradient is computed from that.
 
-A compiler traces the same functions. It sees how an input is quantized, as plain operations that it fuses with what made the
-input. The product itself is one op (`compiled_ops.py`): nothing that is dequantized for it, or transposed, can be kept.
+A compiler traces the same functions. It sees how an input is quantized, as plain operations that it
+fuses with what made the input. The product itself is one op (`compiled_ops.py`): nothing that is
+dequantized for it, or transposed, can be kept.
 """
 
 import functools
@@ -21,7 +24,9 @@ from zerocast.weight import grouped
 
 
 class _Product(torch.autograd.Function):
-    """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is `[..., features]`."""
+    """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is
+    `[..., features]`.
+    """
 
     @staticmethod
     def forward(
@@ -78,7 +83,9 @@ def _multiplied(
     transposed: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """The product for the operands made of `x`; of an input without elements there are none, since it has no amax."""
+    """The product for the operands made of `x`; of an input without elements there are none,
+    since it has no amax.
+    """
     shape = *x.shape[:-1], weight.matrix_shape[columnwise != transposed]
     if not operands:
         return x.new_empty(shape)
@@ -87,11 +94,14 @@ def _multiplied(
         y: Tensor = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
     else:
         y = gemm.PATHS[path].multiply(operands, weight, *rest)
-    return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)  # without the rows of a padding
+    # without the rows of a padding
+    return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)
 
 
 def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> Tensor:
-    """`product` in the gradient dtype of the weight, of its logical shape; added to `main_grad` where a host fuses that."""
+    """`product` in the gradient dtype of the weight, of its logical shape; added to `main_grad`
+    where a host fuses that.
+    """
     wished = (
         weight.grad_dtype if weight.is_leaf else None
     )  # a compiler's stand-in for the weight is no leaf and has none
@@ -150,9 +160,11 @@ def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> 
 
 
 def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
-    """`x @ operand + bias` where autograd has been before, as within a DTensor; its backward is such a product too.
+    """`x @ operand + bias` where autograd has been before, as within a DTensor; its backward is
+    such a product too.
 
-    The operand of a forward product is the weight transposed, that of an input gradient the weight as stored.
+    The operand of a forward product is the weight transposed, that of an input gradient the weight
+    as stored.
     """
     weight = operand if operand.transposed_of is None else operand.transposed_of
     if hasattr(x, "format") or x.dtype != weight.dtype:
@@ -165,7 +177,7 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
 
 
 def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear."""
+    """torch.nn.functional.linear with a quantized weight."""
     return _product(input, weight, bias, transposed=False)
 
 

@@ -1,7 +1,8 @@
-"""A torch optimizer over QuantizedWeights is refused at its step, before it writes any of its parameters.
+"""A torch optimizer over QuantizedWeights is refused at its step, before it writes any of its
+parameters.
 
-Its first operator on a weight would raise too, by when it may have changed the biases before it. Optimizers that were written
-elsewhere are left alone: they may keep masters of their own.
+Its first operator on a weight would raise too, by when it may have changed the biases before it.
+Optimizers that were written elsewhere are left alone: they may keep masters of their own.
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
 """Owners: who trains which weights.
 
-An owner takes a `Claim` on the weights that it writes; claims on the same elements exclude each other. A quantized weight that gets
-a gradient must be trained by somebody, or it never changes while the loss still falls through what is beside it. A weight that is
-read, requires a gradient and has no owner is therefore remembered until the next step of any torch optimizer. If it has got a
+An owner takes a `Claim` on the weights that it writes; claims on the same elements exclude each
+other. A quantized weight that gets a gradient must be trained by somebody, or it never changes
+while the loss still falls through what is beside it. A weight that is read, requires a gradient and
+has no owner is therefore remembered until the next step of any torch optimizer. If it has got a
 gradient by then, that step raises. Owned weights cost one lookup a read, and nothing a step.
 """
 
@@ -19,12 +20,15 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast.formats.layout import Span
 
-Held = Sequence[tuple[Any, Sequence[Span]]]  # the states of weights, with the elements that are written
+# the states of weights, with the elements that are written
+Held = Sequence[tuple[Any, Sequence[Span]]]
 
 _claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 _numbers = itertools.count()
-_trained: dict[int, int] = {}  # the id of each parameter that an owner trains, and the number of that owner
-_read: dict[int, "weakref.ref[Any]"] = {}  # weights without an owner that were read since the last step, by id
+# the id of each parameter that an owner trains, and the number of that owner
+_trained: dict[int, int] = {}
+# weights without an owner that were read since the last step, by id
+_read: dict[int, "weakref.ref[Any]"] = {}
 _hooks: list[RemovableHandle] = []  # registered when the first such weight is read
 
 
@@ -34,7 +38,8 @@ class Claim:
     Args:
         who: the owner, in messages.
         held: the weights' states, with the elements of each.
-        parameters: what the owner trains through hooks: these objects, not others over the same storage.
+        parameters: what the owner trains through hooks: these objects, not others over the same
+            storage.
         by: what makes several claims that may overlap, such as one plan attached to two optimizers.
     """
 
@@ -48,7 +53,7 @@ class Claim:
         _claims.add(self)
 
     def end(self) -> None:
-        """Give the weights up."""
+        """Give the weights up to another owner."""
         self.ended = True
         self._forget()
         _claims.discard(self)
@@ -70,7 +75,9 @@ class Claim:
 
 
 def train(owner: object, parameters: Iterable[Tensor]) -> "weakref.finalize[Any, Any]":
-    """Remember that `owner` trains these objects, whatever storage they have, until it is gone or the result is called."""
+    """Remember that `owner` trains these objects, whatever storage they have, until it is gone
+    or the result is called.
+    """
     number, places = next(_numbers), [id(parameter) for parameter in parameters]
     _trained.update(dict.fromkeys(places, number))
     forget = weakref.finalize(owner, _forget, places, number)
@@ -84,7 +91,9 @@ def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:
 
 
 def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()) -> Claim | None:
-    """A claim on any of this that does not give way; an owner that nobody keeps is collected first."""
+    """A claim on any of this that does not give way; an owner that nobody keeps is collected
+    first.
+    """
 
     def found() -> list[Claim]:
         return [claim for claim in overlapping(held, parameters) if not gives_way(claim)]
@@ -95,7 +104,9 @@ def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Se
 
 
 def note_read(weight: Any) -> None:
-    """Remember a weight that is read and has no owner, if it requires a gradient; not what a compiler traces with."""
+    """Remember a weight that is read and has no owner, if it requires a gradient; not what a
+    compiler traces with.
+    """
     if not _is_owned(weight) and weight.requires_grad and type(weight.state.rowwise_data) is Tensor:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: check_gradients()))
@@ -108,7 +119,9 @@ def forget_all() -> None:
 
 
 def forget_read(weight: Any) -> None:
-    """Keep no reference to a weight that is about to be moved: `torch.utils.swap_tensors` refuses those that have any."""
+    """Keep no reference to a weight that is about to be moved: `torch.utils.swap_tensors`
+    refuses those that have any.
+    """
     _read.pop(id(weight), None)
 
 
@@ -121,7 +134,8 @@ def check_gradients() -> None:
         return
     alive = [weight for weight in (reference() for reference in list(_read.values())) if weight is not None]
     _read.clear()  # also if this raises: a model that was given up may live on in the traceback
-    with torch._C.DisableTorchFunctionSubclass():  # its attributes cost microseconds each without this
+    # its attributes cost microseconds each without this
+    with torch._C.DisableTorchFunctionSubclass():
         orphans = [weight for weight in alive if _got_gradient(weight) and not _is_owned(weight)]
     if orphans:
         first = orphans[0]

@@ -1,4 +1,6 @@
-"""WeightState: the storage of one weight, common to all objects that stand for it (parameter, detached, transposed)."""
+"""WeightState: the storage of one weight, common to all objects that stand for it (parameter,
+detached, transposed).
+"""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +17,9 @@ _generation = 0
 
 
 def generation() -> int:
-    """Changes whenever any weight moved to new storage; plans compare it instead of looking at every weight."""
+    """Changes whenever any weight moved to new storage; plans compare it instead of looking at
+    every weight.
+    """
     return _generation
 
 
@@ -26,20 +30,25 @@ def moved() -> None:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU the host waits for it."""
+    """Whether two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU
+    the host waits for it.
+    """
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 @dataclass
 class WeightState:
-    """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how fresh they are.
+    """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how
+    fresh they are.
 
-    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is not that of all others;
-    `was_cast` says that the bytes are somebody's, apart from casts that its present freshness counts; `is_cast` that it counts
-    those of this weight, which has a master. With `columnwise_on_demand` a copy that derives from the
-    rowwise bytes is made by each product that reads it, and not kept. `gathered_direction` names the one that is there, where just
-    one is. `initial` is the high-precision value of these bytes, until somebody has made masters of it. `choices` keeps what
-    `zerocast.gemm` decided for the storage as it lies now. `name` is the parameter's, where it is known.
+    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is
+    not that of all others; `was_cast` says that the bytes are somebody's, apart from casts that its
+    present freshness counts; `is_cast` that it counts those of this weight, which has a master.
+    With `columnwise_on_demand` a copy that derives from the rowwise bytes is made by each product
+    that reads it, and not kept. `gathered_direction` names the one that is there, where just one
+    is. `initial` is the high-precision value of these bytes, until somebody has made masters of it.
+    `choices` keeps what `zerocast.gemm` decided for the storage as it lies now. `name` is the
+    parameter's, where it is known.
     """
 
     format: FormatSpec
@@ -63,7 +72,9 @@ class WeightState:
 
     @staticmethod
     def empty(fmt: FormatSpec, matrix_shape: Block, dtype: torch.dtype, device: torch.device) -> "WeightState":
-        """Zero bytes, padding as specified; no columnwise copy where post-all-gather processing makes it."""
+        """Zero bytes, padding as specified; no columnwise copy where post-all-gather processing
+        makes it.
+        """
         buffers: dict[str, Tensor | None] = {}
         for name, buffer in layout.buffers(fmt, matrix_shape, dtype).items():
             later = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
@@ -80,12 +91,16 @@ class WeightState:
 
     @property
     def external_scaling_state(self) -> bool:
-        """Whether a host keeps the amax history: `amax` then grows by what casts see, and `scale` is the host's to set."""
+        """Whether a host keeps the amax history: `amax` then grows by what casts see, and
+        `scale` is the host's to set.
+        """
         return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
     @property
     def ever_cast(self) -> bool:
-        """Whether the bytes come from a cast, from loading or copying a weight that was cast, or were there before the weight."""
+        """Whether the bytes come from a cast, from loading or copying a weight that was cast, or
+        were there before the weight.
+        """
         return self.was_cast or (self.is_cast and self.freshness.cast > 0)
 
     def check_direction(self, columnwise: bool) -> None:
@@ -112,7 +127,8 @@ class WeightState:
         self.columnwise_cast = self.freshness.cast
 
     def join(self, freshness: Freshness, is_cast: bool = True) -> None:
-        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan notices that it lost the weight.
+        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan
+        notices that it lost the weight.
 
         `is_cast` says whether the casts of that plan write this weight.
         """
@@ -133,7 +149,8 @@ class WeightState:
     def move_to(self, targets: Mapping[str, Tensor]) -> None:
         """Move buffers, by name, into new storage: same bytes, new place.
 
-        ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype and device of what it replaces.
+        ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype
+        and device of what it replaces.
         """
         device = self.rowwise_data.device
         expected = layout.buffers(self.format, self.matrix_shape, self.dtype)
@@ -157,7 +174,9 @@ class WeightState:
         moved()
 
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
-        """Their owner moved these buffers, by name, and the bytes with them: read and write them there from now on."""
+        """Their owner moved these buffers, by name, and the bytes with them: read and write them
+        there from now on.
+        """
         self.buffers.update(buffers)
         self._forget()
         self._share_scalar()
@@ -170,17 +189,21 @@ class WeightState:
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
                 if not ours.is_inference():
-                    torch.autograd.graph.increment_version(ours)  # which an operator below autograd does not
+                    # which an operator below autograd does not
+                    torch.autograd.graph.increment_version(ours)
         self._forget()
         self.was_cast = True
-        self.initial = None if other.initial is None else other.initial.clone()  # ours was that of the old bytes
+        # ours was that of the old bytes
+        self.initial = None if other.initial is None else other.initial.clone()
         if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
             self.mark_columnwise()
         else:
             self.drop_columnwise()  # it was the copy of the old bytes
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` derives from the bytes of the last cast, kept until the next cast or until the bytes change or move."""
+        """What `make` derives from the bytes of the last cast, kept until the next cast or until
+        the bytes change or move.
+        """
         cast, value = self._derived.get(name, (-1, None))
         if value is None or cast != self.freshness.cast:
             value = make()
@@ -193,7 +216,8 @@ class WeightState:
         self._derived.clear()
 
     def differs(self, other: "WeightState") -> bool:
-        """Whether two weights of one format and shape hold other bytes; columnwise copies, which derive from these, aside.
+        """Whether two weights of one format and shape hold other bytes; columnwise copies, which
+        derive from these, aside.
 
         Reads them, so the host waits for the device.
         """
@@ -206,7 +230,9 @@ class WeightState:
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is left out."""
+        """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is
+        left out.
+        """
         stale = not self.columnwise_is_fresh()
         return {
             name: copy(tensor.detach())

@@ -1,4 +1,6 @@
-"""Operators that take a weight as a whole: views of the same shape, copies, moves to another device, products below autograd."""
+"""Operators that take a weight as a whole: views of the same shape, copies, moves to another
+device, products below autograd.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,9 +46,11 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
 
 
 def _set_data(target: Tensor, source: Tensor) -> None:
-    """`target.data = source`: the target stands for the storage of the source from now on, so that the usual swap swaps.
+    """`target.data = source`: the target stands for the storage of the source from now on, so that
+    the usual swap swaps.
 
-    Whoever casts into the target finds that at the next step: what it casts into is the storage that it knows.
+    Whoever casts into the target finds that at the next step: what it casts into is the storage
+    that it knows.
     """
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(
@@ -88,7 +92,9 @@ def _same_strides(
 
 
 def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
-    """Never the weight itself: autograd, which is above, takes what an operator gives for a tensor of its own."""
+    """Never the weight itself: autograd, which is above, takes what an operator gives for a
+    tensor of its own.
+    """
     return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
 
 
@@ -101,7 +107,8 @@ define(_aten.as_strided.default, _same_strides)
 define(_aten.t.default, _transpose)
 define(_aten.mm.default, compute.product_below_autograd)
 define(_aten.addmm.default, lambda bias, x, weight: compute.product_below_autograd(x, weight, bias))
-define(_aten.expand.default, _same_shape)  # expand_as(itself), by which hosts reach a parameter's gradient accumulator
+# expand_as(itself), by which hosts reach a parameter's gradient accumulator
+define(_aten.expand.default, _same_shape)
 define(_aten.clone.default, lambda weight, **kwargs: _to_copy(weight))
 define(_aten.copy_.default, _copy)
 define(_aten._to_copy.default, _to_copy)

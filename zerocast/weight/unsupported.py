@@ -1,8 +1,9 @@
 """The table of what to do instead of an operator that is not defined on a QuantizedWeight.
 
-Operators are sorted into families by their schema: who is written, what aliases an argument, which namespace they belong to. Names
-are looked at last, and only to say more. An operator that a later torch adds therefore falls into a family too, at worst into the
-last one. `METHODS` are the functions that would pass below the dispatcher, to memory that a weight does not have.
+Operators are sorted into families by their schema: who is written, what aliases an argument, which
+namespace they belong to. Names are looked at last, and only to say more. An operator that a later
+torch adds therefore falls into a family too, at worst into the last one. `METHODS` are the
+functions that would pass below the dispatcher, to memory that a weight does not have.
 """
 
 import re
@@ -121,7 +122,8 @@ def _refuse(name: str, text: str) -> Callable[..., NoReturn]:
 def _methods() -> dict[Any, Callable[..., NoReturn]]:
     """By function of `torch.Tensor`; those that this torch does not have are left out.
 
-    `untyped_storage` is not here, since torch.compile asks for it; the address and the bytes of what it gives raise in torch.
+    `untyped_storage` is not here, since torch.compile asks for it; the address and the bytes of
+    what it gives raise in torch.
     """
     texts = {
         "data_ptr": STORAGE,

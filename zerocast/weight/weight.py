@@ -1,8 +1,10 @@
-"""QuantizedWeight: the bytes, scales and amaxes of one weight behind the logical shape and the nominal dtype.
+"""QuantizedWeight: the bytes, scales and amaxes of one weight behind the logical shape and the
+nominal dtype.
 
-Linear products run from the rowwise copy, their input gradients from the columnwise copy (`linear.py`). What moves or
-copies a weight as a whole (`tensor_ops.py`, deepcopy, pickling) moves its own bytes, not the flat buffer that they may lie in.
-Every other operator raises: nothing silently dequantizes.
+Linear products run from the rowwise copy, their input gradients from the columnwise copy
+(`linear.py`). What moves or copies a weight as a whole (`tensor_ops.py`, deepcopy, pickling) moves
+its own bytes, not the flat buffer that they may lie in. Every other operator raises: nothing
+silently dequantizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +36,15 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.M
 
 
 class QuantizedWeight(WeightBuffers):
-    """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and scales.
+    """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and
+    scales.
 
     Make one with `empty`, or by `zerocast.quantize_` on a model. Its buffers: `buffers.py`.
     """
 
     format: FormatSpec
-    transposed_of: "QuantizedWeight | None"  # the weight that this object is a transposed reading of
+    # the weight that this object is a transposed reading of
+    transposed_of: "QuantizedWeight | None"
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], state: WeightState, requires_grad: bool = False) -> "QuantizedWeight":
@@ -48,7 +52,8 @@ class QuantizedWeight(WeightBuffers):
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
         )
-        torch._C._set_throw_on_mutable_data_ptr(weight)  # it has no memory: what asks below the dispatcher raises
+        # it has no memory: what asks below the dispatcher raises
+        torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.format = state.format
         weight.state = state
         weight.transposed_of = None
@@ -63,8 +68,8 @@ class QuantizedWeight(WeightBuffers):
     ) -> "QuantizedWeight":
         """A weight whose bytes are zero and whose scale, for delayed scaling, is 1.
 
-        `shape` is logical, `dtype` the nominal dtype (bf16, fp16 or fp32). Raises ValueError for a shape that the format cannot
-        take, TypeError for another nominal dtype.
+        `shape` is logical, `dtype` the nominal dtype (bf16, fp16 or fp32). Raises ValueError for a
+        shape that the format cannot take, TypeError for another nominal dtype.
         """
         fmt = get_format(fmt)
         if dtype not in NOMINAL_DTYPES:
@@ -84,7 +89,9 @@ class QuantizedWeight(WeightBuffers):
         return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
 
     def as_arguments(self) -> tuple[Any, ...]:
-        """The arguments of an op from which `of_arguments` makes this weight again, over the same buffers."""
+        """The arguments of an op from which `of_arguments` makes this weight again, over the
+        same buffers.
+        """
         state = self.state
         buffers = [state.buffers[name] for name in _READ_BY_PRODUCTS]
         return list(self.shape), str(state.format), state.dtype, state.columnwise_on_demand, *buffers
@@ -93,7 +100,7 @@ class QuantizedWeight(WeightBuffers):
     def of_arguments(
         shape: Sequence[int], fmt: str, dtype: torch.dtype, on_demand: bool, *buffers: Tensor | None
     ) -> "QuantizedWeight":
-        """The inverse of `as_arguments`."""
+        """Make the weight again that `as_arguments` took apart."""
         held = {name: buffer for name, buffer in zip(_READ_BY_PRODUCTS, buffers, strict=True) if buffer is not None}
         weight = QuantizedWeight.of_buffers(tuple(shape), get_format(fmt), dtype, held)
         weight.state.columnwise_on_demand = on_demand
@@ -105,14 +112,18 @@ class QuantizedWeight(WeightBuffers):
         return inputs.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
-        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a constant, for autograd."""
+        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a
+        constant, for autograd.
+        """
         value = self.read(columnwise=False, dtype=self.dtype)
         if self.transposed_of is None:
             return value.view(self.shape)
         return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or missing columnwise copy."""
+        """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or
+        missing columnwise copy.
+        """
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
         if self._makes_columnwise:
             columnwise = False  # the transposed codes are the same codes
@@ -122,7 +133,8 @@ class QuantizedWeight(WeightBuffers):
         return value
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or missing columnwise copy.
+        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or
+        missing columnwise copy.
 
         Also for bytes that `check_readable` refuses.
         """
@@ -138,7 +150,8 @@ class QuantizedWeight(WeightBuffers):
         return self.rowwise_data, self.rowwise_scale_inv
 
     def check_readable(self) -> None:
-        """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are older than their masters.
+        """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are
+        older than their masters.
 
         Every product and `dequantize` call this before they read the bytes.
         """
@@ -148,7 +161,9 @@ class QuantizedWeight(WeightBuffers):
         owners.note_read(self)
 
     def check_filled(self) -> None:
-        """RuntimeError for bytes that were never cast nor filled, and for those whose last write is partial."""
+        """RuntimeError for bytes that were never cast nor filled, and for those whose last write
+        is partial.
+        """
         self.state.freshness.guard.check_complete()
         if not self.state.ever_cast:
             raise RuntimeError(
@@ -168,11 +183,15 @@ class QuantizedWeight(WeightBuffers):
         return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
 
     def gemm_choice(self) -> gemm.Choice:
-        """How `linear` runs with this weight and an input of the nominal dtype, and why not on tensor cores."""
+        """How `linear` runs with this weight and an input of the nominal dtype, and why not on
+        tensor cores.
+        """
         return gemm.choice_of(self, self.dtype)
 
     def _fresh_columnwise(self) -> Tensor:
-        """The columnwise data if it belongs to the last cast, rebuilt first where that was asked for; else RuntimeError."""
+        """The columnwise data if it belongs to the last cast, rebuilt first where that was asked
+        for; else RuntimeError.
+        """
         self.wait()
         if not self.state.columnwise_is_fresh():
             if self.state.freshness.rebuild is None:
@@ -198,14 +217,17 @@ class QuantizedWeight(WeightBuffers):
     def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
         """Move the bytes into new storage, such as a slice of a flat buffer: same bytes, new place.
 
-        A given tensor has the shape, dtype and device of what it replaces and is contiguous; else ValueError, nothing moved.
+        A given tensor has the shape, dtype and device of what it replaces and is contiguous; else
+        ValueError, nothing moved.
         """
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
         self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
 
     def restate(self, state: WeightState) -> None:
-        """Stand for the storage of another weight of the same shape, format and device, as `weight.data = other` means."""
+        """Stand for the storage of another weight of the same shape, format and device, as
+        `weight.data = other` means.
+        """
         self.state = state
         weight_state.moved()
 
@@ -216,7 +238,9 @@ class QuantizedWeight(WeightBuffers):
         return other
 
     def transposed(self) -> "QuantizedWeight":
-        """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the weight itself."""
+        """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the
+        weight itself.
+        """
         if self.transposed_of is not None:
             return self.transposed_of
         view = QuantizedWeight((*self.shape[:-2], self.shape[-1], self.shape[-2]), self.state)
@@ -224,7 +248,9 @@ class QuantizedWeight(WeightBuffers):
         return view
 
     def share_memory_(self) -> "QuantizedWeight":
-        """Refused: pickling copies a weight's bytes, so another process would never see a later cast."""
+        """Refused: pickling copies a weight's bytes, so another process would never see a later
+        cast.
+        """
         raise RuntimeError("a QuantizedWeight cannot be shared between processes: send each of them a copy")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -241,9 +267,11 @@ class QuantizedWeight(WeightBuffers):
         return _restore(*self._payload(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)` takes it.
+        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)`
+        takes it.
 
-        While a compiler traces, some versions of torch make the key of a graph so, and ask nothing else.
+        While a compiler traces, some versions of torch make the key of a graph so, and ask nothing
+        else.
         """
         if self.is_traced:
             return str, (self._stable_hash_for_caching(),)
@@ -260,9 +288,11 @@ class QuantizedWeight(WeightBuffers):
         return *fixed, self.state.copies(copy), initial
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and swap_tensors.
+        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and
+        swap_tensors.
 
-        The constants tell graphs apart, too: with them, how products of this weight are computed now.
+        The constants tell graphs apart, too: with them, how products of this weight are computed
+        now.
         """
         names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
         if self.state.gathered_direction:
@@ -271,14 +301,16 @@ class QuantizedWeight(WeightBuffers):
         return names, (*fixed, gemm.ways(self))
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of this weight in torch's cache of compiled graphs: all that a graph depends on, and nothing of its bytes."""
+        """The key of this weight in torch's cache of compiled graphs: all that a graph depends
+        on, and nothing of its bytes.
+        """
         _, context = self.__tensor_flatten__()
         inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
         return f"QuantizedWeight of {self.device} {context} {inner}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
-        """The inverse of `__tensor_flatten__`."""
+        """Make the weight again that `__tensor_flatten__` took apart."""
         shape, fmt, dtype, requires_grad, on_demand, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
@@ -287,7 +319,8 @@ class QuantizedWeight(WeightBuffers):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Products go to `linear.py`, what reads memory is refused; the rest to the dispatcher, results not re-wrapped.
+        """Products go to `linear.py`, what reads memory is refused; the rest to the dispatcher,
+        results not re-wrapped.
 
         Whatever either asks of its tensors does not come back here: a product asks a dozen times.
         """

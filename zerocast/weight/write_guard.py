@@ -59,7 +59,9 @@ class WriteGuard:
             self._is_open = before
 
     def mark_partial(self, what: str, *, masters: bool = True) -> None:
-        """Declare that `what` broke off while it wrote weights, and masters unless told otherwise."""
+        """Declare that `what` broke off while it wrote weights, and masters unless told
+        otherwise.
+        """
         remedy = self.remedy if masters or self.recast_remedy is None else self.recast_remedy
         self.partial, self._partial_masters = f"{what} raised half-way: {remedy}", masters
 
@@ -70,7 +72,9 @@ class WriteGuard:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a write broke off, and no other has completed since; False inside a transaction."""
+        """Whether a write broke off, and no other has completed since; False inside a
+        transaction.
+        """
         return self.partial is not None and not self._is_open
 
     @property
@@ -86,7 +90,9 @@ class WriteGuard:
 
 @contextlib.contextmanager
 def transaction(guards: Iterable[WriteGuard], what: str, *, masters: bool = True) -> Iterator[None]:
-    """Write `what` under all these guards: if it breaks off, it is partial for each of their owners."""
+    """Write `what` under all these guards: if it breaks off, it is partial for each of their
+    owners.
+    """
     with contextlib.ExitStack() as stack:
         for guard in guards:
             stack.enter_context(guard.transaction(what, masters=masters))
