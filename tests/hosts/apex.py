@@ -50,15 +50,16 @@ class Fused(HostUnderTest):
 
     def phases(self, number: int) -> Calls:
         """The gather is a part of the step."""
-        return {"backward": lambda: self._backward(number), "step": self._step}
+        return {"backward": lambda: self._run.probe.backward(number, self._run.rank), "step": self._step}
 
-    def _backward(self, number: int) -> None:
+    def forget(self) -> None:
+        """By the optimizer."""
         self._optimizer.zero_grad()
-        self._run.probe.backward(number, self._run.rank)
 
     def _step(self) -> None:
         self._optimizer.clip_grad_norm(CASE.max_norm)
         self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def save(self, number: int) -> None:
         """With the plain parameters, which Apex leaves to the model."""
@@ -72,6 +73,7 @@ class Fused(HostUnderTest):
         """The newest."""
         number = max(int(path.stem) for path in self.folder.glob("*.pt"))
         checkpoints.load(self._run, str(self.folder / f"{number}.pt"))
+        assert not self._optimizer._params_buckets, "nothing is left to gather of a step that raised"
         return number
 
     def refreshes(self) -> Calls:

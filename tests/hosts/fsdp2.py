@@ -57,11 +57,18 @@ class Prepared(HostUnderTest):
         return {
             "backward": lambda: self._backward(number),
             "step": self._optimizer.step,
-            "gather": self._forward,
+            "gather": self._gather,
         }
 
-    def _backward(self, number: int) -> None:
+    def forget(self) -> None:
+        """By the optimizer."""
         self._optimizer.zero_grad()
+
+    def _gather(self) -> None:
+        self._optimizer.zero_grad()
+        self._forward()
+
+    def _backward(self, number: int) -> None:
         self._model(models.batch(number, 64)).float().square().mean().backward()
 
     def _forward(self) -> None:

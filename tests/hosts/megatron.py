@@ -72,6 +72,9 @@ class Megatron(HostUnderTest):
             "sync": self.run.force_sync,
         }
 
+    def forget(self) -> None:
+        """A forward pass begins with that."""
+
     def forward(self, number: int) -> None:
         """With gathers as after a step."""
         for group in self.run.ddp.bucket_groups + self.run.ddp.expert_parallel_bucket_groups:

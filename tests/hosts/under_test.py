@@ -47,7 +47,11 @@ class HostUnderTest(abc.ABC):
 
     @abc.abstractmethod
     def phases(self, number: int) -> Calls:
-        """The parts of a step in their order, of which one is called "step": all before it change no master, nothing after it."""
+        """The parts of a step in their order; all before "step" change no master, the last one leaves no gradients."""
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Drop gradients, as somebody does whose step has raised with nothing written."""
 
     @abc.abstractmethod
     def save(self, number: int) -> None:

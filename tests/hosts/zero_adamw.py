@@ -61,14 +61,19 @@ class Zero(HostUnderTest):
     def phases(self, number: int) -> Calls:
         """A read waits for gathers that overlap."""
         return {
-            "backward": lambda: self._backward(number),
+            "backward": lambda: self._trainer.backward(number),
             "step": self._step,
-            "read": lambda: [weight.wait() for weight in self._weights().values()],
+            "read": self._read,
         }
 
-    def _backward(self, number: int) -> None:
+    def forget(self) -> None:
+        """By the optimizer."""
         self._optimizer.zero_grad()
-        self._trainer.backward(number)
+
+    def _read(self) -> None:
+        for weight in self._weights().values():
+            weight.wait()
+        self._optimizer.zero_grad()
 
     def _step(self) -> None:
         if self._trainer.run.max_norm is not None:
