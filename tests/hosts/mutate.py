@@ -46,11 +46,10 @@ VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_adamw.py"
 FUSED, STATE = "zerocast/fsdp2/fused_adamw.py", "zerocast/fsdp2/state.py"
 PREPARE, MANAGER = "zerocast/fsdp2/prepare.py", "zerocast/fsdp2/manager.py"
 METHODS, APEX = "integrations/megatron/guard.py", "integrations/apex/optimizer.py"
-ADAPTER = "zerocast/integrations/host_adapter.py"
 NO_GUARD = "if True:"
 CHECK = "        self._plan.guard.check_complete()\n"
 PARTIAL_PLAN = "        if self._plan.guard.is_partial:\n"
-# Guards that lie in two places on purpose are not here: either alone is enough (saves and steps of FSDP2, a refresh of Megatron).
+# Guards that lie in two places on purpose are not here: either alone is enough (saves and steps of FSDP2, a refresh).
 MUTANTS = [
     # What every host shares
     _mutant(
@@ -81,9 +80,6 @@ MUTANTS = [
         "ZeroAdamW",
         "Megatron-Core",
         "Apex",
-    ),
-    _mutant(
-        "a refresh that raises", ADAPTER, 'with self.host.guard.transaction("a cast", masters=False):', NO_GUARD, "Apex"
     ),
     # ZeroAdamW
     _mutant("a step that raises", ZERO, 'with self._plan.transaction("an optimizer step"):', NO_GUARD, "ZeroAdamW"),
