@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from tests import casts
 from tests.devices import gpus
 from tests.optim.flight import late_gathers
 from tests.optim.lm import LM, batch
-from tests.optim.runs import ADAM, DETERMINISTIC, weight_bytes
+from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, weight_bytes
 from zerocast import ZeroAdamW, ZeroConfig
+from zerocast.optim.gather import Arrival
 
 pytestmark = gpus(2)
 EAGER = {"rank order": DETERMINISTIC, "library order": ZeroConfig(bucket_size=4096)}
@@ -49,3 +52,61 @@ def test_losses_and_bytes_are_those_without(gpu_ranks, config):
     losses = [held["losses"].view(np.float32) for held in eager]
     assert not np.array_equal(*losses), "each rank has text of its own"
     assert all(held[-1] < held[0] for held in losses), "and it learns"
+
+
+OVERLAP = dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)
+TRANSPOSED = ("mx", "nv", "block")  # their copies are made by whoever reads first
+WARM = 3  # steps: kernels are loaded, tables stay where they are, and nothing makes the host wait
+BUSY = 2_000_000_000  # cycles, about a second
+
+
+def read_second(weights: list[Any], found: list[torch.Tensor], stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Copy the columnwise bytes of weights on a stream; the event that follows."""
+    with torch.cuda.stream(stream):
+        for weight, out in zip(weights, found, strict=True):
+            out.copy_(weight.columnwise_data)
+        return stream.record_event()
+
+
+def passes_first(event: torch.cuda.Event, other: torch.cuda.Event) -> bool:
+    """Whether an event passes while the other one has not."""
+    while not event.query():
+        if other.query():
+            return False
+    return not other.query()
+
+
+def second_reader(is_guarded: bool) -> tuple[bool, bool, bool]:
+    """The stream of the first reader is busy, and the copies that it makes come after that. Whether
+    the host waited for it, whether a second thread on another stream read before they were there,
+    and whether it read the right bytes.
+    """
+    trainer = Trainer(Run(config=OVERLAP, device="cuda"))
+    weights: list[Any] = [trainer.probe.get_parameter(name) for name in TRANSPOSED]
+    for step in range(WARM):
+        trainer.step(step)
+        weight_bytes(trainer.probe)
+    found = [torch.empty_like(weight.columnwise_data) for weight in weights]
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    read_second(weights, found, second)
+    trainer.step(WARM)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(BUSY)
+        for weight in weights:
+            _ = weight.rowwise_data
+        made = first.record_event()
+    unguarded = mock.patch.object(Arrival, "follow", return_value=True)
+    with contextlib.nullcontext() if is_guarded else unguarded, ThreadPoolExecutor(1) as pool:
+        read = pool.submit(read_second, weights, found, second).result()
+    host_waited, early = made.query(), passes_first(read, made)
+    torch.cuda.synchronize()
+    is_right = all(torch.equal(out, weight.columnwise_data) for weight, out in zip(weights, found, strict=True))
+    dist.barrier()
+    return host_waited, early, is_right
+
+
+def test_a_second_reader_on_another_stream_waits(gpu_ranks):
+    """As events tell, whatever the times are; and without the guard it does not wait."""
+    assert gpu_ranks(2)(second_reader, True) == [(False, False, True)] * 2
+    assert gpu_ranks(2)(second_reader, False) == [(False, True, False)] * 2
