@@ -55,7 +55,7 @@ def raised() -> Iterator[None]:
 
 
 def over() -> None:
-    """Ignore Ctrl-C once the command has ended.
+    """Ignore Ctrl-C once the command has ended, and forget those that came.
 
     While Python cleans up it would kill the process and so change the exit status.
     """
@@ -64,6 +64,9 @@ def over() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
+    # Python remembers a KeyboardInterrupt that has left the exec of a string, as dataclasses have,
+    # and ends `python -m` by a signal then. The next string makes it forget.
+    eval("0")  # noqa: S307
 
 
 def _raise(*_: object) -> None:

@@ -27,6 +27,8 @@ def run(main: Callable[[], object]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
         status = STATUS
+        # Python would end `-m` by a signal where the error has left the exec of a string
+        eval("0")  # noqa: S307
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -250,6 +250,22 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 
 
+ENDS = {
+    "the command line": "from zerocast import cli; cli._run = {run}; sys.exit(cli.main([]))",
+    "an example": "from examples.gpt_pretrain import interrupt; interrupt.run(lambda: ({run})([]))",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_interrupt_within_the_exec_of_a_string(tmp_path: Path, end: str) -> None:
+    """Python remembers it, though somebody caught it, and would end `python -m` by SIGINT."""
+    run = "lambda _: exec('raise KeyboardInterrupt')"
+    (tmp_path / "pressed.py").write_text(f"import sys\n{ENDS[end].format(run=run)}\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-m", "pressed"], check=False, cwd=tmp_path, env=environment)
+    assert ended.returncode == 130
+
+
 EXAMPLES = {
     "train": ["examples.gpt_pretrain.train", "--steps", "2000", "--device", "cpu", "--format", "nvfp4"],
     "demo": ["examples.gpt_pretrain.demo", "--out", "demo_out"],
