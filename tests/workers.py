@@ -68,7 +68,11 @@ class Pool:
             self._start()
         for worker in self._workers:
             worker.connection.send_bytes(message)
-        return self._collect(function.__qualname__, timeout)
+        try:
+            return self._collect(function.__qualname__, timeout)
+        except BaseException:  # a test that was interrupted here leaves no answers for the next one
+            self._kill()
+            raise
 
     def close(self) -> None:
         """Let the processes leave their group and end."""
