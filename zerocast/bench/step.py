@@ -93,7 +93,8 @@ class StepBench:
     def _attempt(self, row: StepRow) -> StepMeasurement | StepFailure:
         """Measure a row; any error becomes a StepFailure, so that the other rows still run."""
         try:
-            return self._measure(row)
+            with row.variant.products():
+                return self._measure(row)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             return StepFailure(row.name, f"{type(error).__name__}: {reason}")

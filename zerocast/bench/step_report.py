@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 from zerocast.bench.report import Regression, grown, read_stored
 
@@ -16,6 +16,32 @@ WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize")
 MOST_LINES = 25
 GIB = 2**30
 OURS = ("fsdp2:", "zero_adamw:")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit on a quantity of one row, as a multiple of that of another row of the same run."""
+
+    row: str
+    over: str
+    limit: float
+    quantity: Literal["ms", "host_ms", "peak_bytes"] = "ms"
+
+
+PER_TENSOR, BLOCK = "fp8_current+fp8_wgrad", "fp8_block+fp8_wgrad"
+TARGETS = (
+    Target(f"fsdp2:{PER_TENSOR} compiled", "torchao:tensorwise compiled", 0.97),
+    Target(f"fsdp2:{PER_TENSOR} compiled", "fsdp2:bf16 compiled", 0.83),
+    Target(f"fsdp2:{BLOCK} compiled", "fsdp2:bf16 compiled", 0.88),
+    Target("fsdp2:nvfp4 compiled", "fsdp2:bf16 compiled", 1.0),
+    Target(f"zero_adamw:{PER_TENSOR} compiled", "zero_adamw:bf16 compiled", 0.82),
+    Target(f"fsdp2:{PER_TENSOR} eager", "fsdp2:bf16 eager", 0.83),
+    Target(f"zero_adamw:{PER_TENSOR} eager", "zero_adamw:bf16 eager", 0.83),
+    Target(f"fsdp2:{PER_TENSOR} compiled", "torchao:tensorwise compiled", 1.0, "peak_bytes"),
+    Target("fsdp2:nvfp4 compiled", "fsdp2:bf16 compiled", 1.0, "peak_bytes"),
+    Target(f"fsdp2:{PER_TENSOR} compiled", "fsdp2:bf16 compiled", 1.4, "host_ms"),
+)
+FULL = {"shape": "llama3-8b", "layers": 8, "vocabulary": 32768, "seq": 8192, "batch": 1}
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,23 @@ class StepReport:
     measurements: tuple[StepMeasurement, ...]
     failures: tuple[StepFailure, ...] = ()
 
+    @property
+    def full(self) -> bool:
+        """True for the workload and the kind of machine that the targets are set for."""
+        return "l2" in self.machine and all(self.settings[name] == value for name, value in FULL.items())
+
+    def reached(self, target: Target) -> float | None:
+        """The ratio that a target limits; None if one of the rows was not measured."""
+        rows = [self.by_row.get(name) for name in (target.row, target.over)]
+        values = [getattr(row, target.quantity) for row in rows if row]
+        return values[0] / values[1] if len(values) == 2 and None not in values else None
+
+    def over_bf16(self, m: StepMeasurement) -> float | None:
+        """A row's time over that of bf16, by ZeroAdamW for a row of ZeroAdamW, by FSDP2 else."""
+        host = "zero_adamw" if m.variant.startswith("zero_adamw:") else "fsdp2"
+        other = self.by_row.get(f"{host}:bf16 {m.mode}")
+        return m.ms / other.ms if other else None
+
     @cached_property
     def by_row(self) -> dict[str, StepMeasurement]:
         """The measurements by the names of their rows."""
@@ -142,9 +185,17 @@ class StepReport:
                 name: str(value) if isinstance(value, Path) else value for name, value in self.settings.items()
             },
             "rows": [
-                {"row": m.row, "ms": m.ms, "tokens_per_s": self.tokens_per_second(m), "loss": m.loss, **asdict(m)}
+                {
+                    "row": m.row,
+                    "ms": m.ms,
+                    "over_bf16": self.over_bf16(m),
+                    "tokens_per_s": self.tokens_per_second(m),
+                    "loss": m.loss,
+                    **asdict(m),
+                }
                 for m in self.measurements
             ],
+            "targets": [{**asdict(target), "reached": self.reached(target)} for target in TARGETS] if self.full else [],
             "failures": [asdict(failure) for failure in self.failures],
         }
 
@@ -183,6 +234,6 @@ class StepReport:
 
 
 def _measurement(line: Mapping[str, Any]) -> StepMeasurement:
-    derived = ("row", "ms", "tokens_per_s", "loss", "profile")
+    derived = ("row", "ms", "over_bf16", "tokens_per_s", "loss", "profile")
     profile = line["profile"] and Profile(**line["profile"])
     return StepMeasurement(**{name: value for name, value in line.items() if name not in derived}, profile=profile)

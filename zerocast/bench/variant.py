@@ -7,7 +7,7 @@ FP32 initial values, AdamW and clip for every variant.
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -88,12 +88,12 @@ class Variant:
         """Whether the package of the host can be imported here."""
         return importlib.util.find_spec(self.host.package) is not None
 
-    def train(self, model: Llama, lr: float, compile_block: Compile) -> Training:
-        """Make a Training of `model`, whose parameters are FP32 on the device.
+    def products(self) -> ExitStack:
+        """Compute weight gradients as this variant does, until the returned context ends."""
+        return gemm.use("auto", weight_gradients="fp8" if self.fp8_weight_gradients else "nominal")
 
-        Sets how this process computes weight gradients (`zerocast.gemm.use`).
-        """
-        gemm.use("auto", weight_gradients="fp8" if self.fp8_weight_gradients else "nominal")
+    def train(self, model: Llama, lr: float, compile_block: Compile) -> Training:
+        """Make a Training of `model`, whose parameters are FP32 on the device."""
         return self.host.build(model, self.format, lr, compile_block)
 
 
