@@ -71,7 +71,7 @@ class HostUnderTest(abc.ABC):
 
     @abc.abstractmethod
     def whole(self) -> dict[str, Tensor]:
-        """Masters and moments by name, unsharded. All ranks call it."""
+        """Masters, moments, step and delayed scaling by name, unsharded. All ranks call it."""
 
     @abc.abstractmethod
     def guarded(self) -> Calls:
