@@ -106,7 +106,7 @@ class Prepared(HostUnderTest):
                 if isinstance(value, dict):
                     collect(value, f"{prefix}{key}.")
                 else:
-                    leaves[prefix + key] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+                    leaves[prefix + key] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
         collect(self._state.state_dict(), "")
         return leaves
