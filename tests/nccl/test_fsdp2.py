@@ -13,7 +13,6 @@ from tests.devices import gpus
 from tests.fsdp2 import (
     models,
     test_bits,
-    test_checkpoints,
     test_freshness,
     test_fused_adamw,
     test_loops,
@@ -104,10 +103,6 @@ def test_slices(gpu_ranks, fmt, hidden):
 def test_accumulation(gpu_ranks, reshard):
     found = gpu_ranks(2)(test_bits.gradients, test_bits.Checkpointed, reshard, 3, timeout=SECONDS)
     assert [complaints for complaints, _ in found] == [[], []]
-
-
-def test_resume_is_exact(gpu_ranks, tmp_path):
-    assert gpu_ranks(2)(test_checkpoints.interrupted, str(tmp_path), timeout=SECONDS) == [[], []]
 
 
 @pytest.mark.parametrize("fmt", test_wire.PER_ELEMENT)
