@@ -62,15 +62,6 @@ def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int
     return largest
 
 
-def integers_of_ranks(group: Group, value: int, what: str) -> list[int]:
-    """The integers of all ranks, by rank; `what` they are, for errors."""
-    own = torch.tensor([value], dtype=torch.int64, device=group.device)
-    by_rank = own.new_empty(group.size)
-    group.all_gather_into(by_rank, own, what=what)
-    found: list[int] = by_rank.tolist()
-    return found
-
-
 def check_same_call(group: Group, what: str) -> None:
     """In debug mode, raise RuntimeError on every rank unless all ranks make this call now.
 

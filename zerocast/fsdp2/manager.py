@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.distributed.agreement import check_same_call, integers_of_ranks, validate_across_ranks
+from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
@@ -251,8 +251,10 @@ class CastManager:
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
             validate_across_ranks(group, [one.fingerprint for one in members], next(iter(problems), None))
             # ranks that shard one slice have the same first rank
+            ranks = dist.get_process_group_ranks(mesh.get_group())
             first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
-            slices = sorted(set(integers_of_ranks(group, first, "the slices of weights")))
+            is_first = largest_of_ranks(group, [rank == first for rank in ranks], "the slices of weights")
+            slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
             yield ReductionGroup(group, mesh.device_type, slices.index(first), len(slices)), members
 
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
