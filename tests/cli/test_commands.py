@@ -36,7 +36,7 @@ def test_what_cannot_be_parsed(capsys: Any, arguments: list[str]) -> None:
 
 
 def test_bench_prints_json(capsys: Any, tmp_path: Path) -> None:
-    wish = [
+    options = [
         "bench",
         "--backend",
         "cpu",
@@ -49,6 +49,6 @@ def test_bench_prints_json(capsys: Any, tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    assert main([*wish, "--json"]) == 0
+    assert main([*options, "--json"]) == 0
     (written,) = tmp_path.glob("*.json")
     assert json.loads(capsys.readouterr().out) == json.loads(written.read_text())
