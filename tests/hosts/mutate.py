@@ -117,7 +117,7 @@ MUTANTS = [
     _mutant(
         "no partial model is saved",
         PREPARE,
-        "        manager.guard.check_complete()\n\n\ndef _unwrap",
+        "        manager.check_complete()\n\n\ndef _unwrap",
         "        pass\n\n\ndef _unwrap",
         "FSDP2",
     ),
