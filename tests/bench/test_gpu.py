@@ -1,16 +1,15 @@
 """What only a GPU can show: events, launches, the device side of a trace. At a small scale; `make bench` is the measurement."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zerocast import backends
-from zerocast.bench import Bench, BenchConfig
+from zerocast.bench import Bench, BenchConfig, StepBench, StepConfig
 from zerocast.bench.row import all_rows
 from zerocast.bench.trace import write_trace
-from zerocast.cli import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -39,21 +38,16 @@ def test_a_trace_has_kernels(tmp_path: Path):
 
 
 def test_training_steps_on_the_device(tmp_path: Path):
-    """Compiled too; torchao and TransformerEngine where they are installed."""
-    tiny = ["--shape", "tiny", "--layers", "2", "--vocabulary", "256", "--seq", "256", "--steps", "2", "--profile"]
-    variants = [
-        "fsdp2:bf16",
-        "fsdp2:fp8_current*",
-        "fsdp2:nvfp4",
-        "zero_adamw:fp8_block*",
-        "torchao:*",
-        "transformer_*",
-    ]
-    assert main(["bench", "step", *tiny, "--variants", *variants, "--out", str(tmp_path)]) == 0
-    (written,) = tmp_path.glob("*.json")
-    report = json.loads(written.read_text())
-    assert report["failures"] == []
-    for row in report["rows"]:
-        assert 0 < row["kept_bytes"] < row["peak_bytes"], row["row"]
-        assert row["profile"]["kernels"][0][1] > 0
-        assert row["losses"] == pytest.approx(report["rows"][0]["losses"], abs=0.05), row["row"]
+    """Compiled and eager; torchao and TransformerEngine where they are installed."""
+    patterns = "fsdp2:bf16", "fsdp2:fp8_current*", "fsdp2:nvfp4", "zero_adamw:fp8_block*", "torchao:*", "transformer_*"
+    config = StepConfig(patterns, shape="tiny", layers=2, vocabulary=256, seq=256, steps=2, warm_up=2, profile=True)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        report = StepBench(config, torch.device("cuda", torch.cuda.current_device())).run()
+    finally:
+        dist.destroy_process_group()
+    assert report.failures == ()
+    for row in report.measurements:
+        assert row.kept_bytes and row.peak_bytes and row.kept_bytes < row.peak_bytes, row.row
+        assert row.profile and row.profile.kernels[0][1] > 0 and row.profile.host[0][1] > 0
+        assert row.losses == pytest.approx(report.measurements[0].losses, abs=0.05), row.row

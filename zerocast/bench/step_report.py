@@ -65,14 +65,16 @@ class Profile:
         """Make one of torch.profiler's `key_averages()` over `steps` steps."""
         events = list(averages)
 
-        def longest(attribute: str) -> tuple[tuple[str, float, float], ...]:
-            lines = [(event.key, getattr(event, attribute) / 1e3 / steps, event.count / steps) for event in events]
+        def longest(side: str) -> tuple[tuple[str, float, float], ...]:
+            own = [event for event in events if event.device_type.name == side.upper() and not event.is_user_annotation]
+            time = "self_cpu_time_total" if side == "cpu" else "self_device_time_total"
+            lines = [(event.key, getattr(event, time) / 1e3 / steps, event.count / steps) for event in own]
             return tuple(sorted(lines, key=lambda line: -line[1])[:MOST_LINES])
 
         waits = [event for event in events if event.key in WAITS]
         return cls(
-            kernels=longest("self_device_time_total"),
-            host=longest("self_cpu_time_total"),
+            kernels=longest("cuda"),
+            host=longest("cpu"),
             waits=sum(event.count for event in waits) / steps,
             wait_ms=sum(event.self_cpu_time_total for event in waits) / 1e3 / steps,
         )
