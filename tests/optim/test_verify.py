@@ -231,5 +231,5 @@ def test_ranks_that_hold_other_weights_raise_together(ranks):
 def test_the_report_reads_well():
     trainer = Trainer(Run())
     report = verify(trainer.optimizer)
-    assert str(report) == f"14 weights, {report.nbytes:,} bytes on each of 1 ranks: all are what the masters cast to"
+    assert str(report) == f"15 weights, {report.nbytes:,} bytes on each of 1 ranks: all are what the masters cast to"
     report.raise_for_differences()
