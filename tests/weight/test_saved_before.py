@@ -27,6 +27,20 @@ def test_recipes_and_formats() -> None:
     assert saved["formats"] == [zerocast.get_format(fmt) for fmt in casts.FORMATS]
 
 
+@pytest.mark.parametrize("pickled", ["earlier", "now"])
+def test_prepared_modules(pickled: str) -> None:
+    """A module that was prepared for FSDP2, with `verify_every`, is a plain one in a pickle, and can be prepared again."""
+    content = (SAVED / "prepared_before_redesign.pkl").read_bytes()
+    recipe = zerocast.Recipe({"*weight": "nvfp4"})
+    if pickled == "now":
+        content = pickle.dumps(zerocast.fsdp2.prepare(pickle.loads(content), recipe, verify_every=2))
+    model = pickle.loads(content)
+    assert type(model[0].weight.data) is torch.Tensor
+    assert torch.equal(model(torch.ones(1, 16)), torch.full((1, 16), 8.0))
+    model.load_state_dict(model.state_dict())
+    zerocast.fsdp2.prepare(model, recipe)
+
+
 def test_what_is_saved_now_names_no_room(tmp_path: Path) -> None:
     """So that rooms can be rebuilt again."""
     torch.save(casts.cast_whole("nvfp4", torch.from_numpy(lcg_matrix(32, 64, 0))), tmp_path / "w.pt", pickle_protocol=2)

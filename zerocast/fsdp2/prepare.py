@@ -226,27 +226,33 @@ def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Par
     return nn.Parameter(MasterParameter(value, weight, manager), requires_grad=parameter.requires_grad)
 
 
-class _OutsideOfGraphs:
-    """A forward hook that calls `method` of a cast manager, as long as there is one. It pickles
-    as one that does nothing.
-    """
+class PickledHook:
+    """A hook of a module that was pickled, whose parameters are plain ones: it does nothing."""
 
-    def __init__(
-        self, manager: CastManager | None = None, method: Callable[..., None] | None = None, *args: Any
-    ) -> None:
-        self._manager = None if manager is None else weakref.ref(manager)
-        self._method, self._args = method, args
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    before = after = __call__  # as files of earlier versions name it
+
+
+class _OutsideOfGraphs:
+    """A forward hook that calls `method` of a cast manager, as long as there is one."""
+
+    def __init__(self, manager: CastManager, method: Callable[..., None], *args: Any) -> None:
+        self._manager, self._method, self._args = weakref.ref(manager), method, args
         self._run_outside = torch.compiler.disable(self._run)  # here, since it imports the compiler
 
     def __reduce__(self) -> Any:
-        return _OutsideOfGraphs, ()  # parameters pickle as plain ones
+        return PickledHook, ()
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self._run_outside()
 
     def _run(self) -> None:
-        manager = None if self._manager is None else self._manager()
-        if manager is not None and self._method is not None:
+        manager = self._manager()
+        if manager is not None:
             self._method(manager, *self._args)
 
 
@@ -281,7 +287,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """RuntimeError for masters that something has left half written, or that ranks disagree about:
     they would be saved.
     """
-    for manager in managers_of(module):
+    for manager in managers_of(module) if is_prepared(module) else ():  # not if it was pickled
         manager.check_complete()
 
 
