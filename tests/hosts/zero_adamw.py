@@ -124,7 +124,7 @@ class Zero(HostUnderTest):
         }
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Of plain parameters too."""
+        """Of plain parameters too; a columnwise scale without codes lies there for nobody."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._probe.named_parameters():
             held: dict[str, Any] = {"rowwise_data": parameter.data}
@@ -132,6 +132,8 @@ class Zero(HostUnderTest):
                 parameter.wait()
                 held = parameter.state.buffers
             found[name] = {buffer: tensor for buffer, tensor in held.items() if tensor is not None}
+            if "columnwise_data" not in found[name]:
+                found[name].pop("columnwise_scale_inv", None)
         return found
 
     @property
