@@ -28,7 +28,7 @@ def live(parameter: Tensor) -> dict[str, Tensor]:
         return {"rowwise_data": parameter.data}
     parameter.wait()
     held = {name: tensor for name, tensor in parameter.state.buffers.items() if tensor is not None}
-    if "columnwise_data" not in held:
+    if "columnwise_data" not in held and held.get("columnwise_scale_inv") is held.get("rowwise_scale_inv"):
         held.pop("columnwise_scale_inv", None)
     return held
 
