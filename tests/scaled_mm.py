@@ -49,8 +49,8 @@ def decoded(codes: Tensor, scale: Any, scaling: list[str], swizzle: list[str], s
     outer, inner = value.shape
     match scaling:
         case ["BlockWise1x128"]:
-            assert outer % 16 == 0 and scale.shape == (outer, inner // 128) and _columns(scale)
-            factor = scale.repeat_interleave(128, 1)
+            assert outer % 16 == 0 and inner % 16 == 0 and scale.shape == (outer, -(-inner // 128)) and _columns(scale)
+            factor = scale.repeat_interleave(128, 1)[:, :inner]
         case ["BlockWise128x128"]:
             padded = _round_up(inner // 128, 4)
             assert second and scale.shape == (padded, outer // 128) and _columns(scale)

@@ -119,6 +119,17 @@ void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const st
   cuda::quantize_groups(array_of(x), rows, columns, element_of(element), power_of_2, codes, scale_inv, stream_of(stream));
 }
 
+using DirectionArgument = std::tuple<int64_t, uintptr_t, uintptr_t>;  // rows or tokens, codes, scale_inv
+
+void quantize_groups_both_ways(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element,
+                               bool power_of_2, const DirectionArgument& rowwise, const DirectionArgument& columnwise,
+                               const StreamArgument& stream) {
+  const auto& [row_end, codes, scale_inv] = rowwise;
+  const auto& [tokens, turned, turned_scale_inv] = columnwise;
+  cuda::quantize_groups_both_ways(array_of(x), rows, columns, element_of(element), power_of_2,
+                                  {row_end, codes, scale_inv, tokens, turned, turned_scale_inv}, stream_of(stream));
+}
+
 void quantize_tensor(const TypedBase& x, int64_t numel, const std::string& element, uintptr_t codes, uintptr_t scale_inv,
                      uintptr_t amax_bits, const StreamArgument& stream) {
   cuda::quantize_tensor(array_of(x), numel, element_of(element), codes, scale_inv, amax_bits, stream_of(stream));
@@ -152,6 +163,7 @@ void register_cuda(py::module_& m) {
            "exp_avg_sqs"_a, "work"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "skip"_a, "stream"_a);
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
   cuda.def("quantize_groups", &quantize_groups, free);
+  cuda.def("quantize_groups_both_ways", &quantize_groups_both_ways, free);
   cuda.def("quantize_tensor", &quantize_tensor, free);
 }
 

@@ -1,8 +1,8 @@
-// The other operand of an FP8 product: `per_tensor` and `groups` of zerocast/gemm/inputs.py, byte
-// for byte.
+// The other operand of an FP8 product: `per_tensor`, `groups` and `groups_both_ways` of
+// zerocast/gemm/inputs.py, byte for byte.
 //
-// A thread takes eight neighbouring elements at once. Groups take one pass; a whole tensor takes
-// one for its amax and one for its codes.
+// A thread takes eight neighbouring elements at once. Groups take one pass, in both directions
+// together too; a whole tensor takes one for its amax and one for its codes.
 #include <algorithm>
 
 #include "cuda/codes.cuh"
@@ -17,6 +17,7 @@ constexpr int kGroupLanes = kInputGroup / kElements;
 constexpr int kGroupRows = kThreads / kGroupLanes;  // of a thread block, at a time
 constexpr int kMostAmaxBlocks = 2048;               // each ends with atomics on one word
 constexpr int kTimes = 4;                           // loads of a thread in flight together
+constexpr int kPieceTokens = 2 * kElements;         // codes of one store
 
 template <class In>
 struct Eight {
@@ -89,6 +90,127 @@ __global__ void __launch_bounds__(kThreads) groups_kernel(const typename In::Wor
   }
 }
 
+// Sixteen-bit elements of eight neighbouring columns, in pairs.
+struct Pairs {
+  uint32_t words[kElements / 2];
+
+  __device__ static Pairs load(const uint16_t* at) {
+    Pairs pairs;
+    *reinterpret_cast<uint4*>(pairs.words) = *reinterpret_cast<const uint4*>(at);
+    return pairs;
+  }
+  template <class In>
+  __device__ float at(int column) const {
+    return In::widen(static_cast<uint16_t>(words[column / 2] >> (column % 2 * 16)));
+  }
+};
+
+// The greatest magnitudes of two pairs: the bits of either type order as its magnitudes do, with
+// NaN above Inf.
+__device__ inline uint32_t greater_magnitudes(uint32_t a, uint32_t b) { return __vmaxu2(a, b & 0x7FFF7FFFu); }
+
+// Reduces eight values of each lane over 16 lanes. A lane is left with that of the row which bits 3
+// to 1 of its number say: each step gives away half of the rows.
+template <class Reduce>
+__device__ uint32_t reduce_rows(uint32_t (&rows)[kElements], const Reduce& reduce) {
+#pragma unroll
+  for (int half = kElements / 2; half > 0; half /= 2) {
+    const bool upper = threadIdx.x & (2 * half);
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const uint32_t away = upper ? rows[i] : rows[i + half], mine = upper ? rows[i + half] : rows[i];
+      rows[i] = reduce(mine, __shfl_xor_sync(0xFFFFFFFFu, away, 2 * half));
+    }
+  }
+  return reduce(rows[0], __shfl_xor_sync(0xFFFFFFFFu, rows[0], 1));
+}
+
+// Groups along rows and groups along columns, of a tile of 128 x 128: a thread keeps eight rows of
+// eight columns. The codes of the columns are turned in shared memory, where the pieces of a column
+// are exchanged by an exclusive or, so that a warp reaches all banks. Thread blocks side by side
+// take tiles side by side, whose reads continue each other.
+template <class In, class E>
+__global__ void __launch_bounds__(kThreads)
+    groups_both_ways_kernel(const uint16_t* x, int64_t rows, int64_t columns, bool power_of_2, int64_t row_end,
+                            uint8_t* codes, float* scale_inv, int64_t tokens, uint8_t* turned, float* turned_scale_inv) {
+  constexpr int kWarps = kThreads / kWarpLanes, kPieces = kInputGroup / kElements;  // pieces of eight codes
+  __shared__ __align__(16) uint2 tile[kInputGroup][kPieces];
+  __shared__ __align__(16) uint16_t amaxes[kWarps][kInputGroup];
+  __shared__ __align__(16) float column_scales[kInputGroup];
+  const int64_t across = columns / kInputGroup, band = blockIdx.x / across, group = blockIdx.x - band * across;
+  const int lane = threadIdx.x % kGroupLanes, strip = threadIdx.x / kGroupLanes;
+  const int64_t row = band * kInputGroup + strip * kElements, column = group * kInputGroup + lane * kElements;
+
+  Pairs pairs[kElements] = {};
+#pragma unroll
+  for (int r = 0; r < kElements; ++r) {
+    if (row + r < rows) pairs[r] = Pairs::load(x + (row + r) * columns + column);
+  }
+
+  Pairs most = {};
+  uint32_t of_rows[kElements] = {};
+#pragma unroll
+  for (int r = 0; r < kElements; ++r) {
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      most.words[i] = greater_magnitudes(most.words[i], pairs[r].words[i]);
+      of_rows[r] = greater_magnitudes(of_rows[r], pairs[r].words[i]);
+    }
+  }
+#pragma unroll
+  for (uint32_t& word : most.words) word = greater_magnitudes(word, __shfl_xor_sync(0xFFFFFFFFu, word, kGroupLanes));
+  if (threadIdx.x % kWarpLanes < kGroupLanes) {
+    *reinterpret_cast<uint4*>(&amaxes[threadIdx.x / kWarpLanes][lane * kElements]) = *reinterpret_cast<uint4*>(most.words);
+  }
+
+  const uint32_t pair = reduce_rows(of_rows, greater_magnitudes);
+  const uint16_t amax = static_cast<uint16_t>(max(pair & 0xFFFFu, pair >> 16));
+  const float row_scale = scale_of<E>(bits_of(In::widen(amax)), power_of_2);
+  const int64_t scaled_row = row + lane / 2;
+  if (lane % 2 == 0 && scaled_row < row_end) scale_inv[group * row_end + scaled_row] = 1.0f / row_scale;
+#pragma unroll
+  for (int r = 0; r < kElements; ++r) {
+    const float scale = __shfl_sync(0xFFFFFFFFu, row_scale, 2 * r, kGroupLanes);
+    float2 y[kElements / 2];
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      y[i] = {pairs[r].template at<In>(2 * i) * scale, pairs[r].template at<In>(2 * i + 1) * scale};
+    }
+    if (row + r < row_end) *reinterpret_cast<uint2*>(codes + (row + r) * columns + column) = Encoder<E>::encode8(y);
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kInputGroup) {
+    uint16_t greatest = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) greatest = max(greatest, amaxes[warp][threadIdx.x]);
+    const float scale = scale_of<E>(bits_of(In::widen(greatest)), power_of_2);
+    column_scales[threadIdx.x] = scale;
+    turned_scale_inv[band * columns + group * kInputGroup + threadIdx.x] = 1.0f / scale;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < kElements; ++c) {
+    const float scale = column_scales[lane * kElements + c];
+    float2 y[kElements / 2];
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      y[i] = {pairs[2 * i].template at<In>(c) * scale, pairs[2 * i + 1].template at<In>(c) * scale};
+    }
+    tile[lane * kElements + c][strip ^ lane] = Encoder<E>::encode8(y);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kInputGroup * kPieces / 2; i += kThreads) {
+    const int c = i / (kPieces / 2), two = i % (kPieces / 2) * 2;
+    const int64_t token = band * kInputGroup + two * kElements;
+    const uint2 first = tile[c][two ^ (c / kElements)], second = tile[c][(two + 1) ^ (c / kElements)];
+    if (token < tokens) {
+      *reinterpret_cast<uint4*>(turned + (group * kInputGroup + c) * tokens + token) = {first.x, first.y, second.x,
+                                                                                        second.y};
+    }
+  }
+}
+
 // The first threads process the remainder after the last eight elements, one each.
 template <class In>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const typename In::Word* x, int64_t numel, int32_t* amax_bits) {
@@ -131,6 +253,13 @@ void for_fp8(Element element, const Body& body) {
   throw std::invalid_argument("inputs are quantized to e4m3 or e5m2");
 }
 
+template <class Body>
+void for_sixteen_bits(Dtype dtype, const Body& body) {
+  if (dtype == Dtype::kBfloat16) return body(Bfloat16{});
+  if (dtype == Dtype::kFloat16) return body(Float16{});
+  throw std::invalid_argument("inputs that are quantized in both directions have 16 bits");
+}
+
 int64_t blocks_for(int64_t work, int64_t each) { return (work + each - 1) / each; }
 
 }  // namespace
@@ -145,6 +274,21 @@ void quantize_groups(Array x, int64_t rows, int64_t columns, Element element, bo
       launch(groups_kernel<In, decltype(target)>, blocks, kThreads, stream,
              reinterpret_cast<const typename In::Word*>(x.address), rows, columns, power_of_2,
              reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(scale_inv));
+    });
+  });
+}
+
+void quantize_groups_both_ways(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, BothWays to,
+                               Stream stream) {
+  if (columns % kInputGroup) throw std::invalid_argument("rows of whole groups are quantized");
+  if (to.tokens % kPieceTokens) throw std::invalid_argument("tokens are padded to 16");
+  const int64_t blocks = columns / kInputGroup * blocks_for(std::max(to.rows, to.tokens), kInputGroup);
+  for_sixteen_bits(x.dtype, [&](auto in) {
+    for_fp8(element, [&](auto target) {
+      launch(groups_both_ways_kernel<decltype(in), decltype(target)>, blocks, kThreads, stream,
+             reinterpret_cast<const uint16_t*>(x.address), rows, columns, power_of_2, to.rows,
+             reinterpret_cast<uint8_t*>(to.codes), reinterpret_cast<float*>(to.scale_inv), to.tokens,
+             reinterpret_cast<uint8_t*>(to.turned), reinterpret_cast<float*>(to.turned_scale_inv));
     });
   });
 }

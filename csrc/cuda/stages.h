@@ -80,6 +80,17 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
 constexpr int kInputGroup = 128;
 void quantize_groups(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, uintptr_t codes,
                      uintptr_t scale_inv, Stream stream);
+// The same in both directions. `codes` are `[rows, columns]`, `turned` are `[columns, tokens]` with
+// scales `[tokens / kInputGroup, columns]`, rounded up: x in groups down its columns. Both extents
+// may be more than the rows of x, by less than a group: zeros follow. Tokens are a multiple of 16.
+struct BothWays {
+  int64_t rows;
+  uintptr_t codes, scale_inv;
+  int64_t tokens;
+  uintptr_t turned, turned_scale_inv;
+};
+void quantize_groups_both_ways(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, BothWays to,
+                               Stream stream);
 void quantize_tensor(Array x, int64_t numel, Element element, uintptr_t codes, uintptr_t scale_inv, uintptr_t amax_bits,
                      Stream stream);
 

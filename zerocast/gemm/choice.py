@@ -19,6 +19,9 @@ from zerocast.gemm.case import Case
 logger = logging.getLogger(__name__)
 
 
+Operands = tuple[Tensor, ...]
+
+
 class Path(Protocol):
     """What a path module defines; see README.md."""
 
@@ -31,7 +34,7 @@ class Path(Protocol):
     def unsupported_reasons(self, case: Case) -> Iterator[str]:
         """Why it cannot run on a device that could, one sentence each; none if it can."""
 
-    def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
+    def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> Operands:
         """What a product makes of an input `[..., k]` or of an output gradient before it
         multiplies.
         """
@@ -56,15 +59,13 @@ class Path(Protocol):
 class GradientPath(Protocol):
     """What a path defines besides if it computes weight gradients on tensor cores too."""
 
-    def along_tokens(
-        self, x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool
-    ) -> tuple[Tensor, ...]:
-        """What a weight gradient on tensor cores makes of an input or of an output gradient,
-        quantized as `operands`.
+    def quantize_both_ways(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Operands, Operands]:
+        """What `quantize` gives, and what a weight gradient on tensor cores, which sums over
+        tokens, makes of the same input or output gradient.
         """
 
     def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """`grad.T @ x` as `dtype`, from what `along_tokens` gave for both."""
+        """`grad.T @ x` as `dtype`, from what `quantize_both_ways` gave for both."""
 
 
 GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}

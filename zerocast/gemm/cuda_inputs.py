@@ -1,7 +1,7 @@
 """The quantizers of `inputs.py` for FP8 as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same
 bytes, with little host work.
 
-Groups take one launch, a whole tensor two and a word to clear.
+Groups take one launch, in both directions too; a whole tensor takes two and a word to clear.
 """
 
 import torch
@@ -11,6 +11,7 @@ from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.extension import typed, why_no_kernels
 from zerocast.formats import Element
+from zerocast.gemm.inputs import BothWays, both_ways_by, both_ways_like
 
 ALIGNMENT = 16
 
@@ -43,6 +44,19 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     results = codes.data_ptr(), scale_inv.data_ptr()
     _C.cuda.quantize_groups(typed(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
     return codes, scale_inv.t()
+
+
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool) -> BothWays:
+    """`inputs.groups_both_ways`, `width` being `GROUP`; f32 takes a launch for each direction."""
+    assert width == GROUP, width
+    if x.dtype is torch.float32:
+        return both_ways_by(groups, x, width, element, power_of_2)
+    x = _aligned(x)
+    made = codes, scale_inv, turned, turned_scale_inv = both_ways_like(x, width, element)
+    rowwise = codes.shape[0], codes.data_ptr(), scale_inv.data_ptr()
+    columnwise = turned.shape[1], turned.data_ptr(), turned_scale_inv.data_ptr()
+    _C.cuda.quantize_groups_both_ways(typed(x), *x.shape, element.name, power_of_2, rowwise, columnwise, stream_of(x))
+    return made
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +32,13 @@ from zerocast.backends import ops
 from zerocast.backends.reference.codec import encode, pack
 from zerocast.backends.reference.scales import ONE_2688TH, block_amax, encode_scales, expand, fill_scales, stored_scales
 from zerocast.formats import Block, Element, FormatSpec, get_format
+from zerocast.formats.element import FP8
 from zerocast.formats.layout import rowwise_scale_inv
 
+# codes `[rows, k]` and their scales, codes `[k, rows]` and theirs
+BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
+
+ROWS = 16  # products whose inner dimension is the rows take multiples of this, and so do blocked ones
 FLT_MAX = torch.finfo(torch.float32).max
 E8M0_NAN = 0xFF
 
@@ -106,23 +113,56 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return _codes(grouped, scale.unsqueeze(2), element).view(x.shape), reciprocal(scale)
 
 
-def groups_of_rows(x: Tensor, height: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[k, rows]`, scale_inv f32 `[k, rows / height]` column by column) of `x [rows, k]`:
-    `groups` of its transpose.
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool) -> BothWays:
+    """`groups` of `x [rows, k]` and of its transpose, from one read of it.
+
+    (codes `[rows, k]`, scale_inv f32 `[rows, k / width]`, codes `[k, rows]`, scale_inv f32
+    `[k, rows / width]`, rounded up); both scales lie column by column, rows are padded with zeros
+    to a multiple of 16. It stays one op in a graph: a compiler would read `x` once for each.
     """
-    if not is_traced(x):
-        codes, scale_inv = groups(x.t().contiguous(), height, element, power_of_2)
-        return codes, scale_inv.t().contiguous().t()
-    # read as it lies: a compiler would reduce a transpose in strides
-    grouped = x.unflatten(0, (-1, height))
-    scale = encode_scale(grouped.abs().amax(1).float(), element.max, power_of_2)
-    return _codes(grouped, scale.unsqueeze(1), element).view(x.shape).t().contiguous(), reciprocal(scale).t()
+    if is_traced(x):
+        return torch.ops.zerocast.groups_both_ways(x, width, element.name, power_of_2)  # type: ignore[no-any-return]
+    if (fused := _fused(x)) is not None:
+        return fused.groups_both_ways(x, width, element, power_of_2)  # type: ignore[no-any-return]
+    return both_ways_by(groups, x, width, element, power_of_2)
+
+
+def both_ways_by(quantize: Callable[..., tuple[Tensor, Tensor]], x: Tensor, width: int, *options: Any) -> BothWays:
+    """`groups_both_ways` from two calls of a `groups`, the second one of a transpose."""
+    made = both_ways_like(x, width, options[0])
+    found = *quantize(padded(x, ROWS), width, *options), *quantize(padded(x, width).t().contiguous(), width, *options)
+    for ours, theirs in zip(made, found, strict=True):
+        ours.copy_(theirs[:, : ours.shape[1]])
+    return made
+
+
+def both_ways_like(x: Tensor, width: int, element: Element) -> BothWays:
+    """Memory for the results of `groups_both_ways`."""
+    rows, k = -(-x.shape[0] // ROWS) * ROWS, x.shape[1]
+    codes, turned = (x.new_empty(shape, dtype=element.dtype) for shape in ((rows, k), (k, rows)))
+    scale_inv, turned_scale_inv = (
+        x.new_empty(shape, dtype=torch.float32) for shape in ((k // width, rows), (-(-rows // width), k))
+    )
+    return codes, scale_inv.t(), turned, turned_scale_inv.t()
+
+
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """`x [rows, k]` with rows of zeros up to a multiple."""
+    missing = -x.shape[0] % multiple
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+ops.define(
+    "groups_both_ways",
+    "(Tensor x, int width, str element, bool power_of_2) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda x, width, element, power_of_2: groups_both_ways(x, width, FP8[element], power_of_2),
+    lambda x, width, element, power_of_2: both_ways_like(x, width, FP8[element]),
+)
 
 
 def turned(codes: Tensor) -> Tensor:
-    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of 16 rows."""
-    if missing := -codes.shape[0] % 16:
-        codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of `ROWS`."""
+    codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
     if is_traced(codes):
         return codes.t().contiguous()
     backend = backends.choose(codes.device)

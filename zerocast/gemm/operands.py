@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm.choice import GRADIENTS, PATHS
+from zerocast.gemm.choice import GRADIENTS, PATHS, Operands
 from zerocast.gemm.inputs import is_traced
-
-Operands = tuple[Tensor, ...]
 
 
 class _Shared(NamedTuple):
@@ -48,10 +46,9 @@ def of_input(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool = False) 
 
 
 def _made(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool) -> tuple[Operands, Operands]:
-    operands = PATHS[path].quantize(x, fmt, gradient=False)
-    if not along_tokens:
-        return operands, (x,)
-    return operands, GRADIENTS[path].along_tokens(x, operands, fmt, gradient=False)
+    if along_tokens:
+        return GRADIENTS[path].quantize_both_ways(x, fmt, gradient=False)
+    return PATHS[path].quantize(x, fmt, gradient=False), (x,)
 
 
 def forget() -> None:

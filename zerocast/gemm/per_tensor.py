@@ -52,16 +52,18 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     return inputs.per_tensor(x.reshape(-1, x.shape[-1]), element)
 
 
-def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The operand of a weight gradient, which sums over tokens: (codes `[k, tokens]`,
-    scale_inv), from those of `quantize`.
+def quantize_both_ways(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What `quantize` gives, and for the weight gradient, which sums over tokens, the same codes as
+    `[k, tokens]`, padded with zeros to a multiple of 16.
     """
-    codes, scale_inv = operands
-    return inputs.turned(codes), scale_inv
+    codes, scale_inv = quantize(x, fmt, gradient)
+    return (codes, scale_inv), (inputs.turned(codes), scale_inv)
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x`, accumulated in full, from what `along_tokens` gave for both."""
+    """`grad.T @ x`, accumulated in full, from what
+    `quantize_both_ways` gave for both.
+    """
     (left, left_scale_inv), (right, right_scale_inv) = grad, x
     return torch._scaled_mm(left, right.t(), left_scale_inv, right_scale_inv, out_dtype=dtype)
 

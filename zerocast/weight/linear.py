@@ -48,12 +48,13 @@ class _Product(torch.autograd.Function):
         operands: tuple[Tensor, ...] = ()
         grad_x = grad_weight = None
         with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
-            if grad.numel() and (needs_x or ctx.quantized):
+            if ctx.quantized:
+                operands, left = gemm.GRADIENTS[ctx.path].quantize_both_ways(grad, weight.format, gradient=True)
+            elif needs_x and grad.numel():
                 operands = path.quantize(grad, weight.format, gradient=True)
             if needs_x:
                 grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
             if ctx.quantized:
-                left = gemm.GRADIENTS[ctx.path].along_tokens(grad, operands, weight.format, gradient=True)
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
             elif needs_weight:
                 x_rows = kept[0].reshape(-1, kept[0].shape[-1])
