@@ -142,6 +142,15 @@ def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], 
                 assert torch.equal(ours.float().view(torch.int32), theirs.float().view(torch.int32))
 
 
+@pytest.mark.parametrize("shape", [(40, 256), (256, 128)])
+def test_groups_in_both_directions_are_an_op(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    op = torch.ops.zerocast.groups_both_ways.default
+    torch.library.opcheck(op, (x, 128, "e4m3", True))
+    for ours, theirs in zip(op(x, 128, "e4m3", True), inputs.groups_both_ways(x, 128, E4M3, True), strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+
+
 @pytest.mark.parametrize("content", FINITE)
 def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other operations, which fuse."""
