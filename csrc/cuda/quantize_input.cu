@@ -17,7 +17,8 @@ constexpr int kGroupLanes = kInputGroup / kElements;
 constexpr int kGroupRows = kThreads / kGroupLanes;  // of a thread block, at a time
 constexpr int kMostAmaxBlocks = 2048;               // each ends with atomics on one word
 constexpr int kTimes = 4;                           // loads of a thread in flight together
-constexpr int kPieceTokens = 2 * kElements;         // codes of one store
+constexpr int kTokens = 2 * kElements;              // codes of one store of a turned row
+constexpr int kBlockElements = kThreads * kElements * kTimes;
 
 template <class In>
 struct Eight {
@@ -125,27 +126,86 @@ __device__ uint32_t reduce_rows(uint32_t (&rows)[kElements], const Reduce& reduc
   return reduce(rows[0], __shfl_xor_sync(0xFFFFFFFFu, rows[0], 1));
 }
 
-// Groups along rows and groups along columns, of a tile of 128 x 128: a thread keeps eight rows of
-// eight columns. The codes of the columns are turned in shared memory, where the pieces of a column
-// are exchanged by an exclusive or, so that a warp reaches all banks. Thread blocks side by side
+constexpr int kPieces = kInputGroup / kElements;  // of a row of a tile, eight codes each
+
+// A thread's part of a tile of 128 x 128: eight rows of eight columns. Thread blocks side by side
 // take tiles side by side, whose reads continue each other.
-template <class In, class E>
-__global__ void __launch_bounds__(kThreads)
+template <class In>
+struct Tile {
+  int lane, strip;
+  int64_t first_row, first_column, row, column;
+  Pairs pairs[kElements];
+
+  __device__ Tile(const uint16_t* x, int64_t rows, int64_t columns) : pairs{} {
+    const uint32_t across = static_cast<uint32_t>((columns - 1) / kInputGroup + 1), band = blockIdx.x / across;
+    lane = threadIdx.x % kPieces;
+    strip = threadIdx.x / kPieces;
+    first_row = static_cast<int64_t>(band) * kInputGroup;
+    first_column = static_cast<int64_t>(blockIdx.x - band * across) * kInputGroup;
+    row = first_row + strip * kElements;
+    column = first_column + lane * kElements;
+#pragma unroll
+    for (int r = 0; r < kElements; ++r) {
+      if (row + r < rows && column < columns) pairs[r] = Pairs::load(x + (row + r) * columns + column);
+    }
+  }
+
+  template <class E>
+  __device__ uint2 encode_row(int r, float scale) const {
+    float2 y[kElements / 2];
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      y[i] = {pairs[r].template at<In>(2 * i) * scale, pairs[r].template at<In>(2 * i + 1) * scale};
+    }
+    return Encoder<E>::encode8(y);
+  }
+
+  template <class E>
+  __device__ uint2 encode_column(int c, float scale) const {
+    float2 y[kElements / 2];
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      y[i] = {pairs[2 * i].template at<In>(c) * scale, pairs[2 * i + 1].template at<In>(c) * scale};
+    }
+    return Encoder<E>::encode8(y);
+  }
+};
+
+// The columns of a tile in shared memory, on their way to rows. The pieces of a column are exchanged
+// by an exclusive or, so that a warp reaches all banks.
+struct Turned {
+  uint2 pieces[kInputGroup][kPieces];
+
+  template <class In>
+  __device__ void put(const Tile<In>& tile, int c, uint2 codes) {
+    pieces[tile.lane * kElements + c][tile.strip ^ tile.lane] = codes;
+  }
+
+  template <class In>
+  __device__ void store(const Tile<In>& tile, int64_t columns, int64_t tokens, uint8_t* to) const {
+    for (int i = threadIdx.x; i < kInputGroup * kPieces / 2; i += kThreads) {
+      const int c = i / (kPieces / 2), two = i % (kPieces / 2) * 2;
+      const int64_t column = tile.first_column + c, token = tile.first_row + two * kElements;
+      const uint2 first = pieces[c][two ^ (c / kElements)], second = pieces[c][(two + 1) ^ (c / kElements)];
+      if (column < columns && token < tokens) {
+        *reinterpret_cast<uint4*>(to + column * tokens + token) = {first.x, first.y, second.x, second.y};
+      }
+    }
+  }
+};
+
+// Groups along rows and groups along columns; of a square, the codes of the columns have one scale
+// for the whole tile.
+template <class In, class E, bool kSquare>
+__global__ void __launch_bounds__(kThreads, 3)
     groups_both_ways_kernel(const uint16_t* x, int64_t rows, int64_t columns, bool power_of_2, int64_t row_end,
                             uint8_t* codes, float* scale_inv, int64_t tokens, uint8_t* turned, float* turned_scale_inv) {
-  constexpr int kWarps = kThreads / kWarpLanes, kPieces = kInputGroup / kElements;  // pieces of eight codes
-  __shared__ __align__(16) uint2 tile[kInputGroup][kPieces];
+  constexpr int kWarps = kThreads / kWarpLanes;
+  __shared__ __align__(16) Turned turning;
   __shared__ __align__(16) uint16_t amaxes[kWarps][kInputGroup];
   __shared__ __align__(16) float column_scales[kInputGroup];
-  const int64_t across = columns / kInputGroup, band = blockIdx.x / across, group = blockIdx.x - band * across;
-  const int lane = threadIdx.x % kGroupLanes, strip = threadIdx.x / kGroupLanes;
-  const int64_t row = band * kInputGroup + strip * kElements, column = group * kInputGroup + lane * kElements;
-
-  Pairs pairs[kElements] = {};
-#pragma unroll
-  for (int r = 0; r < kElements; ++r) {
-    if (row + r < rows) pairs[r] = Pairs::load(x + (row + r) * columns + column);
-  }
+  __shared__ uint32_t warp_amaxes[kWarps];
+  const Tile<In> tile(x, rows, columns);
 
   Pairs most = {};
   uint32_t of_rows[kElements] = {};
@@ -153,62 +213,85 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < kElements; ++r) {
 #pragma unroll
     for (int i = 0; i < kElements / 2; ++i) {
-      most.words[i] = greater_magnitudes(most.words[i], pairs[r].words[i]);
-      of_rows[r] = greater_magnitudes(of_rows[r], pairs[r].words[i]);
+      most.words[i] = greater_magnitudes(most.words[i], tile.pairs[r].words[i]);
+      of_rows[r] = greater_magnitudes(of_rows[r], tile.pairs[r].words[i]);
     }
   }
 #pragma unroll
-  for (uint32_t& word : most.words) word = greater_magnitudes(word, __shfl_xor_sync(0xFFFFFFFFu, word, kGroupLanes));
-  if (threadIdx.x % kWarpLanes < kGroupLanes) {
-    *reinterpret_cast<uint4*>(&amaxes[threadIdx.x / kWarpLanes][lane * kElements]) = *reinterpret_cast<uint4*>(most.words);
+  for (uint32_t& word : most.words) word = greater_magnitudes(word, __shfl_xor_sync(0xFFFFFFFFu, word, kPieces));
+  if (threadIdx.x % kWarpLanes < kPieces) {
+    *reinterpret_cast<uint4*>(&amaxes[threadIdx.x / kWarpLanes][tile.lane * kElements]) =
+        *reinterpret_cast<uint4*>(most.words);
   }
 
   const uint32_t pair = reduce_rows(of_rows, greater_magnitudes);
   const uint16_t amax = static_cast<uint16_t>(max(pair & 0xFFFFu, pair >> 16));
+  if constexpr (kSquare) {
+    const int32_t of_warp = greatest_bits<kWarpLanes>(amax);
+    if (threadIdx.x % kWarpLanes == 0) warp_amaxes[threadIdx.x / kWarpLanes] = of_warp;
+  }
   const float row_scale = scale_of<E>(bits_of(In::widen(amax)), power_of_2);
-  const int64_t scaled_row = row + lane / 2;
-  if (lane % 2 == 0 && scaled_row < row_end) scale_inv[group * row_end + scaled_row] = 1.0f / row_scale;
+  const int64_t scaled_row = tile.row + tile.lane / 2;
+  if (tile.lane % 2 == 0 && scaled_row < row_end) {
+    scale_inv[tile.first_column / kInputGroup * row_end + scaled_row] = 1.0f / row_scale;
+  }
 #pragma unroll
   for (int r = 0; r < kElements; ++r) {
-    const float scale = __shfl_sync(0xFFFFFFFFu, row_scale, 2 * r, kGroupLanes);
-    float2 y[kElements / 2];
-#pragma unroll
-    for (int i = 0; i < kElements / 2; ++i) {
-      y[i] = {pairs[r].template at<In>(2 * i) * scale, pairs[r].template at<In>(2 * i + 1) * scale};
-    }
-    if (row + r < row_end) *reinterpret_cast<uint2*>(codes + (row + r) * columns + column) = Encoder<E>::encode8(y);
+    const float scale = __shfl_sync(0xFFFFFFFFu, row_scale, 2 * r, kPieces);
+    const uint2 eight = tile.template encode_row<E>(r, scale);
+    if (tile.row + r < row_end) *reinterpret_cast<uint2*>(codes + (tile.row + r) * columns + tile.column) = eight;
   }
   __syncthreads();
 
   if (threadIdx.x < kInputGroup) {
     uint16_t greatest = 0;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) greatest = max(greatest, amaxes[warp][threadIdx.x]);
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const auto of_warp = static_cast<uint16_t>(kSquare ? warp_amaxes[warp] : amaxes[warp][threadIdx.x]);
+      greatest = max(greatest, of_warp);
+    }
     const float scale = scale_of<E>(bits_of(In::widen(greatest)), power_of_2);
     column_scales[threadIdx.x] = scale;
-    turned_scale_inv[band * columns + group * kInputGroup + threadIdx.x] = 1.0f / scale;
+    const int64_t band = tile.first_row / kInputGroup;
+    if constexpr (kSquare) {
+      // the last tile fills the padding of its row of scales
+      const int64_t bands = (rows - 1) / kInputGroup + 1, pitch = (bands + 3) / 4 * 4, entry = band + threadIdx.x;
+      float* row_of_scales = turned_scale_inv + tile.first_column / kInputGroup * pitch;
+      if (threadIdx.x == 0) row_of_scales[entry] = 1.0f / scale;
+      if (threadIdx.x > 0 && band == bands - 1 && entry < pitch) row_of_scales[entry] = 0.0f;
+    } else {
+      turned_scale_inv[band * columns + tile.first_column + threadIdx.x] = 1.0f / scale;
+    }
   }
   __syncthreads();
 #pragma unroll
   for (int c = 0; c < kElements; ++c) {
-    const float scale = column_scales[lane * kElements + c];
-    float2 y[kElements / 2];
-#pragma unroll
-    for (int i = 0; i < kElements / 2; ++i) {
-      y[i] = {pairs[2 * i].template at<In>(c) * scale, pairs[2 * i + 1].template at<In>(c) * scale};
-    }
-    tile[lane * kElements + c][strip ^ lane] = Encoder<E>::encode8(y);
+    turning.put(tile, c, tile.template encode_column<E>(c, column_scales[tile.lane * kElements + c]));
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < kInputGroup * kPieces / 2; i += kThreads) {
-    const int c = i / (kPieces / 2), two = i % (kPieces / 2) * 2;
-    const int64_t token = band * kInputGroup + two * kElements;
-    const uint2 first = tile[c][two ^ (c / kElements)], second = tile[c][(two + 1) ^ (c / kElements)];
-    if (token < tokens) {
-      *reinterpret_cast<uint4*>(turned + (group * kInputGroup + c) * tokens + token) = {first.x, first.y, second.x,
-                                                                                        second.y};
+  turning.store(tile, columns, tokens, turned);
+}
+
+// A tensor whose amax is known; the first thread block writes scale_inv.
+template <class In, class E>
+__global__ void __launch_bounds__(kThreads)
+    tensor_both_ways_kernel(const uint16_t* x, int64_t rows, int64_t columns, const int32_t* amax_bits, uint8_t* codes,
+                            float* scale_inv, int64_t tokens, uint8_t* turned) {
+  __shared__ __align__(16) Turned turning;
+  const float scale = scale_of<E>(*amax_bits & kMagnitude, false);
+  const Tile<In> tile(x, rows, columns);
+#pragma unroll
+  for (int r = 0; r < kElements; ++r) {
+    const uint2 eight = tile.template encode_row<E>(r, scale);
+    if (tile.row + r < rows && tile.column < columns) {
+      *reinterpret_cast<uint2*>(codes + (tile.row + r) * columns + tile.column) = eight;
     }
   }
+#pragma unroll
+  for (int c = 0; c < kElements; ++c) turning.put(tile, c, tile.template encode_column<E>(c, scale));
+  __syncthreads();
+  turning.store(tile, columns, tokens, turned);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
 }
 
 // The first threads process the remainder after the last eight elements, one each.
@@ -278,35 +361,61 @@ void quantize_groups(Array x, int64_t rows, int64_t columns, Element element, bo
   });
 }
 
-void quantize_groups_both_ways(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, BothWays to,
+namespace {
+
+// Calls launch(type of x, type of codes, thread blocks).
+template <class Launch>
+void for_tiles(Array x, int64_t rows, int64_t columns, Element element, const BothWays& to, const Launch& launch_tiles) {
+  if (columns % kTokens || to.tokens % kTokens) throw std::invalid_argument("features and tokens come in multiples of 16");
+  const int64_t blocks = blocks_for(columns, kInputGroup) * blocks_for(rows, kInputGroup);
+  for_sixteen_bits(x.dtype, [&](auto in) { for_fp8(element, [&](auto target) { launch_tiles(in, target, blocks); }); });
+}
+
+}  // namespace
+
+void quantize_groups_both_ways(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, const BothWays& to,
                                Stream stream) {
   if (columns % kInputGroup) throw std::invalid_argument("rows of whole groups are quantized");
-  if (to.tokens % kPieceTokens) throw std::invalid_argument("tokens are padded to 16");
-  const int64_t blocks = columns / kInputGroup * blocks_for(std::max(to.rows, to.tokens), kInputGroup);
-  for_sixteen_bits(x.dtype, [&](auto in) {
-    for_fp8(element, [&](auto target) {
-      launch(groups_both_ways_kernel<decltype(in), decltype(target)>, blocks, kThreads, stream,
-             reinterpret_cast<const uint16_t*>(x.address), rows, columns, power_of_2, to.rows,
-             reinterpret_cast<uint8_t*>(to.codes), reinterpret_cast<float*>(to.scale_inv), to.tokens,
-             reinterpret_cast<uint8_t*>(to.turned), reinterpret_cast<float*>(to.turned_scale_inv));
-    });
+  for_tiles(x, rows, columns, element, to, [&](auto in, auto target, int64_t blocks) {
+    using In = decltype(in);
+    using E = decltype(target);
+    launch(to.is_square ? groups_both_ways_kernel<In, E, true> : groups_both_ways_kernel<In, E, false>, blocks, kThreads,
+           stream, reinterpret_cast<const uint16_t*>(x.address), rows, columns, power_of_2, to.rows,
+           reinterpret_cast<uint8_t*>(to.codes), reinterpret_cast<float*>(to.scale_inv), to.tokens,
+           reinterpret_cast<uint8_t*>(to.turned), reinterpret_cast<float*>(to.turned_scale_inv));
   });
 }
 
-void quantize_tensor(Array x, int64_t numel, Element element, uintptr_t codes, uintptr_t scale_inv, uintptr_t amax_bits,
-                     Stream stream) {
+void quantize_tensor_both_ways(Array x, int64_t rows, int64_t columns, Element element, const BothWays& to,
+                               uintptr_t amax_bits, Stream stream) {
+  for_tiles(x, rows, columns, element, to, [&](auto in, auto target, int64_t blocks) {
+    launch(tensor_both_ways_kernel<decltype(in), decltype(target)>, blocks, kThreads, stream,
+           reinterpret_cast<const uint16_t*>(x.address), rows, columns, reinterpret_cast<const int32_t*>(amax_bits),
+           reinterpret_cast<uint8_t*>(to.codes), reinterpret_cast<float*>(to.scale_inv), to.tokens,
+           reinterpret_cast<uint8_t*>(to.turned));
+  });
+}
+
+void tensor_amax(Array x, int64_t numel, uintptr_t amax_bits, Stream stream) {
   auto* amax = reinterpret_cast<int32_t*>(amax_bits);
   {
     const DeviceGuard guard(stream.device);
     check(cudaMemsetAsync(amax, 0, sizeof *amax, reinterpret_cast<cudaStream_t>(stream.handle)));
   }
-  const int64_t each = kThreads * kElements * kTimes, blocks = std::max<int64_t>(1, blocks_for(numel, each));
+  const int64_t blocks = std::min<int64_t>(blocks_for(numel, kBlockElements), kMostAmaxBlocks);
   for_storage(x.dtype, [&](auto in) {
     using In = decltype(in);
-    const auto* from = reinterpret_cast<const typename In::Word*>(x.address);
-    launch(amax_kernel<In>, std::min<int64_t>(blocks, kMostAmaxBlocks), kThreads, stream, from, numel, amax);
+    launch(amax_kernel<In>, blocks, kThreads, stream, reinterpret_cast<const typename In::Word*>(x.address), numel, amax);
+  });
+}
+
+void quantize_tensor(Array x, int64_t numel, Element element, uintptr_t codes, uintptr_t scale_inv, uintptr_t amax_bits,
+                     Stream stream) {
+  for_storage(x.dtype, [&](auto in) {
+    using In = decltype(in);
     for_fp8(element, [&](auto target) {
-      launch(tensor_kernel<In, decltype(target)>, blocks, kThreads, stream, from, numel, amax,
+      launch(tensor_kernel<In, decltype(target)>, blocks_for(numel, kBlockElements), kThreads, stream,
+             reinterpret_cast<const typename In::Word*>(x.address), numel, reinterpret_cast<const int32_t*>(amax_bits),
              reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(scale_inv));
     });
   });

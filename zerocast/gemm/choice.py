@@ -59,9 +59,13 @@ class Path(Protocol):
 class GradientPath(Protocol):
     """What a path defines besides if it computes weight gradients on tensor cores too."""
 
-    def quantize_both_ways(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Operands, Operands]:
+    def quantize_both_ways(
+        self, x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
+    ) -> tuple[Operands, Operands]:
         """What `quantize` gives, and what a weight gradient on tensor cores, which sums over
         tokens, makes of the same input or output gradient.
+
+        `is_square` allows the input the square blocks of a weight in place of groups of tokens.
         """
 
     def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -77,7 +81,7 @@ PATHS: dict[str, Path] = {
     "dequantize": dequantize,  # takes every format: whatever no other path does
 }
 WISHES = ("auto", "dequantize", "scaled_mm")
-WEIGHT_GRADIENTS = ("nominal", "fp8")
+WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_square")
 # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
 AUTOMATIC_DEVICES = ("cuda",)
 _wish = "auto"
@@ -104,8 +108,10 @@ def use(wish: str | None = None, *, weight_gradients: str | None = None) -> Exit
 
     `weight_gradients` is "nominal" (the default), a product of input and output gradient as they
     came, in the nominal dtype or FP32; or "fp8", where a product with an FP8 weight runs on tensor
-    cores: the product of both quantized, and the quantized input is what is kept for it. What is
-    None stays as it is.
+    cores: the product of both quantized, and the quantized input is what is kept for it. Both are
+    quantized in groups of 128 tokens where the weight has blocks; "fp8_square" is the same with the
+    input in blocks of 128x128, a product that Hopper computes 1.4 times as fast. What is None stays
+    as it is.
 
     A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises
     ValueError for any other value.
@@ -130,9 +136,9 @@ def ways(weight: Any) -> tuple[Any, ...]:
     return _weight_gradients, choice_of(weight, weight.dtype).path
 
 
-def quantizes_weight_gradients(path: str) -> bool:
-    """Whether products of this path now compute their weight gradients from quantized operands."""
-    return _weight_gradients == "fp8" and path in GRADIENTS
+def weight_gradients_of(path: str) -> str:
+    """How products of this path compute their weight gradients now, as `use` names it."""
+    return _weight_gradients if path in GRADIENTS else "nominal"
 
 
 def _path_of_format(fmt: FormatSpec) -> str:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.formats import Element
-from zerocast.gemm.inputs import BothWays, both_ways_by
+from zerocast.gemm import inputs
 
 MANTISSA = {"e4m3": 3, "e5m2": 2}
 ROWS = 32
@@ -143,6 +143,12 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return codes.view(element.dtype), scale_inv.t()
 
 
-def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool) -> BothWays:
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> inputs.BothWays:
     """`inputs.groups_both_ways`, a launch for each direction."""
-    return both_ways_by(groups, x, width, element, power_of_2)
+    return inputs.both_ways_by(groups, x, width, element, power_of_2, is_square)
+
+
+def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """`inputs.per_tensor_both_ways`; a known `amax` is worked out again."""
+    codes, scale_inv = per_tensor(x, element)
+    return codes, scale_inv, inputs.turned(codes)
