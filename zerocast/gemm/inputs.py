@@ -98,9 +98,10 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 def _amax(x: Tensor) -> Tensor:
     """The greatest magnitude as f32[1]."""
-    amax: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     if is_traced(x):  # a norm of the rows, or an activation, takes the amaxes of its rows along
-        amax = x.abs().amax(1).amax().float()
+        of_rows: Tensor = x.abs().amax(1)
+        return of_rows.amax().float().view(1)
+    amax: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     return amax.view(1)
 
 
