@@ -117,7 +117,7 @@ MUTANTS = [
     _mutant(
         "no partial model is saved",
         PREPARE,
-        "    for manager in managers_of(module):\n        manager.guard.check_complete()\n",
+        "    for manager in managers_of(module):\n        manager.check_complete()\n",
         "    pass\n",
         "FSDP2",
     ),

@@ -28,7 +28,8 @@ CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
 RUNS = {
     "eager": Run(SPECS, config=CONFIG),
     "overlap": Run(SPECS, config=dataclasses.replace(CONFIG, overlap_all_gather=True), max_norm=1.0),
-    "stage 1": Run(SPECS, stage=1, max_norm=0.5, config=ZeroConfig(bucket_size=1, deterministic=True)),
+    "stage 1": Run(SPECS, stage=1, max_norm=0.5, accumulate=2, config=ZeroConfig(bucket_size=1, deterministic=True)),
+    "library order": Run(SPECS, max_norm=0.1, config=ZeroConfig(bucket_size=4096)),
 }
 GROUP = "zerocast.distributed.group:Group"
 
@@ -38,7 +39,7 @@ class Zero(HostUnderTest):
 
     VARIANTS = tuple(RUNS)
     PLACES = (
-        *around(GROUP, "all_reduce_max", "all_gather_into", "reduce_scatter_mean"),
+        *around(GROUP, "all_reduce_max", "all_gather_into", "all_to_all"),
         Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
         Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data", "after"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
@@ -99,7 +100,7 @@ class Zero(HostUnderTest):
         """From the state."""
         state = self._optimizer.state_dict()
         found = {f"model.{name}": value for name, value in state["model"].items()}
-        for name, held in state["optim"]["state"].items():
+        for name, held in (*state["optim"]["state"].items(), *state["zerocast"].items()):
             found |= {f"{key}.{name}": value for key, value in held.items()}
         pieces = {name: [(where, part.clone()) for where, part in boxes(value)] for name, value in found.items()}
         return gathered(pieces, {name: value.shape for name, value in found.items()})

@@ -278,9 +278,11 @@ class _Loaded:
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """RuntimeError for masters that something has left half written: they would be saved."""
+    """RuntimeError for masters that something has left half written, or that ranks disagree about:
+    they would be saved.
+    """
     for manager in managers_of(module):
-        manager.guard.check_complete()
+        manager.check_complete()
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -293,9 +295,14 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """RuntimeError for an optimizer of any class whose state a load has left half written."""
-    if not torch.compiler.is_compiling():
-        guard_of(optimizer).check_complete()
+    """RuntimeError for an optimizer of any class whose state a load has left half written. The
+    other ranks step and cast, and so does this one cast if it goes on: then all raise.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if guard_of(optimizer).is_partial:
+        _after_step(optimizer)
+    guard_of(optimizer).check_complete()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
