@@ -108,7 +108,7 @@ def test_only_where_a_path_has_it() -> None:
     with gemm.use(weight_gradients="fp8"):
         F.linear(x, weight).backward(grad)
     assert weight.grad is not None and torch.equal(weight.grad, grad.t() @ x)
-    with pytest.raises(ValueError, match="one of nominal, fp8, fp8_square, got 'fp4'"):
+    with pytest.raises(ValueError, match="one of nominal, fp8, fp8_groups, got 'fp4'"):
         gemm.use("dequantize", weight_gradients="fp4")
     assert weight.gemm_choice().reason != "asked for"  # type: ignore[operator]
 

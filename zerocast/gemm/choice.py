@@ -81,7 +81,7 @@ PATHS: dict[str, Path] = {
     "dequantize": dequantize,  # takes every format: whatever no other path does
 }
 WISHES = ("auto", "dequantize", "scaled_mm")
-WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_square")
+WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
 # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
 AUTOMATIC_DEVICES = ("cuda",)
 _wish = "auto"
@@ -108,10 +108,10 @@ def use(wish: str | None = None, *, weight_gradients: str | None = None) -> Exit
 
     `weight_gradients` is "nominal" (the default), a product of input and output gradient as they
     came, in the nominal dtype or FP32; or "fp8", where a product with an FP8 weight runs on tensor
-    cores: the product of both quantized, and the quantized input is what is kept for it. Both are
-    quantized in groups of 128 tokens where the weight has blocks; "fp8_square" is the same with the
-    input in blocks of 128x128, a product that Hopper computes 1.4 times as fast. What is None stays
-    as it is.
+    cores: the product of both quantized, and the quantized input is what is kept for it. Where the
+    weight has blocks of 128x128, so has the input here, beside output gradients in groups of 128
+    tokens; "fp8_groups" takes groups of 128 tokens for both, whose product Hopper computes in 1.4
+    times the time. What is None stays as it is.
 
     A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises
     ValueError for any other value.

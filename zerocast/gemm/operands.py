@@ -48,7 +48,7 @@ def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nom
 def _made(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str) -> tuple[Operands, Operands]:
     if weight_gradients == "nominal":
         return PATHS[path].quantize(x, fmt, gradient=False), (x,)
-    is_square = weight_gradients == "fp8_square"
+    is_square = weight_gradients == "fp8"
     return GRADIENTS[path].quantize_both_ways(x, fmt, gradient=False, is_square=is_square)
 
 
