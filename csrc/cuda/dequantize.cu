@@ -31,13 +31,13 @@ struct Factors {
   const uint8_t* buffer;
   const float* tensor_amax;
   int32_t row_bits, column_bits;  // log2 of a block of the stored matrix; 31 is the whole matrix
-  int64_t stride;                 // entries from block row to block row
+  int64_t stride, column_stride;  // entries from block row to block row, and from block to block
 
   // Columns of eight neighbours begin at a multiple of eight.
   __device__ bool is_same_for_eight() const { return column_bits >= 3; }
 
   __device__ float of(int32_t row, int32_t column) const {
-    const int64_t index = (row >> row_bits) * stride + (column >> column_bits);
+    const int64_t index = (row >> row_bits) * stride + (column >> column_bits) * column_stride;
     if (rule == ScaleRule::kE8M0) return e8m0_value(buffer[index]);
     if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], *tensor_amax);
     return reinterpret_cast<const float*>(buffer)[index];
@@ -62,7 +62,8 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
           reinterpret_cast<const float*>(weight.amax),
           log2_of(block.rows),
           log2_of(block.columns),
-          buffer.repeat * buffer.columns};
+          buffer.repeat * buffer.columns,
+          buffer.repeat_columns};
 }
 
 template <class E>

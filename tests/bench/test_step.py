@@ -244,9 +244,16 @@ def test_options_are_refused_before_anything_is_allocated(monkeypatch: pytest.Mo
             StepConfig(**changes)
     missing = replace(variant.TORCHAO, package="no_such_package")
     monkeypatch.setattr(variant, "VARIANTS", (variant.Variant(missing, "tensorwise"),))
-    assert variant.select(()) == variant.select(("torchao:*",)) == []
+    assert variant.select((), ("eager",)) == variant.select(("torchao:*",), ("eager",)) == []
     with pytest.raises(RuntimeError, match="torchao:tensorwise needs no_such_package, which is not installed"):
-        variant.select(("torchao:tensorwise",))
+        variant.select(("torchao:tensorwise",), ("eager",))
+
+
+def test_rows_are_chosen_with_or_without_their_mode() -> None:
+    chosen = variant.select(("fsdp2:bf16", "zero_adamw:fp8_* compiled", "fsdp2:nvfp4 eager"), ("compiled", "eager"))
+    names = [row.name for row in chosen]
+    assert names[0] == "fsdp2:bf16 compiled" and names[-2:] == ["fsdp2:bf16 eager", "fsdp2:nvfp4 eager"]
+    assert len(names) == 9 and all(name.endswith(" compiled") for name in names[:7])
 
 
 def test_names_are_unique_and_shapes_are_those_of_llama() -> None:

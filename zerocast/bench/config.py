@@ -63,8 +63,8 @@ class StepConfig:
     """Time whole training steps of a Llama-shaped model: forward, backward, clip and AdamW."""
 
     variants: tuple[str, ...] = ()
-    """Variants to train, by name or shell pattern, as in fsdp2:bf16 'zero_adamw:*'. By default all
-    that are installed.
+    """Variants to train, by name or shell pattern, as in fsdp2:bf16 'zero_adamw:*'; with a mode one
+    row, as in 'fsdp2:nvfp4 compiled'. By default all that are installed.
     """
     modes: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
     """Whether blocks run through torch.compile."""
@@ -86,7 +86,7 @@ class StepConfig:
     """A file of text, whose bytes are the tokens of the steps before those that are timed."""
     loss_steps: int = 200
     """Steps on that text. No byte is used twice."""
-    lr: float = 3e-4
+    lr: float = 1e-4
     """Learning rate of AdamW, after a linear increase over the first 20 steps."""
     compiler: str = "inductor"
     """Backend of torch.compile."""

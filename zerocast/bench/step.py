@@ -8,7 +8,7 @@ freely.
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -23,26 +23,13 @@ from zerocast.bench.llama import SHAPES, Llama
 from zerocast.bench.report import today
 from zerocast.bench.step_report import Profile, StepFailure, StepMeasurement, StepReport
 from zerocast.bench.text import Text
-from zerocast.bench.variant import Training, Variant, select
+from zerocast.bench.variant import StepRow, Training, select
 from zerocast.metrics import TrafficCounter
 
 LR_WARM_UP = 20  # steps
 PROFILED = 2  # steps
 BATCHES = 4  # batches of random tokens, which take turns
 Progress = Callable[[StepMeasurement | StepFailure], None]
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """A variant, compiled or not."""
-
-    variant: Variant
-    mode: str
-
-    @property
-    def name(self) -> str:
-        """The name in tables and stored reports."""
-        return f"{self.variant.name} {self.mode}"
 
 
 class StepBench:
@@ -55,12 +42,7 @@ class StepBench:
     def __init__(self, config: StepConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._rows = [
-            StepRow(variant, mode)
-            for mode in config.modes
-            for variant in select(config.variants)
-            if mode == "eager" or variant.host.compiles
-        ]
+        self._rows = select(config.variants, config.modes)
         self._text = Text.read(config.text) if config.text else None
         self._tokens = self._random_tokens()
         self._first_batches = self._batches_of_text(self._text) if self._text else self._in_turn(config.warm_up)

@@ -184,19 +184,39 @@ VARIANTS = (
 )
 
 
-def select(patterns: tuple[str, ...]) -> list[Variant]:
-    """The variants whose names match one of `patterns` (shell wildcards), in the order of the
-    table; without patterns all that are installed.
+@dataclass(frozen=True)
+class StepRow:
+    """A row of the report: a variant, compiled or eager."""
 
-    Raises ValueError for a pattern that matches no variant, RuntimeError for a variant that is not
+    variant: Variant
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """The name in tables and stored reports."""
+        return f"{self.variant.name} {self.mode}"
+
+
+def select(patterns: tuple[str, ...], modes: tuple[str, ...]) -> list[StepRow]:
+    """The rows in `modes` whose names, with or without the mode, match one of `patterns` (shell
+    wildcards); without patterns all. Variants that are not installed are left out.
+
+    Raises ValueError for a pattern that matches no row, RuntimeError for a variant that is not
     installed and that a pattern without wildcards names.
     """
+    rows = [
+        StepRow(variant, mode) for mode in modes for variant in VARIANTS if mode == "eager" or variant.host.compiles
+    ]
     for pattern in patterns:
-        matched = [variant for variant in VARIANTS if fnmatchcase(variant.name, pattern)]
+        matched = [row.variant for row in rows if _matches(row, pattern)]
         if not matched:
             raise ValueError(f"no variant is called {pattern!r}; there are: {', '.join(v.name for v in VARIANTS)}")
-        missing = [variant for variant in matched if variant.name == pattern and not variant.is_installed]
+        missing = [v for v in matched if v.name == pattern.partition(" ")[0] and not v.is_installed]
         if missing:
             raise RuntimeError(f"{pattern} needs {missing[0].host.package}, which is not installed")
-    chosen = [v for v in VARIANTS if not patterns or any(fnmatchcase(v.name, pattern) for pattern in patterns)]
-    return [variant for variant in chosen if variant.is_installed]
+    chosen = [row for row in rows if not patterns or any(_matches(row, pattern) for pattern in patterns)]
+    return [row for row in chosen if row.variant.is_installed]
+
+
+def _matches(row: StepRow, pattern: str) -> bool:
+    return fnmatchcase(row.name, pattern) or fnmatchcase(row.variant.name, pattern)
