@@ -54,12 +54,12 @@ def local_targets() -> list[str]:
 
 def cuda_targets(nvcc: str | None) -> list[str]:
     """What to build for; empty, with one line that says why, for a build without the GPU part."""
-    wish = os.environ.get("ZEROCAST_CUDA", "")
-    if wish == "1" and nvcc is None:
+    preference = os.environ.get("ZEROCAST_CUDA", "")
+    if preference == "1" and nvcc is None:
         sys.exit("ZEROCAST_CUDA=1 asks for the CUDA kernels, and no nvcc is found: set CUDA_HOME")
-    targets = ALL_TARGETS if wish == "1" else [] if wish == "0" or nvcc is None else local_targets()
+    targets = ALL_TARGETS if preference == "1" else [] if preference == "0" or nvcc is None else local_targets()
     if not targets:
-        reason = "ZEROCAST_CUDA=0" if wish == "0" else "no nvcc is found" if nvcc is None else "no GPU is found"
+        reason = "ZEROCAST_CUDA=0" if preference == "0" else "no nvcc is found" if nvcc is None else "no GPU is found"
         print(f"zerocast: building without CUDA kernels ({reason})", file=sys.stderr)
     return targets
 

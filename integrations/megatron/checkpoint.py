@@ -35,7 +35,7 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
     For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make
     the optimizer's part first: it finds parameters by identity. `is_loading` for what a load fills:
     tensors of any content, made without reading a weight. RuntimeError for weights that a step, a
-    cast or a gather has left torn, unless for a load.
+    cast or a gather has left partial, unless for a load.
     """
     for entry in _entries(sharded_state_dict):
         param = getattr(entry, "data", None)

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from . import host, refusal
+from . import host
 from .section import prepare_model, recipe_of
+from .validate import validate
 
 _Host: Any = host.QuantizationConverter
 
@@ -34,7 +35,7 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
         self._sliced = parallel_dims.tp > 1
         if not self.enabled:
             return
-        refusal.check(job_config, parallel_dims)
+        validate(job_config, parallel_dims)
         super().__init__(job_config, parallel_dims)
         self._section = job_config.quantize.linear.zerocast
         recipe_of(self._section.recipe)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests import casts
 from tests.apex.host_on_cpu import device, host_on_cpu
@@ -26,22 +25,6 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [name for name, value in ours.items() if not (value == theirs[name]).all()]
 
 
-def resume(path: str, case: Case) -> dict[str, list[str]]:
-    """What differs from an uninterrupted run right after loading, and two steps later; what is wrong with the bytes."""
-    with host_on_cpu():
-        straight, resumed = Run(case), Run(case)
-        for number in range(case.steps):
-            straight.step(number)
-        save(straight, path)
-        resumed.step(99)  # to be overwritten
-        load(resumed, path)
-        after_loading = different(held(resumed), held(straight))
-        for number in range(case.steps, case.steps + 2):
-            straight.step(number)
-            resumed.step(number)
-        return {"loaded": after_loading, "later": different(held(resumed), held(straight)), "wrong": resumed.wrong()}
-
-
 def save(run: Run, path: str) -> None:
     """Masters and moments, and the plain parameters, which Apex leaves to the model."""
     plain = {name: p.detach() for name, p in run.probe.named_parameters() if name not in run.weights}
@@ -57,24 +40,6 @@ def load(run: Run, path: str) -> None:
         with torch.no_grad():
             run.probe.get_parameter(name).copy_(value)
     run.optimizer.load_state_dict(state["optimizer"])
-
-
-def first_half(path: str, case: Case) -> dict[str, dict[str, Tensor]]:
-    """Train and save; the state by name."""
-    with host_on_cpu():
-        run = Run(case)
-        for number in range(case.steps):
-            run.step(number)
-        save(run, path)
-        return run.state()
-
-
-def second_half(path: str, case: Case) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Load, perhaps on another number of ranks; the state by name, and what is wrong with the bytes."""
-    with host_on_cpu():
-        run = Run(case)
-        load(run, path)
-        return run.state(), run.wrong()
 
 
 def without_delayed() -> list[str]:

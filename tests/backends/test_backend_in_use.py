@@ -62,20 +62,20 @@ def test_the_extension_has_no_torch_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "kind", "message"),
+    ("preference", "kind", "message"),
     [
         ("fast", ValueError, "unknown backend 'fast'"),
         ("report", ValueError, "unknown backend"),
         ("cpu", RuntimeError, "is for cpu tensors"),
     ],
 )
-def test_a_wish_that_cannot_be_met_raises(
-    wish: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+def test_a_preference_that_cannot_be_met_raises(
+    preference: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("meta")
     with pytest.raises(kind, match=message):
-        backends.choose(device, wish)
-    monkeypatch.setenv("ZEROCAST_BACKEND", wish)
+        backends.choose(device, preference)
+    monkeypatch.setenv("ZEROCAST_BACKEND", preference)
     with pytest.raises(kind, match=message):
         backends.choose(device)
 

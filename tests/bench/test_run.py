@@ -112,8 +112,8 @@ def test_the_clock_measures_the_call():
 
 
 def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    wish = ["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--only", "A cast nvfp4", "A Adam"]
-    assert main([*wish, "--out", str(tmp_path)]) == 0
+    options = ["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--only", "A cast nvfp4", "A Adam"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "| A cast nvfp4 | cpu |" in out and "A Adam" in err
     (written,) = tmp_path.glob("*.json")
@@ -125,7 +125,7 @@ def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.C
         for line in stored["rows"]:
             line["over_floor"] *= factor
         written.write_text(json.dumps(stored))
-        assert main([*wish, "--out", str(tmp_path / "again"), "--compare", str(written)]) == status
+        assert main([*options, "--out", str(tmp_path / "again"), "--compare", str(written)]) == status
         stored = json.loads((tmp_path / "again" / written.name).read_text())
     assert "regression: A cast nvfp4" in capsys.readouterr().err
 
@@ -138,7 +138,7 @@ def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.C
         (["--compare", "missing.json"], "missing.json"),
     ],
 )
-def test_a_wish_that_cannot_be_met_ends_with_its_reason(
+def test_an_option_that_cannot_be_met_ends_with_its_reason(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["bench", *arguments]) == 2

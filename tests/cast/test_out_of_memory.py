@@ -14,7 +14,7 @@ def test_a_cast_is_cast_again() -> None:
     weights, twins = ([QuantizedWeight.empty((64, 96), fmt) for fmt in formats] for _ in range(2))
     masters = [torch.randn(64 * 96) for _ in weights]
     plan, twin = (CastPlan(held, masters, [0] * len(held)) for held in (weights, twins))
-    torn = 0
+    partial = 0
     for attempt in range(400):
         for master in masters:
             master.normal_()
@@ -23,7 +23,7 @@ def test_a_cast_is_cast_again() -> None:
             with memory:
                 plan.cast()
         except torch.OutOfMemoryError:
-            torn += plan.guard.is_partial
+            partial += plan.guard.is_partial
             if plan.guard.is_partial:
                 with pytest.raises(RuntimeError, match=r"a cast raised half-way: .* cast again"):
                     weights[0].dequantize()
@@ -35,4 +35,4 @@ def test_a_cast_is_cast_again() -> None:
             casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(other), f"{weight.format}, {attempt}")
         if memory.count <= attempt // 2:
             break
-    assert torn > 10
+    assert partial > 10

@@ -67,8 +67,8 @@ def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, f
     """Decoded by their rules: the cast that the library makes."""
     state = values(SHAPES, torch.float32)
     save_file(state, tmp_path / "m.safetensors")
-    wish = ["--naming", naming, "--format", fmt, "--weights", "up.*", "experts", "--shard-bytes", 70000]
-    found = converted(capsys, tmp_path / "m.safetensors", tmp_path / "out", *wish)
+    options = ["--naming", naming, "--format", fmt, "--weights", "up.*", "experts", "--shard-bytes", 70000]
+    found = converted(capsys, tmp_path / "m.safetensors", tmp_path / "out", *options)
     assert found["quantized"] == {"experts": fmt, "up.weight": fmt} and len(found["files"]) == 3
     assert sum(found["files"].values()) == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     written: dict[str, Any] = {}

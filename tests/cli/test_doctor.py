@@ -92,7 +92,7 @@ def test_a_backend_that_raises(monkeypatch, capsys):
     assert "WRONG: RuntimeError: no kernel image (seed " in capsys.readouterr().out
 
 
-def test_a_wish_that_cannot_be_met(monkeypatch, capsys):
+def test_a_preference_that_cannot_be_met(monkeypatch, capsys):
     monkeypatch.setenv("ZEROCAST_BACKEND", "abacus")
     assert main(["doctor", "--seconds", "0"]) == 2
     assert "zerocast doctor: unknown backend 'abacus'" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_what_is_not_finite_or_damaged(capsys: Any, tmp_path: Path) -> None:
         (["m.safetensors", "--format", "nvfp4", "--weights", "*.mlp.*"], "'*.mlp.*' matches no weight; there are: w"),
     ],
 )
-def test_wishes_that_cannot_be_met(capsys: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_options_that_cannot_be_met(capsys: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
     save_file({"w": master()}, tmp_path / "m.safetensors")
     assert main(["inspect", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
     assert message in capsys.readouterr().err

@@ -29,11 +29,11 @@ def plans_in_another_order() -> tuple[str, str, bool]:
     first = plans[::-1] if rank else plans
     with pytest.raises(RuntimeError) as caught:
         first[0].cast()
-    with pytest.raises(RuntimeError) as torn:
+    with pytest.raises(RuntimeError) as partial:
         first[0].weights[0].dequantize()
     for each in (*plans, *plans):
         each.cast()
-    return str(caught.value), str(torn.value), not any(each.guard.is_partial for each in plans)
+    return str(caught.value), str(partial.value), not any(each.guard.is_partial for each in plans)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -43,9 +43,9 @@ def plans_in_another_order() -> tuple[str, str, bool]:
     answer="raises on all ranks, names both calls",
 )
 def test_plans_in_another_order(ranks: Ranks, world: int) -> None:
-    for told, torn, goes_on in ranks(world)(plans_in_another_order):
+    for told, partial, goes_on in ranks(world)(plans_in_another_order):
         assert "ranks make different calls: rank 0 casts by plan " in told
-        assert "cast again" in torn
+        assert "cast again" in partial
         assert goes_on
 
 
@@ -139,7 +139,7 @@ def _copy(value: Any) -> Any:
 
 
 def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
-    for told, said, torn in found:
+    for told, said, partial in found:
         rank_0, rank_1 = told.split("rank 1 ")
         assert "ranks make different calls: rank 0 casts by plan " in rank_0
         for part, expected in zip((rank_0, rank_1), TOLD[mistake], strict=True):
@@ -147,7 +147,7 @@ def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
         assert all(
             "raised half-way: masters, moments and weights may be of different steps" in text for text in said
         ), said
-        assert not torn
+        assert not partial
 
 
 def _travels(trained: Trained) -> None:

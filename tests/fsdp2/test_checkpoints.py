@@ -118,26 +118,6 @@ def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, 
             assert found[name] == digest or (sliced and not is_state), name
 
 
-def interrupted(path: str) -> list[str]:
-    """What differs between 6 steps and 3 + save + load + 3."""
-    whole, first, second = (build("fsdp") for _ in range(3))
-    models.train(*whole, range(6), WIDTH)
-    models.train(*first, range(3), WIDTH)
-    save(*first, path)
-    load(*second, path)
-    at_load, at_save = contents(*second), contents(*first)
-    models.train(*second, range(3, 6), WIDTH)
-    ours, theirs = contents(*second), contents(*whole)
-    found = [f"{name} as loaded" for name in at_save if at_load[name] != at_save[name]]
-    return found + [name for name in theirs if ours[name] != theirs[name]]
-
-
-@pytest.mark.parametrize("world", [models.slow(1), models.slow(2), 3])
-def test_resume_is_exact(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    """Amax histories included."""
-    assert ranks(world)(interrupted, str(tmp_path)) == [[]] * world
-
-
 def saved_in_the_background(path: str) -> list[str]:
     """What of a state that is loaded differs from the moment at which it was saved, with steps
     going on meanwhile.

@@ -161,7 +161,7 @@ class FirstPass(TorchDispatchMode):
         return result
 
 
-def torn_on_one(folder: str, rank: int) -> tuple[list[str], list[str]]:
+def raised_on_one(folder: str, rank: int) -> tuple[list[str], list[str]]:
     """What three passes say after a step that raised on one rank, and what differs once all have loaded and stepped."""
     straight, run = (Prepared(folder, "FusedAdamW") for _ in range(2))
     for one in (straight, run):
@@ -182,9 +182,9 @@ def torn_on_one(folder: str, rank: int) -> tuple[list[str], list[str]]:
     return said, different(straight.everything(), run.everything())
 
 
-def test_a_rank_that_is_torn_raises_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_step_that_raised_on_one_rank_raises_on_all(ranks: Ranks, tmp_path: Path) -> None:
     """At the next gather, and none waits for another."""
-    for rank, (said, found) in enumerate(ranks(3)(torn_on_one, str(tmp_path), 1)):
+    for rank, (said, found) in enumerate(ranks(3)(raised_on_one, str(tmp_path), 1)):
         words = (
             "raised half-way: masters, moments and weights may be of different steps; load a checkpoint"
             if rank == 1

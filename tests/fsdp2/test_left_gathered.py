@@ -2,7 +2,6 @@
 then.
 """
 
-from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -15,8 +14,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import ONE_RANK
 from tests.workers import Ranks
-from zerocast.fsdp2 import gather_status, manager
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.fsdp2 import manager
 
 FORMATS = "nvfp4", "fp8_block"  # whose products a refresh does not change
 
@@ -103,40 +101,3 @@ def without_questions() -> None:
 def test_nobody_asks_while_it_trains(ranks: Ranks) -> None:
     """What was gathered anew is not left from an earlier pass."""
     ranks(2)(without_questions)
-
-
-class OnTheHost:
-    """Pinned headers of a machine without a GPU."""
-
-    made = 0
-
-    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
-        self.sizes, self._headers = sizes, list[torch.Tensor]()
-        OnTheHost.made += 1
-
-    def send(self, headers: Sequence[torch.Tensor]) -> None:
-        """Keep copies, as FSDP2 frees headers."""
-        assert self.sizes == tuple(map(len, headers))
-        self._headers = [each.clone() for each in headers]
-
-    def wait(self) -> list[torch.Tensor]:
-        """Give the headers of each weight."""
-        return self._headers
-
-
-def test_headers_of_a_gpu_are_read_late() -> None:
-    """In order, all but the last ones; memory is used again; after a disagreement the others are dropped."""
-    agreed = torch.tensor([[0, 7], [2, 7]], dtype=torch.int32)
-    of_three = torch.tensor([[0, 7], [0, 7], [1, 7]], dtype=torch.int32)
-    status = gather_status.GatherStatus(WriteGuard())
-    with mock.patch.object(gather_status, "PinnedHeaders", OnTheHost):
-        for _ in range(3):
-            status.send(("a", "b"), [agreed, agreed])
-            status.check()
-        assert OnTheHost.made == 1
-        status.send(("a", "b"), [of_three, of_three])  # the same weights, over more ranks
-        status.send(("a", "b"), [agreed, agreed])
-        status.check(leave=2)
-        with pytest.raises(RuntimeError, match=r"a: the master was changed on ranks \[2\] of its shard group"):
-            status.check(leave=1)
-        status.check()

@@ -96,7 +96,7 @@ class Prepared(HostUnderTest):
 
     def whole(self) -> dict[str, Tensor]:
         """From the state."""
-        return {name: value for name, value in self._leaves().items() if not name.startswith("zerocast")}
+        return self._leaves()
 
     def _leaves(self) -> dict[str, Tensor]:
         leaves: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ class Prepared(HostUnderTest):
                 if isinstance(value, dict):
                     collect(value, f"{prefix}{key}.")
                 else:
-                    leaves[prefix + key] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+                    leaves[prefix + key] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
         collect(self._state.state_dict(), "")
         return leaves

@@ -108,8 +108,7 @@ def _train(rank: int, folder: Path, loop: HostUnderTest, place: Place, fault: st
         loop.step(step)
     loop.save(GOOD_STEPS)
     dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):  # FSDP2's mesh has one of its own in some torches
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+    limit_collectives(TIMEOUT)
 
     def strike() -> None:
         _leave(folder / "struck", time.monotonic())
@@ -152,6 +151,12 @@ def _goes_through(attempt: Callable[[], None]) -> bool:
     return True
 
 
+def limit_collectives(seconds: float) -> None:
+    """The timeout of every group that there is: FSDP2's mesh has one of its own in some torches."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def _leave(path: Path, value: Any) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value))
@@ -169,8 +174,9 @@ def _wait_for(paths: list[Path], seconds: float, processes: Sequence[BaseProcess
 
 
 @contextlib.contextmanager
-def _processes(world: int, *arguments: Any) -> Iterator[list[BaseProcess]]:
-    started = [context.Process(target=_live, args=(rank, world, *arguments), daemon=True) for rank in range(world)]
+def processes(target: Callable[..., None], world: int, *arguments: Any) -> Iterator[list[BaseProcess]]:
+    """A process a rank, `target(rank, world, *arguments)`; none is left behind."""
+    started = [context.Process(target=target, args=(rank, world, *arguments), daemon=True) for rank in range(world)]
     for process in started:
         process.start()
     try:
@@ -185,23 +191,23 @@ def check(folder: Path, host: str, variant: str, place: Place, fault: str, world
     """Whoever is not stopped raises in time, and nobody goes on; returns what was raised, by rank, without the killed one."""
     outcomes = [folder / f"outcome_{rank}" for rank in range(world)]
     survivors = [path for rank, path in enumerate(outcomes) if rank != VICTIM or fault == "out of memory"]
-    with _processes(world, str(folder), host, variant, place, fault) as processes:
-        assert _wait_for([folder / "struck"], 2 * START_SECONDS, processes), "the place was not reached"
+    with processes(_live, world, str(folder), host, variant, place, fault) as started:
+        assert _wait_for([folder / "struck"], 2 * START_SECONDS, started), "the place was not reached"
         struck = json.loads((folder / "struck").read_text())
         assert _wait_for(survivors, 4 * (TIMEOUT + MARGIN)), [path.exists() for path in survivors]
         found = [_check_outcome(path, struck) for path in survivors]
         if fault == "SIGSTOP":
             time.sleep(max(0.0, struck + TIMEOUT + 1.0 - time.monotonic()))
             continued = time.monotonic()
-            os.kill(processes[VICTIM].pid or 0, signal.SIGCONT)
+            os.kill(started[VICTIM].pid or 0, signal.SIGCONT)
             assert _wait_for(outcomes, 4 * (TIMEOUT + MARGIN)), (
                 "the stopped rank goes on and on, or has died",
-                processes[VICTIM].exitcode,
+                started[VICTIM].exitcode,
             )
             found.append(_check_outcome(outcomes[VICTIM], continued))
         elif fault == "SIGKILL":
-            processes[VICTIM].join(MARGIN)
-            assert processes[VICTIM].exitcode == -signal.SIGKILL
+            started[VICTIM].join(MARGIN)
+            assert started[VICTIM].exitcode == -signal.SIGKILL
         (folder / "end").touch()
     return found
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.hosts.under_test import different, find, param, variants
 from tests.selection import worlds
-from tests.workers import Ranks
+from tests.workers import CASE_SECONDS, Ranks
 from zerocast import verify
 
 
@@ -35,7 +35,7 @@ def test_resume_is_exact(ranks: Ranks, tmp_path: Path, host: str, variant: str, 
 
 
 def saved(host: str, variant: str, folder: str) -> dict[str, Tensor]:
-    """Three steps, saved: masters and moments."""
+    """Three steps, saved; what is held then."""
     with find(host).inside(variant):
         run = find(host)(folder, variant)
         for number in range(3):
@@ -61,9 +61,16 @@ def loaded(host: str, variant: str, folder: str) -> tuple[dict[str, Tensor], lis
 @pytest.mark.parametrize("host", [param(host) for host in ("ZeroAdamW", "FSDP2", "Apex")])
 def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, host: str, before: int, after: int) -> None:
     """Megatron's own checkpoints do that: tests/megatron/test_checkpoints.py."""
+    check_other_ranks(ranks, str(tmp_path), host, before, after)
+
+
+def check_other_ranks(
+    ranks: Ranks, folder: str, host: str, before: int, after: int, seconds: float = CASE_SECONDS
+) -> None:
+    """Masters, moments, steps and delayed scaling are those that were saved, and the bytes what they are cast to."""
     variant = find(host).VARIANTS[0]
-    expected = ranks(before)(saved, host, variant, str(tmp_path))[0]
-    for whole, wrong in ranks(after)(loaded, host, variant, str(tmp_path)):
+    expected = ranks(before)(saved, host, variant, folder, timeout=seconds)[0]
+    for whole, wrong in ranks(after)(loaded, host, variant, folder, timeout=seconds):
         assert wrong == []
         assert whole.keys() == expected.keys()
         assert [name for name, value in expected.items() if not torch.equal(value, whole[name])] == []

@@ -1,15 +1,27 @@
 """The shared tests of hosts over NCCL, a GPU a rank."""
 
+import contextlib
+import os
+import resource
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.devices import gpus
 from tests.hosts import test_checkpoints, test_faults, test_verify
-from tests.hosts.under_test import variants
-from tests.workers import Ranks
+from tests.hosts.stopping import VICTIM, Place, limit_collectives, processes
+from tests.hosts.under_test import HOSTS, find, param, variants
+from tests.workers import START_SECONDS, Ranks, join
 
 SECONDS = 250.0
+DIED, FINISHED = 17, 0
+TIMEOUT = 10.0  # of the process groups
+MARGIN = 30.0  # for NCCL's watchdog to notice, and for the process to end
 
 
 @pytest.mark.parametrize(("host", "variant"), variants())
@@ -32,3 +44,66 @@ class TestOnGpus:
     def test_resume_is_exact(self, gpu_ranks: Ranks, tmp_path: Path, host: str, variant: str) -> None:
         found = gpu_ranks(2)(test_checkpoints.interrupted, host, variant, str(tmp_path), timeout=SECONDS)
         assert found == [[], []]
+
+    def test_other_numbers_of_ranks(self, gpu_ranks: Ranks, tmp_path: Path, host: str, variant: str) -> None:
+        if host == "Megatron-Core":
+            pytest.skip("as Megatron's own checkpoints do: tests/megatron/test_gpu.py")
+        for before, after in ((2, 1), (1, 2)):
+            test_checkpoints.check_other_ranks(gpu_ranks, str(tmp_path / f"{before}"), host, before, after, SECONDS)
+
+
+def train(rank: int, world: int, backend: str, folder: str, host: str, place: Place | None) -> None:
+    """Three steps, each of which the host waits for; a rank dies in the second one. Errors end the process, as a user's would."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts: no time for a dump of the whole memory,
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # nor for a debugging report,
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # nor, for a minute, for the other ranks' reports
+    join(rank, world, backend, Path(folder, "store").as_uri(), timedelta(seconds=START_SECONDS))
+    variant = find(host).VARIANTS[0]
+    with find(host).inside(variant):
+        run = find(host)(str(Path(folder, "checkpoints")), variant)
+        for number in range(3):
+            strikes = place is not None and rank == VICTIM and number == 1
+            with place.armed(die) if place and strikes else contextlib.nullcontext():
+                run.step(number)
+            run.everything()
+            limit_collectives(TIMEOUT)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def die() -> NoReturn:
+    """All that was launched before is done, so that the other rank is stopped by what comes after this place."""
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+    os._exit(DIED)
+
+
+def before_collectives() -> list[Any]:
+    """Hosts, and places before each collective of their steps; None: nobody dies, so that the error is that of the death."""
+    found = []
+    for host in HOSTS:
+        steps = [p for p in find(host).PLACES if p.when == "before" and "checkpoint" not in p.owner]
+        for place in (None, *steps):
+            found += [pytest.param(host, place, marks=param(host).marks, id=f"{host}-{place}")]
+    return found
+
+
+@pytest.mark.parametrize(("host", "place"), before_collectives())
+class TestOfARankThatDies:
+    """The host runs ahead of the GPU and waits there; the watchdog of the process group ends the process after the timeout."""
+
+    pytestmark = gpus(2)
+
+    def test_the_other_gets_an_error_in_time(self, tmp_path: Path, host: str, place: Place | None) -> None:
+        check_error_in_time(tmp_path, host, place, "nccl")
+
+
+def check_error_in_time(folder: Path, host: str, place: Place | None, backend: str) -> None:
+    with processes(train, 2, backend, str(folder), host, place) as (other, victim):
+        victim.join(2 * START_SECONDS)
+        assert victim.exitcode == (DIED if place else FINISHED)
+        died = time.monotonic()
+        other.join(TIMEOUT + MARGIN)
+        assert other.exitcode is not None, f"still waiting {TIMEOUT + MARGIN} s after the other rank died"
+        assert (other.exitcode == FINISHED) == (place is None)
+        print(f"{host}, {place}: exit status {other.exitcode} after {time.monotonic() - died:.1f} s")

@@ -6,7 +6,7 @@ beside this file ask the same of all hosts, through what anybody can call; `muta
 
 import abc
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -71,7 +71,7 @@ class HostUnderTest(abc.ABC):
 
     @abc.abstractmethod
     def whole(self) -> dict[str, Tensor]:
-        """Masters and moments by name, unsharded. All ranks call it."""
+        """Masters, moments, step and delayed scaling by name, unsharded. All ranks call it."""
 
     @abc.abstractmethod
     def guarded(self) -> Calls:
@@ -135,11 +135,13 @@ def param(host: str, *values: Any, slow: bool = False) -> Any:
     return pytest.param(host, *values, marks=marks)
 
 
-def variants(*quick: str) -> Iterator[Any]:
+def variants(*quick: str) -> list[Any]:
     """(host, variant) of all hosts; of the slow tests are those that are not the first ones of their hosts, nor named."""
-    for host in HOSTS:
-        for index, variant in enumerate(find(host).VARIANTS):
-            yield param(host, variant, slow=index > 0 and f"{host} {variant}" not in quick)
+    return [
+        param(host, variant, slow=index > 0 and f"{host} {variant}" not in quick)
+        for host in HOSTS
+        for index, variant in enumerate(find(host).VARIANTS)
+    ]
 
 
 def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -7,17 +7,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tests import casts
-from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import Case, build
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.primary import weight_of
 
-if not WHY_NOT:
-    pass
-
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
-SAID = r"raised half-way: (masters, moments and )?weights may be of different steps; "
-TIMEOUT = 1.0  # seconds, of groups whose ranks come too late
 
 
 class Attached:

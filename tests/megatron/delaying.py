@@ -3,7 +3,7 @@
 import torch
 
 from tests import casts
-from tests.megatron.checkpoints import attached, load, save
+from tests.megatron.checkpoints import attached
 from tests.megatron.here import host
 from tests.megatron.training import Case, Run
 from zerocast import CastPlan, QuantizedWeight
@@ -55,24 +55,6 @@ def steps(number: int) -> list[list[str]]:
             twins.cast(run)
             found.append(twins.differs(run))
         return found
-
-
-def resumed(folder: str, kind: str) -> tuple[list[str], list[str]]:
-    """What differs right after loading into another run, and two steps later."""
-    with host():
-        run, other = attached(CASE), attached(CASE)
-        twins = Unsharded(run)
-        for step in range(4):
-            run.step(step)
-            twins.cast(run)
-        save(run, folder, kind)
-        load(other, folder, kind)
-        loaded = twins.differs(other)
-        for step in range(4, 6):
-            other.step(step)
-            twins.cast(other)
-        other.force_sync()
-        return loaded, twins.differs(other)
 
 
 def lost() -> tuple[list[str], dict[str, int]]:

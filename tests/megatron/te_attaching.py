@@ -123,7 +123,7 @@ def finetuned() -> tuple[bool, dict[str, int]]:
         return all(torch.equal(masters[name], expected[name].cpu().float()) for name in masters), run.stale_bytes()
 
 
-def torn() -> list[str]:
+def partial() -> list[str]:
     """After a gather that raised: what a forward pass says, one of a single layer, a save; stale bytes after a refresh."""
     with host(ALL_LAYERS):
         run, attached = _attached(Case("mixed", te=ALL_LAYERS))

@@ -59,15 +59,15 @@ def test_other_parallelism(gpu_ranks: Ranks, world: int, name: str) -> None:
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("world", [ONE, TWO])
-def test_delayed_scaling(gpu_ranks: Ranks, tmp_path: Path, world: int) -> None:
+def test_delayed_scaling(gpu_ranks: Ranks, world: int) -> None:
     assert gpu_ranks(world)(delaying.steps, 5, timeout=SECONDS) == [[[]] * 5] * world
-    assert gpu_ranks(world)(delaying.resumed, str(tmp_path), KINDS[0], timeout=SECONDS) == [([], [])] * world
 
 
+@pytest.mark.parametrize("formats", ["mixed", "delayed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [ONE, TWO])
-def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
-    for same, wrong in gpu_ranks(world)(resume, Case("mixed", overlap=True), kind, timeout=SECONDS):
+def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str, formats: str) -> None:
+    for same, wrong in gpu_ranks(world)(resume, Case(formats, overlap=True), kind, timeout=SECONDS):
         assert all(same.values()), same
         assert not wrong
 

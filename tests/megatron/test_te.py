@@ -94,8 +94,8 @@ def test_masters_of_a_finetuning_run(ranks: Ranks) -> None:
     assert ranks(2)(te_attaching.finetuned) == [(True, {})] * 2
 
 
-def test_torn_tensors_are_neither_used_nor_saved(ranks: Ranks) -> None:
-    for synced, *others in ranks(2)(te_attaching.torn):
+def test_partial_tensors_are_neither_used_nor_saved(ranks: Ranks) -> None:
+    for synced, *others in ranks(2)(te_attaching.partial):
         assert synced == "RuntimeError: no"
         assert len(others) == 3 and all("an all-gather raised half-way" in said for said in others), others
 

@@ -90,8 +90,8 @@ def test_every_byte_counts(gpu_ranks: Ranks, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [ONE])
-def test_detach_and_torn_tensors(gpu_ranks: Ranks, world: int) -> None:
+def test_detach_and_partial_tensors(gpu_ranks: Ranks, world: int) -> None:
     assert gpu_ranks(world)(te_attaching.detached, timeout=SECONDS) == [[]]
-    ((synced, *others),) = gpu_ranks(world)(te_attaching.torn, timeout=SECONDS)
+    ((synced, *others),) = gpu_ranks(world)(te_attaching.partial, timeout=SECONDS)
     assert synced == "RuntimeError: no"
     assert len(others) == 3 and all("an all-gather raised half-way" in said for said in others), others

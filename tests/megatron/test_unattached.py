@@ -100,7 +100,7 @@ def test_attached_again_with_gathers_in_flight(ranks: Ranks) -> None:
 @pytest.mark.notices(
     "an attachment is detached after a step that raised half-way, and attached again",
     where="Megatron",
-    answer="weights stay torn: steps and saves raise until a checkpoint is loaded",
+    answer="weights stay partial: steps and saves raise until a checkpoint is loaded",
 )
 def test_what_is_torn_stays_torn_when_it_is_detached(ranks: Ranks) -> None:
     for detached, again, stale in ranks(2)(unattached.detached_torn, Case(NARROW)):

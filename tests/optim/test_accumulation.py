@@ -34,9 +34,6 @@ def test_accumulated_gradients(ranks, world, run):
     ranks(world)(check, run)
 
 
-ONE_STEP = Run(accumulate=2, steps=1)
-
-
 def compare_after_one_step(trainer: Trainer, rounds: int) -> None:
     """Step, and compare with the reference fed two passes in one or two rounds."""
     run = trainer.run

@@ -188,10 +188,10 @@ def test_an_exception_inside_restores():
 @pytest.mark.notices(
     "memory runs out while an average is swapped in or out",
     where="ZeroAdamW",
-    answer="torn until a state is loaded; average kept",
+    answer="partial until a state is loaded; average kept",
 )
 @pytest.mark.parametrize("leaving", [False, True])
-def test_a_swap_that_dies_is_torn(leaving):
+def test_a_swap_that_dies_leaves_it_partial(leaving):
     averaged = Averaged()
     averaged.step(0)
     optimizer, swap = averaged.trainer.optimizer, averaged.ema.swapped()

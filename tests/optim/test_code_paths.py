@@ -33,13 +33,6 @@ def backward_and_step(trainer: Trainer, folder: Path) -> None:
     trainer.optimizer.step()
 
 
-def without_sync(trainer: Trainer, folder: Path) -> None:
-    """A pass whose gradients wait for the next one."""
-    with trainer.optimizer.no_sync():
-        trainer.backward(1)
-    backward_and_step(trainer, folder)
-
-
 def twice(trainer: Trainer, folder: Path) -> None:
     trainer.backward(1)
     backward_and_step(trainer, folder)

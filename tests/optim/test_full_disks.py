@@ -17,7 +17,6 @@ from tests.optim.folders import names
 from tests.optim.runs import Run, Trainer, snapshot
 from tests.optim.test_resume import train
 from zerocast import optim
-from zerocast.checkpoint.sources import manifest
 from zerocast.checkpoint.sources.manifest import Manifest
 from zerocast.optim import Checkpoints
 
@@ -136,28 +135,3 @@ def test_a_checkpoint_is_not_overwritten(tmp_path):
     with pytest.raises(RuntimeError, match="is there already: a checkpoint is not overwritten"):
         optim.save(trainer.optimizer, tmp_path / "here")
     assert {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} == before
-
-
-def test_nothing_has_the_final_name_before_it_is_whole(tmp_path):
-    """Before the rename there is another folder, with everything in it, on the disk."""
-    trainer, seen = Trainer(Run()), []
-    original, synced = Path.rename, []
-    fsync = os.fsync
-
-    def record(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def rename(self: Path, target: Path) -> Path:
-        if self.name == "here.partial":
-            seen.append((names(tmp_path), set(names(self)), set(synced)))
-        return original(self, target)
-
-    with mock.patch.object(Path, "rename", rename), mock.patch.object(os, "fsync", record):
-        optim.save(trainer.optimizer, tmp_path / "here")
-    ((folder, held, on_disk),) = seen
-    assert folder == ["here.partial"]
-    assert held == set(names(tmp_path / "here")) >= {manifest.NAME, ".metadata"}
-    written = {str(tmp_path / "here.partial" / name) for name in held - {".metadata"}}
-    assert written | {str(tmp_path / "here.partial")} <= on_disk
-    assert synced[-1] == str(tmp_path)

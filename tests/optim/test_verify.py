@@ -1,4 +1,4 @@
-"""zerocast.verify: one wrong byte in any buffer of any weight on any rank is found and named, and nothing else is."""
+"""zerocast.verify beyond what tests/hosts asks of every host: large weights, memory, other groups, the text of a report."""
 
 import dataclasses
 import gc
@@ -14,8 +14,7 @@ from tests import casts
 from tests.matrices import lcg_matrix
 from tests.optim.memory import allocations
 from tests.optim.probe import MIXED, Spec
-from tests.optim.runs import Run, Trainer
-from tests.optim.test_skipped_steps import poison
+from tests.optim.runs import DETERMINISTIC, Run, Trainer
 from zerocast import QuantizedWeight, VerificationError, ZeroConfig, get_format, verify
 from zerocast.backends import reference
 from zerocast.verification import verify as verification
@@ -23,58 +22,21 @@ from zerocast.verification import verify as verification
 LOCAL = ("scale", "amax_history")  # of these no rank alone can know what they should be
 
 
-def trained(config: ZeroConfig | None = None, steps: int = 3, specs: tuple[Spec, ...] = MIXED) -> Trainer:
-    """Some steps, the last but one of which is skipped."""
-    run = Run(specs) if config is None else Run(specs, config=config)
-    trainer = Trainer(run)
-    for step in range(steps):
-        if step == steps - 2 and specs is MIXED:
-            poison(trainer, step, "nv", float("nan"), 0)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-        else:
-            trainer.step(step)
-    return trainer
-
-
 def live(parameter: Tensor) -> dict[str, Tensor]:
-    """The buffers that a parameter is read from."""
+    """The buffers that a parameter is read from, without the columnwise copy of a scale whose codes are made on demand."""
     if not isinstance(parameter, QuantizedWeight):
         return {"rowwise_data": parameter.data}
     parameter.wait()
-    return {name: tensor for name, tensor in parameter.state.buffers.items() if tensor is not None}
+    held = {name: tensor for name, tensor in parameter.state.buffers.items() if tensor is not None}
+    if "columnwise_data" not in held and held.get("columnwise_scale_inv") is held.get("rowwise_scale_inv"):
+        held.pop("columnwise_scale_inv", None)
+    return held
 
 
 def flip(tensor: Tensor, at: int) -> None:
     """The lowest bit of one byte."""
     flat = tensor.view(-1).view(torch.uint8)
     flat[at] ^= 1
-
-
-def quiet_steps(config: ZeroConfig) -> None:
-    """No complaint after steps, skipped steps, or a state that was loaded; each compares every byte that there is."""
-    trainer = Trainer(Run(config=config))
-    assert verify(trainer.optimizer).ok
-    for step in range(4):
-        if step == 2:
-            poison(trainer, step, "delayed", float("inf"), 0)
-            trainer.optimizer.step()
-        else:
-            trainer.step(step)
-        report = verify(trainer.probe)
-        assert report.ok, report
-        assert report.weights == len(MIXED)
-        held = [tensor for p in trainer.probe.parameters() for tensor in live(p).values()]
-        assert report.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in held)
-    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
-    assert verify(trainer.optimizer).ok
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_is_right_is_not_complained_of(ranks, overlap):
-    config = ZeroConfig(bucket_size=4096, overlap_all_gather=overlap)
-    quiet_steps(config)
-    ranks(3)(quiet_steps, config)
 
 
 @pytest.mark.parametrize("content", ["zeros", "specials"])
@@ -105,7 +67,7 @@ LARGE = tuple(Spec(fmt, (1184, 96), fmt) for fmt in ("nvfp4", "fp8_delayed", "fp
 def test_pieces_of_a_large_weight(monkeypatch):
     """Wrong bytes in several pieces are counted together, and the first is named."""
     monkeypatch.setattr(verification, "PIECE", 512 * 96)
-    trainer = Trainer(Run(LARGE))
+    trainer = Trainer(Run(LARGE, config=dataclasses.replace(DETERMINISTIC, keep_columnwise=True)))
     for spec in LARGE:
         weight = trainer.probe.get_parameter(spec.name)
         for buffer, tensor in live(weight).items():
@@ -231,5 +193,7 @@ def test_ranks_that_hold_other_weights_raise_together(ranks):
 def test_the_report_reads_well():
     trainer = Trainer(Run())
     report = verify(trainer.optimizer)
-    assert str(report) == f"14 weights, {report.nbytes:,} bytes on each of 1 ranks: all are what the masters cast to"
+    held = [tensor for parameter in trainer.probe.parameters() for tensor in live(parameter).values()]
+    assert report.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    assert str(report) == f"15 weights, {report.nbytes:,} bytes on each of 1 ranks: all are what the masters cast to"
     report.raise_for_differences()

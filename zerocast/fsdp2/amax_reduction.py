@@ -93,6 +93,7 @@ class BoundaryAmaxes(AmaxReduction):
                 size += self._reduction.tp_size * len(cut) * across
         none = [torch.empty(0, dtype=torch.int64)]
         self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)
+        self._in_segments = segments[-1]  # amaxes
         self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
         self._ghosts, self._maxima = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ghosts, maxima))
         self._reduced = torch.zeros(size, dtype=self.buffer.dtype, device=device)
@@ -122,7 +123,7 @@ class BoundaryAmaxes(AmaxReduction):
         self._reduced.zero_()
         self._reduced[self._there] = self.buffer[self._here]
         if self._ghosts.numel():
-            amaxes = self.buffer[: self._segments[-1]]
+            amaxes = self.buffer[: self._in_segments]
             self._reduced[self._maxima] = torch.segment_reduce(amaxes, "max", offsets=self._segments, initial=0)
         on_wire = self._reduced.to(self._reduction.device)
         self._reduction.group.all_reduce_max(on_wire, "the amaxes of a cast")

@@ -1,19 +1,23 @@
 """GatherStatus: how ranks learn that bytes are of different casts, or of masters written to since.
 
 Every rank begins its bytes with a header: a `DirtyStatus` and the number of its cast. A CPU reads
-the headers of all ranks at once. On a GPU the host does not wait for what it has just issued, or
-prefetching would be in vain: headers travel to pinned memory behind the gather. So ranks that
-disagree raise later than on a CPU, and all of them at the same place of the program: before a
-gather that none of them takes part in.
+the headers of all ranks at once. On a GPU the host never waits for what it has just issued: headers
+are kept on the device, travel to pinned memory when a forward pass ends and before a cast, and are
+read before the next cast. So ranks that disagree raise up to a step later than on a CPU, and all of
+them at the same place of the program: before a cast that none of them takes part in. A forward pass
+without gradients, a state dict and `zerocast.verify` read what is unread, and wait for it.
 
 No gather comes for weights that a forward pass left gathered. Before the next forward pass the
 ranks exchange their statuses by themselves then (`StatusExchange`).
 """
 
+import atexit
 import enum
+import logging
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +27,12 @@ from zerocast.distributed.group import Group
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.weight.write_guard import WriteGuard
 
-UNREAD = 2  # gathers whose headers may still be on their way when the next one is issued
+logger = logging.getLogger(__name__)
+
+# passes and gathers of one step, or of a loop that takes none, before the host reads the oldest
+MOST_PASSES = 16
+MOST_GATHERS = 1024
+EXIT_SECONDS = 1.0  # for headers that are on their way when the process ends
 
 
 class DirtyStatus(enum.IntEnum):
@@ -37,44 +46,46 @@ class DirtyStatus(enum.IntEnum):
     PARTIAL = 3  # a step or a load raised half-way
 
 
-class PinnedHeaders:
-    """Headers of `sizes` rows, one size a weight, on the GPU, then in pinned memory once they
-    arrived.
+class SentHeaders:
+    """Headers of some gathers on their way from a GPU to pinned memory.
+
+    `gathers` are the names of the weights of each gather with their headers `[rows, 2]`, of which
+    each weight has as many as there are ranks.
     """
 
-    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
-        self.sizes = sizes
-        with torch.inference_mode(False):  # memory of an evaluation serves a training step too
-            self._here = torch.empty(sum(sizes), 2, dtype=torch.int32, device=device)
-            self._pinned = torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=True)
-            self._by_weight: tuple[Tensor, ...] = self._pinned.split(list(sizes))
-        self._arrived = torch.cuda.Event()
-
-    def send(self, headers: Sequence[Tensor]) -> None:
-        """Copy to the host, behind what the current stream does: FSDP2 may free `headers` before
-        they are read.
-        """
-        torch.cat(list(headers), out=self._here)
+    def __init__(self, gathers: Sequence[tuple[tuple[str, ...], Tensor]]) -> None:
+        # all kept until the copy is done, which another stream than theirs may make
+        self._gathers = gathers
+        self._here = torch.cat([headers for _, headers in gathers])
+        self._pinned = torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=self._here.is_cuda)
         self._pinned.copy_(self._here, non_blocking=True)
+        self._arrived = torch.cuda.Event()
         self._arrived.record()
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The headers `[ranks, 2]` of each weight, on the host."""
+    @property
+    def has_arrived(self) -> bool:
+        """True once reading them waits for nothing."""
+        return bool(self._arrived.query())
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight's name and headers `[ranks, 2]`, on the host."""
         self._arrived.synchronize()
-        return self._by_weight
+        by_gather = self._pinned.split([len(headers) for _, headers in self._gathers])
+        for (names, _), headers in zip(self._gathers, by_gather, strict=True):
+            yield from zip(names, headers.chunk(len(names)), strict=True)
 
 
 class GatherStatus:
-    """Status headers of a model's gathers. Those of a GPU are pending until the host reads them, in
-    issue order.
+    """Status headers of a model's gathers: those of a CPU are compared at once, those of a GPU
+    later, in the order in which they were issued.
 
     `guard` is that of the model's masters: this rank raises its own words where they are partial.
     """
 
     def __init__(self, guard: WriteGuard) -> None:
         self._guard = guard
-        self._pending: deque[tuple[tuple[str, ...], PinnedHeaders]] = deque()
-        self._free: dict[tuple[int, ...], list[PinnedHeaders]] = {}  # by sizes
+        self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
+        self._sent: deque[SentHeaders] = deque()
 
     def all_written(self, name: str, headers: Tensor) -> bool:
         """True if every rank with rows of a weight was written to since it last cast, by int32
@@ -82,10 +93,10 @@ class GatherStatus:
 
         RuntimeError where only some were, where some are partial, and for bytes of different casts.
         """
-        self._guard.check_complete()
         by_rank = headers.tolist()
         partial = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.PARTIAL]
         if partial:
+            self._guard.check_complete()
             raise RuntimeError(
                 f"{name}: an optimizer step or a load raised half-way on ranks {partial} of its shard group, which have masters "
                 "of different steps: load a checkpoint on all ranks"
@@ -104,29 +115,76 @@ class GatherStatus:
             )
         return bool(written)
 
-    def send(self, names: tuple[str, ...], headers: Sequence[Tensor]) -> None:
-        """Let the headers `[ranks, 2]` of these weights travel to the host, which reads them in
-        a later `check`.
-        """
-        sizes = tuple(map(len, headers))
-        free = self._free.setdefault(sizes, [])
-        pinned = free.pop() if free else PinnedHeaders(sizes, headers[0].device)
-        pinned.send(headers)
-        self._pending.append((names, pinned))
+    @staticmethod
+    def reads_late(headers: Tensor) -> bool:
+        """Whether the host would have to wait for these headers."""
+        return headers.is_cuda
 
-    def check(self, leave: int = 0) -> None:
-        """RuntimeError, on every rank, where ranks disagree in any pending headers but the last
-        `leave` ones.
+    def note(self, names: tuple[str, ...], headers: Sequence[Tensor]) -> None:
+        """Keep the headers `[ranks, 2]` of these weights, to be read later."""
+        # FSDP2 may free them before they are read
+        self._unsent.append((names, torch.cat(list(headers))))
+        _unread.add(self)
+        if len(self._unsent) > MOST_GATHERS:
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """Let the headers of a forward pass travel to the host."""
+        self._send()
+        while len(self._sent) > MOST_PASSES:
+            self._read_oldest()
+
+    def next_step(self) -> None:
+        """RuntimeError, on every rank, where ranks disagree in any headers that were sent in the
+        step that ends; what it has gathered since is sent.
         """
-        while len(self._pending) > leave:
-            names, pinned = self._pending.popleft()
-            try:
-                for name, headers in zip(names, pinned.wait(), strict=True):
-                    self.all_written(name, headers)
-            except RuntimeError:
-                self._pending.clear()  # they tell of the same disagreement
-                raise
-            self._free[pinned.sizes].append(pinned)
+        while self._sent:
+            self._read_oldest()
+        self._send()
+
+    def check(self) -> None:
+        """RuntimeError where ranks disagree in any headers. Waits for the device."""
+        self._send()
+        while self._sent:
+            self._read_oldest()
+
+    def forget(self) -> None:
+        """Drop what is unread: masters are about to be overwritten on all ranks."""
+        self._unsent.clear()
+        self._sent.clear()
+
+    def report_at_exit(self) -> None:
+        """Log a disagreement that nobody has read; headers that do not arrive are left."""
+        self._send()
+        until = time.monotonic() + EXIT_SECONDS
+        while self._sent and (self._sent[0].has_arrived or time.monotonic() < until):
+            if self._sent[0].has_arrived:
+                self._read_oldest()
+
+    def _send(self) -> None:
+        if self._unsent:
+            self._sent.append(SentHeaders(self._unsent))
+            self._unsent = []
+
+    def _read_oldest(self) -> None:
+        try:
+            for name, headers in self._sent.popleft().read():
+                self.all_written(name, headers)
+        except RuntimeError:
+            self.forget()  # the others tell of the same disagreement
+            raise
+
+
+_unread: "weakref.WeakSet[GatherStatus]" = weakref.WeakSet()
+
+
+@atexit.register
+def _report_unread() -> None:
+    for status in list(_unread):
+        try:
+            status.report_at_exit()
+        except RuntimeError as error:
+            logger.error("found as the process ended: %s", error)
 
 
 class StatusExchange:
@@ -145,12 +203,10 @@ class StatusExchange:
         group.all_gather_into(self.headers.view(-1), here.view(-1), what="writes to weights that are gathered")
 
     def check(self, status: GatherStatus) -> None:
-        """RuntimeError on every rank where they disagree about a weight; from a GPU at a later
-        check.
-        """
+        """RuntimeError on every rank where they disagree about a weight; on a GPU a step later."""
         by_weight = self.headers.unbind(1)
-        if self.headers.is_cuda:
-            status.send(self._names, by_weight)
+        if status.reads_late(self.headers):
+            status.note(self._names, by_weight)
             return
         for name, headers in zip(self._names, by_weight, strict=True):
             status.all_written(name, headers)
@@ -209,12 +265,12 @@ class ParamGroup:
         torch_fsdp.gather_again(self._group())
 
     def note(self, name: str, headers: Tensor) -> None:
-        """A weight was received on a GPU; after the last one all headers are sent to the host."""
+        """A weight was received, whose headers are read later: with those of the whole group."""
         if name == self._names[0]:
             self._headers.clear()  # left by a gather that broke off
         self._headers.append(headers)
         if name == self._names[-1]:
-            self._status.send(self._names, self._headers)
+            self._status.note(self._names, self._headers)
 
 
 class ParamGroups:

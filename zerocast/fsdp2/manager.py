@@ -14,17 +14,18 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.distributed.agreement import check_same_call, validate_across_ranks
+from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_reduction import CastGroup, ReductionGroup
-from zerocast.fsdp2.gather_status import UNREAD, ParamGroups, StatusExchange, prepared_params
+from zerocast.fsdp2.gather_status import ParamGroups, StatusExchange, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
 from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
 from zerocast.verification.master_views import MasterView, MasterViews
@@ -101,15 +102,15 @@ class CastManager:
             self.param_groups.after_step()
 
     def before_gather(self) -> None:
-        """Cast if that is due; RuntimeError where headers of earlier gathers, read now, say that
-        ranks disagree.
+        """Cast if that is due; RuntimeError before it where headers of the step that ends, read
+        now, say that ranks disagree.
         """
         due = self._is_due and not self.param_groups.step_goes_on
         for reduction, _ in self._reductions:
             what = f"{'casts and gathers' if due else 'gathers'} after cast {self.record.generation}"
             check_same_call(reduction.group, what)
-        self.record.status.check(leave=0 if due else UNREAD)
         if due:
+            self.record.status.next_step()
             self.param_groups.before_cast()
             self.refresh(repeat=not self._stepped)
         elif not self.cast_groups:
@@ -154,7 +155,7 @@ class CastManager:
         due.
         """
         self.before_gather()
-        self.guard.check_complete()
+        self.check_complete()
         return {name: state for group in self.cast_groups for name, state in group.delayed.state_dict().items()}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -249,10 +250,13 @@ class CastManager:
             mesh = self._mesh_of(members[0])
             group = Group.of(mesh).called_by(self._caller)
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
-            peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
-            lines = [one.fingerprint for one in members]
-            slices = sorted(set(validate_across_ranks(group, lines, next(iter(problems), None), peers)))
-            yield ReductionGroup(group, mesh.device_type, slices.index(peers), len(slices)), members
+            validate_across_ranks(group, [one.fingerprint for one in members], next(iter(problems), None))
+            # ranks that shard one slice have the same first rank
+            ranks = dist.get_process_group_ranks(mesh.get_group())
+            first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
+            is_first = largest_of_ranks(group, [rank == first for rank in ranks], "the slices of weights")
+            slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
+            yield ReductionGroup(group, mesh.device_type, slices.index(first), len(slices)), members
 
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
         return self._weight_mesh if self._weight_mesh is not None else weight.shard_mesh
@@ -260,8 +264,23 @@ class CastManager:
     # -- weights that a forward pass left gathered
 
     def note_left_gathered(self) -> None:
-        """After a forward pass of the prepared model: remember what it left gathered."""
+        """After a forward pass of the prepared model: remember what it left gathered.
+
+        RuntimeError on all ranks where they disagreed in a pass without gradients, whose results
+        somebody is about to use; the host waits for it.
+        """
         self.param_groups.note_left_gathered()
+        if torch.is_grad_enabled():
+            self.record.status.end_pass()
+        else:
+            self.check_complete()
+
+    def check_complete(self) -> None:
+        """RuntimeError while masters are partly of two steps, and on all ranks where they disagreed
+        in any gather so far. Waits for the device.
+        """
+        self.guard.check_complete()
+        self.record.status.check()
 
     def exchange_status(self) -> None:
         """Before a forward pass of the prepared model: gather anew what was left gathered, if
@@ -274,7 +293,6 @@ class CastManager:
         left = self.param_groups.left_gathered()
         if not left:
             return
-        self.record.status.check(leave=UNREAD)
         if self._moved():
             for weight in self.weights:
                 weight.mark_written()
@@ -300,11 +318,13 @@ class CastManager:
         for them.
         """
         self.check_sharded()
+        self.record.status.check()
         for group in torch_fsdp.groups(self.model):
             weights = [weight for weight, _ in prepared_params(group, set(self.weights))]
             if weights:
                 with torch_fsdp.gathered(group):
                     shard_group = Group.of(weights[0].shard_mesh)
+                    self.record.status.check()
                     yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
 
     def _owned(self, weight: FSDPWeight) -> MasterView:

@@ -79,7 +79,7 @@ class TrainingState:
         """The tensors of `state_dict` for a reader that fills them, also after a write that
         raised half-way.
         """
-        with _overlooked(self._guards()):
+        with _overlooked(self._guards(), self._managers()):
             return self.state_dict()
 
     @contextlib.contextmanager
@@ -91,6 +91,7 @@ class TrainingState:
                 optimizer.zero_grad()
         for manager in self._managers():
             manager.make_due()  # on all ranks, whatever each of them was in the middle of
+            manager.record.status.forget()
         with transaction(guards, "loading a checkpoint"):
             yield
 
@@ -158,7 +159,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     """
     managers = managers_of(model)
     guards = [guard_of(model), *(manager.guard for manager in managers)]
-    with _overlooked(guards):
+    with _overlooked(guards, managers):
         state_dict(model)  # casts what is due, and finds the shards
         state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
@@ -178,8 +179,12 @@ def _overwriting(managers: Sequence[CastManager], guards: Sequence[WriteGuard]) 
         yield
 
 
-def _overlooked(guards: Iterable[WriteGuard]) -> contextlib.ExitStack:
-    """Let a reader that is going to overwrite everything read what is partial."""
+def _overlooked(guards: Iterable[WriteGuard], managers: Iterable[CastManager]) -> contextlib.ExitStack:
+    """Let a reader that is going to overwrite everything on all ranks read what is partial, or what
+    ranks disagreed about.
+    """
+    for manager in managers:
+        manager.record.status.forget()
     stack = contextlib.ExitStack()
     for guard in guards:
         stack.enter_context(guard.overlooked())

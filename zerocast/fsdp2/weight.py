@@ -285,15 +285,15 @@ class FSDPWeight:
         """Look at what FSDP2 gathered. True if all ranks must cast again: all were written to.
 
         RuntimeError on all ranks where only some were. Reading the headers makes the host wait for
-        a GPU: only a rank that was written to does, since all may have been. If not all were, it
-        learns of it with the others, later.
+        a GPU: only a rank that was written to outside of an optimizer does, since all may have
+        been, and one without rows. If not all were, it learns of it with the others, later.
         """
         if dtype != self.geometry.nominal:
             raise RuntimeError(f"{self.name} was cast for {self.geometry.nominal} and is gathered as {dtype}")
         if is_first or self.unsharded is None:
             self._unshard(outputs)
         headers = self._gathered_headers
-        if headers.is_cuda:
+        if self.record.status.reads_late(headers):
             self.group.note(self.name, headers)
             changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
             everywhere = self._sent_status in changed and all(status in changed for status, _ in headers.tolist())

@@ -115,8 +115,9 @@ class WeightState:
 
     def columnwise_is_fresh(self) -> bool:
         """Whether there is a columnwise copy, made from the last cast."""
-        present = self.buffers["columnwise_data"] is not None
-        return present and (self.format.columnwise is Columnwise.OWN_GRID or self.is_gathered())
+        shared = self.format.columnwise is Columnwise.SHARED
+        present = self.buffers["columnwise_scale_inv" if shared else "columnwise_data"] is not None
+        return present and (self.format.columnwise is not Columnwise.TRANSPOSE or self.is_gathered())
 
     def is_gathered(self) -> bool:
         """Whether post-all-gather processing has followed the last cast."""
@@ -138,6 +139,14 @@ class WeightState:
         self.freshness, self.is_cast = freshness, is_cast
         self.columnwise_cast = freshness.cast if fresh else -1
         moved()
+
+    def set_columnwise_on_demand(self, on_demand: bool) -> None:
+        """Let each product make the columnwise copy that it reads, and free the one that is kept;
+        or read one that is kept.
+        """
+        self.columnwise_on_demand = on_demand
+        if on_demand:
+            self.drop_columnwise()
 
     def drop_columnwise(self) -> None:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""

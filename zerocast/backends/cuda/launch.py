@@ -41,7 +41,8 @@ def addresses(tensors: Sequence[Tensor]) -> int:
     values = tuple([tensor.data_ptr() for tensor in tensors])
     lists = _kept_on(tensors[0], "_zerocast_addresses")
     if values not in lists:
-        lists[values] = torch.tensor(values, dtype=torch.int64).to(tensors[0].device)
+        on_host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        lists[values] = on_host.to(tensors[0].device, non_blocking=True)
     return int(lists[values].data_ptr())
 
 

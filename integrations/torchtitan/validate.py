@@ -10,7 +10,7 @@ from .optimizer import build_optimizers
 from .section import NAME
 
 
-def check(job_config: Any, parallel_dims: Any) -> None:
+def validate(job_config: Any, parallel_dims: Any) -> None:
     """RuntimeError for a JobConfig without zerocast's section; ValueError for what is not
     supported, with the reason.
     """

@@ -1,4 +1,4 @@
-"""load_masters: an optimizer starts from somebody's high-precision weights."""
+"""An optimizer that starts from somebody's high-precision weights."""
 
 import contextlib
 from collections.abc import Sequence

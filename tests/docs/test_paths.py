@@ -1,0 +1,68 @@
+"""Files that pages, comments and docstrings name are there, and a table of files names all of its folder."""
+
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.page import ROOT, Page, markdown_files
+
+SOURCES = ("py", "cpp", "cu", "cuh", "h", "inc", "md")
+MARKED = re.compile(rf"`([\w./-]+\.(?:{'|'.join(SOURCES)}))`")
+FROM_THE_ROOT = re.compile(
+    r"\b((?:docs|tests|zerocast|integrations|examples|csrc)/[\w./-]*\w\.(?:py|cpp|cuh?|h|inc|md|json))\b"
+)
+ROW = re.compile(r"^\| `([\w./-]+\.py)`", re.MULTILINE)
+NOT_OURS = {
+    "zerocast/formats/fp8_square.py": "CONTRIBUTING's format, which tests/docs/test_recipes.py puts there",
+    "scripts/checkpoint_conversion/convert_to_hf.py": "torchtitan's",
+}
+
+
+@functools.cache
+def files() -> frozenset[str]:
+    """Of the repository, whole paths; without one (a copy of the tree), what lies there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0:
+        return frozenset(line for line in listed.stdout.splitlines() if (ROOT / line).exists())
+    return frozenset(str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file())
+
+
+def is_there(named: str, folder: Path) -> bool:
+    """From the root, from the page's folder, or, of a name alone, below it; pages of no room may name files of any."""
+    if named in NOT_OURS or os.path.normpath(named) in files() or os.path.normpath(folder / named) in files():
+        return True
+    below = "" if folder.parts[:1] in ((), ("docs",)) else f"{folder}/"
+    return any(path.startswith(below) and path.endswith(f"/{named}") for path in files())
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(Page(path)))
+def test_files_that_a_page_names_are_there(path: Path) -> None:
+    folder = path.parent.relative_to(ROOT)
+    assert [named for named in MARKED.findall(path.read_text()) if not is_there(named, folder)] == []
+
+
+def test_files_that_the_source_names_are_there() -> None:
+    named = [
+        (path, one)
+        for path in sorted(files())
+        if path.endswith(SOURCES) and path != "CHANGELOG.md"
+        for one in FROM_THE_ROOT.findall((ROOT / path).read_text())
+    ]
+    assert len(named) > 100
+    assert [(path, one) for path, one in named if not is_there(one, Path(path).parent)] == []
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(Page(path)))
+def test_a_page_with_a_table_of_files_names_all(path: Path) -> None:
+    """Where rows begin with files of the page's own folder, the page names every module of it."""
+    text = path.read_text()
+    rows = [named for named in ROW.findall(text) if (path.parent / named).is_file()]
+    modules = {module.name for module in path.parent.glob("*.py")} - {"__init__.py", "__main__.py", "conftest.py"}
+    if len(rows) > 2 and "`<stage>.py`" not in text:
+        assert sorted(modules - set(MARKED.findall(text))) == [], "name them in a row of the table"

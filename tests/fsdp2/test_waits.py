@@ -1,0 +1,204 @@
+"""The host does not wait for the work of the step that it issues; what it has not read yet, whatever
+saves, verifies, evaluates or ends reads.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import DELAYED, Net
+from tests.fsdp2.test_freshness import write_data
+from tests.host_traffic import HostTraffic
+from tests.workers import Ranks
+from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
+from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
+from zerocast.weight.write_guard import WriteGuard
+
+FORMATS = ("nvfp4", DELAYED)
+OPTIMIZERS: dict[str, Any] = {"fused": FusedAdamW, "torch": torch.optim.AdamW}
+
+
+class Event:
+    """An event of a device that is as far behind as it may be. It notes what waits for it."""
+
+    now = 0  # the step that the host issues
+    waits: ClassVar[list[tuple[int, int]]] = []  # (the step that recorded it, the step that waited)
+
+    def record(self) -> None:
+        """Note the step."""
+        self._recorded = Event.now
+
+    def synchronize(self) -> None:
+        """Note the step, and the one that waits."""
+        Event.waits.append((self._recorded, Event.now))
+
+    def query(self) -> bool:
+        """Arrived at last."""
+        return True
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
+    """Headers take the way of a GPU's; gives the waits for them."""
+    Event.now, Event.waits = 0, []
+    late = mock.patch.object(GatherStatus, "reads_late", staticmethod(lambda headers: True))
+    with late, mock.patch.object(gather_status.torch.cuda, "Event", Event):
+        yield Event.waits
+
+
+def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int, int]], list[str], list[str]]:
+    """What waits in five steps of `parts` backward passes, what crosses to the host in the last
+    one, and complaints.
+    """
+    with as_on_a_gpu() as waits:
+        model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=reshard)
+        steps = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+        traffic = HostTraffic()
+        for Event.now in range(5):
+            with traffic if Event.now == 4 else contextlib.nullcontext():
+                for part in range(parts):
+                    x = models.batch(parts * Event.now + part, 64)
+                    model(x).float().square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+        training = list(waits)
+        return training, traffic.found, models.complaints(model, "trained")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parts", "reshard"), [("fused", 1, True), ("fused", 3, True), ("torch", 1, False)]
+)
+def test_nothing_waits_for_its_own_step(ranks: Ranks, optimizer: str, parts: int, reshard: bool) -> None:
+    for waits, crossed, complaints in ranks(3)(waits_of, optimizer, parts, reshard):
+        assert complaints == []
+        assert crossed == [] or optimizer == "torch"  # whose step numbers lie on the CPU
+        assert {waited for _, waited in waits} == {1, 2, 3, 4}
+        assert all(waited - recorded in (1, 2) for recorded, waited in waits)
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    """One step; the pass of a rank that raises in it breaks off everywhere."""
+    models.train(model, optimizer, range(number, number + 1), 64)
+
+
+def evaluate(model: Any, optimizer: Any) -> None:
+    """A forward pass of the model without gradients."""
+    with torch.no_grad():
+        model(models.batch(7, 64))
+
+
+READERS: dict[str, Callable[[Any, Any], object]] = {
+    "a step": lambda model, optimizer: step(model, optimizer, 3),
+    "an evaluation": evaluate,
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "a training state": lambda model, optimizer: TrainingState(model, optimizer).state_dict(),
+    "delayed scaling": lambda model, optimizer: zerocast.fsdp2.state_dict(model),
+    "verify": lambda model, optimizer: zerocast.verify(model),
+}
+
+
+def disagreed(reader: str, optimizer: str) -> tuple[list[str], list[str]]:
+    """Ranks disagree within a step: what that step says, the reader after it, and the reader once
+    a state was loaded; then complaints.
+    """
+    with as_on_a_gpu():
+        model = models.sharded(Net(FORMATS, 64, 96))
+        steps = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+        step(model, steps, 0)
+        state = TrainingState(model, steps).state_dict()
+        calls = [lambda: step(model, steps, 1), lambda: READERS[reader](model, steps)]
+        calls += [lambda: TrainingState(model, steps).load_state_dict(state), calls[1]]
+        if dist.get_rank() == 1:
+            write_data(model)
+        said = []
+        for call in calls:
+            try:
+                call()
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+        return said, models.complaints(model, "loaded")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_disagreement_reaches_all_ranks_a_step_later(ranks: Ranks, reader: str) -> None:
+    optimizer = "fused" if reader == "a step" else "torch"
+    for (during, after, load, again), complaints in ranks(3)(disagreed, reader, optimizer):
+        assert "was changed on ranks [1] of its shard group and not on ranks [0, 2]" in after
+        assert [during, load, again] == ["", "", ""]
+        assert complaints == []
+
+
+def half_stepped() -> list[str]:
+    """One rank's masters are partial: what a step and the next one say there and on the other."""
+    said = []
+    with as_on_a_gpu():
+        model = models.sharded(Net(FORMATS, 64, 96))
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer, 0)
+        if dist.get_rank() == 1:
+            for guard in (zerocast.fsdp2.manager.guard_of(optimizer), models.manager(model).guard):
+                guard.mark_partial("an optimizer step")
+        for number in (1, 2):
+            try:
+                step(model, optimizer, number)
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_step_that_broke_off_on_one_rank_reaches_all(ranks: Ranks) -> None:
+    """The rank itself says so at once and goes on with the others until they know."""
+    first, second = ranks(2)(half_stepped)
+    assert first[0] == ""
+    assert "raised half-way on ranks [1] of its shard group" in first[1]
+    assert all("an optimizer step raised half-way" in said for said in second)
+
+
+def passes_without_steps() -> list[int]:
+    """After how many passes with gradients, and without, a change on one rank is told."""
+    counts = []
+    for grad in (True, False):
+        with as_on_a_gpu(), torch.set_grad_enabled(grad):
+            model = models.sharded(Net(FORMATS, 64, 96))
+            zerocast.fsdp2.refresh(model)
+            if dist.get_rank() == 1:
+                write_data(model)
+            counts.append(next(count for count in range(50) if is_refused(model)))
+    return counts
+
+
+def is_refused(model: Any) -> bool:
+    """Whether a forward pass says that one rank's masters were changed."""
+    try:
+        model(models.batch(0, 64))
+    except RuntimeError as error:
+        return "was changed on ranks" in str(error)
+    return False
+
+
+def test_a_loop_without_steps_is_told_too(ranks: Ranks) -> None:
+    assert ranks(2)(passes_without_steps) == [[MOST_PASSES, 0]] * 2
+
+
+def test_the_end_of_a_process_reports_what_is_unread(caplog: pytest.LogCaptureFixture) -> None:
+    agreed = torch.tensor([[0, 7], [2, 7]], dtype=torch.int32)
+    written = torch.tensor([[0, 7], [1, 7]], dtype=torch.int32)
+    with as_on_a_gpu():
+        fine, wrong = GatherStatus(WriteGuard()), GatherStatus(WriteGuard())
+        for status, headers in ((fine, agreed), (wrong, written)):
+            status.note(("a", "b"), [agreed, headers])
+        with caplog.at_level(logging.ERROR):
+            gather_status._report_unread()
+            gather_status._report_unread()
+    (record,) = caplog.records
+    assert "process ended: b: the master was changed on ranks [1] of its shard group" in record.getMessage()
