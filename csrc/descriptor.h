@@ -46,7 +46,7 @@ struct Table {
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
 enum class Element : int { kNominal, kE4M3, kE5M2, kE2M1 };
 enum class ScaleRule : int { kNone, kFP32, kE8M0, kTwoLevel };
-enum class Columnwise : int { kNone, kTranspose, kOwnGrid };
+enum class Columnwise : int { kNone, kTranspose, kOwnGrid, kShared };
 enum class AmaxPolicy : int { kNone, kCurrent, kDelayed };
 
 ZC_HD int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }

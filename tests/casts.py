@@ -26,6 +26,7 @@ FORMATS = (
     "fp8_block:amax_epsilon=2.0,element=e5m2,power_of_2_scale=False",
     "fp8_block:power_of_2_scale=False",
     "mxfp8",
+    "mxfp8:block=32x32",
     "nvfp4",
     "identity",
 )

@@ -37,9 +37,11 @@ ScaleRule scale_rule_of(const std::string& name) {
 }
 
 Columnwise columnwise_of(const std::string& name) {
-  return lookup<Columnwise>(
-      "columnwise rule", name,
-      {{"NONE", Columnwise::kNone}, {"TRANSPOSE", Columnwise::kTranspose}, {"OWN_GRID", Columnwise::kOwnGrid}});
+  return lookup<Columnwise>("columnwise rule", name,
+                            {{"NONE", Columnwise::kNone},
+                             {"TRANSPOSE", Columnwise::kTranspose},
+                             {"OWN_GRID", Columnwise::kOwnGrid},
+                             {"SHARED", Columnwise::kShared}});
 }
 
 AmaxPolicy amax_policy_of(const std::string& name) {

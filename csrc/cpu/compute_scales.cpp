@@ -81,18 +81,23 @@ struct Stage {
     }
   }
 
-  // Computes all blocks of the band at once, then copies them row by row as often as rows repeat.
+  // Computes all blocks of the band at once, then copies them row by row as often as they repeat.
   void fill(const Band& band) const {
     const ScaleBuffer& buffer = band.buffer;
-    const int64_t across = buffer.grid.across, used = across * buffer.entry;
+    const int64_t across = buffer.grid.across, used = buffer.used_columns();
     const int64_t first = band.first_row / buffer.repeat;
-    const int64_t last = std::max(first, std::min(band.last_row, buffer.used_rows) / buffer.repeat);
-    std::vector<uint8_t> scales((last - first) * used);
+    const int64_t last = std::max(first, std::min(band.last_row, buffer.used_rows()) / buffer.repeat);
+    std::vector<uint8_t> scales((last - first) * across * buffer.entry);
     stored(band, first * across, (last - first) * across, scales.data());
     auto* line = reinterpret_cast<uint8_t*>(band.out) + band.first_row * buffer.row_bytes();
     for (int64_t row = first * buffer.repeat; row < last * buffer.repeat; ++row, line += buffer.row_bytes()) {
-      std::memcpy(line, scales.data() + (row / buffer.repeat - first) * used, used);
-      if (across < buffer.columns) buffer.pad(line + used, buffer.columns - across);
+      const uint8_t* source = scales.data() + (row / buffer.repeat - first) * across * buffer.entry;
+      if (buffer.repeat_columns == 1) {
+        std::memcpy(line, source, across * buffer.entry);
+      } else {  // of bytes only
+        for (int64_t i = 0; i < across; ++i) std::memset(line + i * buffer.repeat_columns, source[i], buffer.repeat_columns);
+      }
+      if (used < buffer.columns) buffer.pad(line + used * buffer.entry, buffer.columns - used);
     }
     buffer.pad(line, (band.last_row - std::max(band.first_row, last * buffer.repeat)) * buffer.columns);
   }
@@ -120,10 +125,11 @@ void compute_scales(const Format& format, Array packed, const Table& table, cons
     const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
     const uintptr_t out = row_scales[w[column::ROW_SCALE_BASE]] + w[column::ROW_SCALE_OFFSET] * buffer.entry;
     add_bands(bands, buffer, w, stage.packed_at(w[column::ROW_AMAX]), out);
-    if (format.columnwise != Columnwise::kOwnGrid) continue;
+    if (format.columnwise != Columnwise::kOwnGrid && format.columnwise != Columnwise::kShared) continue;
     const ScaleBuffer own = columnwise_scale_buffer(format, w.rows(), w.columns());
     const uintptr_t own_out = column_scales[w[column::COLUMN_SCALE_BASE]] + w[column::COLUMN_SCALE_OFFSET] * own.entry;
-    add_bands(bands, own, w, stage.packed_at(w[column::COLUMN_AMAX]), own_out);
+    const bool shared = format.columnwise == Columnwise::kShared;
+    add_bands(bands, own, w, stage.packed_at(w[shared ? column::ROW_AMAX : column::COLUMN_AMAX]), own_out);
   }
   int64_t bytes = 0;
   for (const Band& band : bands) bytes += (band.last_row - band.first_row) * band.buffer.row_bytes();

@@ -68,7 +68,7 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
             0.0f,
             own ? format.columnwise_block : format.block,
             buffer.repeat * buffer.columns,
-            1};
+            buffer.repeat_columns};
   if (format.scale_rule == ScaleRule::kTwoLevel) f.tensor_amax = *reinterpret_cast<const float*>(weight.amax);
   if (transposed) {
     std::swap(f.down, f.across);

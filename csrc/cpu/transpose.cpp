@@ -65,7 +65,7 @@ struct ScaleRow {
 void fill(const ScaleRow& s) {
   const int64_t bytes = s.to.row_bytes(), rows = std::min(s.to.repeat, s.to.rows - s.row);
   uint8_t* line = s.out + s.row * bytes;
-  if (s.row >= s.to.used_rows) return s.to.pad(line, rows * s.to.columns);
+  if (s.row >= s.to.used_rows()) return s.to.pad(line, rows * s.to.columns);
   const uint8_t* entry = s.source + s.row / s.to.repeat * s.from.entry;
   const int64_t step = s.from.repeat * s.from.row_bytes(), across = s.to.grid.across;
   for (int64_t i = 0; i < across; ++i) std::memcpy(line + i * s.to.entry, entry + i * step, s.to.entry);

@@ -7,23 +7,27 @@
 
 namespace zerocast::cuda {
 
-// The kinds of block grids that the kernels know: the whole tensor, 128 x 128, 16 x 16, and 1 x 32
-// with 32 x 1.
-enum class Grid { kTensor, kSquare128, kSquare16, kRowsAndColumns };
+// The kinds of block grids that the kernels know: the whole tensor, squares, and 1 x 32 with 32 x 1.
+enum class Grid { kTensor, kSquare128, kSquare32, kSquare16, kRowsAndColumns };
+
+// The side of a square block; 0 for the other grids.
+__host__ __device__ constexpr int side_of(Grid grid) {
+  return grid == Grid::kSquare128 ? 128 : grid == Grid::kSquare32 ? 32 : grid == Grid::kSquare16 ? 16 : 0;
+}
 
 // A format with block sizes known to the compiler, so that divisions are by powers of two.
 template <Grid kGrid>
 __device__ Format known(Format format) {
-  constexpr int64_t kSide = kGrid == Grid::kSquare128 ? 128 : kGrid == Grid::kSquare16 ? 16 : 0;
+  constexpr int64_t kSide = side_of(kGrid);
   constexpr bool kOwn = kGrid == Grid::kRowsAndColumns;
   format.block = kOwn ? Block{1, 32} : Block{kSide, kSide};
   format.columnwise_block = kOwn ? Block{32, 1} : Block{0, 0};
-  format.columnwise = kOwn ? Columnwise::kOwnGrid : Columnwise::kTranspose;
+  if (kGrid != Grid::kSquare32) format.columnwise = kOwn ? Columnwise::kOwnGrid : Columnwise::kTranspose;
   return format;
 }
 
 __host__ __device__ constexpr int panel_rows(Grid grid) {
-  return grid == Grid::kRowsAndColumns ? 2 * kPanelRows : kPanelRows;
+  return grid == Grid::kRowsAndColumns || grid == Grid::kSquare32 ? 2 * kPanelRows : kPanelRows;
 }
 
 // The destination of amaxes and the dtype that they are rounded to.
@@ -63,10 +67,13 @@ class PanelAmaxes {
   }
 
   __device__ void finish() const {
-    if constexpr (kGrid == Grid::kSquare16) {  // four lanes hold a block in whole, so nobody else writes it
-      const float most = greatest<4>(most_);
-      if (threadIdx.x % 4 == 0) {
-        out_.store(w_[column::ROW_AMAX] + lane_.row / 16 * (lane_.columns / 16) + lane_.column / 16, most);
+    if constexpr (kGrid == Grid::kSquare16 || kGrid == Grid::kSquare32) {
+      // Some lanes hold a block in whole, so nobody else writes it.
+      constexpr int kSide = side_of(kGrid), kLanes = kSide / kAmaxShape.lane_columns;
+      static_assert(panel_rows(kGrid) == kSide);
+      const float most = greatest<kLanes>(most_);
+      if (threadIdx.x % kLanes == 0) {
+        out_.store(w_[column::ROW_AMAX] + lane_.row / kSide * (lane_.columns / kSide) + lane_.column / kSide, most);
       }
       return;
     }

@@ -75,7 +75,8 @@ __device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count,
   }
 }
 
-// Four columns of some rows of a grid, including padding.
+// Four columns of some rows of a buffer, including padding. With repeated columns all four are of
+// one block.
 template <class Packed, ScaleRule kRule>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
                      const StoredScale<kRule>& scale, uint8_t* out) {
@@ -83,17 +84,26 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
   const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer), row_bytes = buffer.row_bytes();
   const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
-  const uint32_t there = buffer.grid.across > column ? buffer.grid.across - column : 0u;
+  const uint32_t used = buffer.used_columns(), there = used > column ? used - column : 0u;
+  const bool same = buffer.repeat_columns != 1;
 #pragma unroll 8
   for (uint32_t i = 0; i < rows; ++i) {
     const uint32_t down = tall * rows + i;
     if (down >= grid_rows) return;
     const uint32_t count = down < buffer.grid.down ? there : 0u;
-    float amaxes[kScaleEntries];
-    read_amaxes<Packed>(packed, first_amax + static_cast<int64_t>(down) * buffer.grid.across + column, count, amaxes);
+    const int64_t grid_row = first_amax + static_cast<int64_t>(down) * buffer.grid.across;
     uint32_t entries[kScaleEntries];
+    if (same) {
+      const uint32_t block = column / static_cast<uint32_t>(buffer.repeat_columns);
+      const uint32_t entry = count ? scale.of(packed.load(grid_row + block)) : kPadding;
 #pragma unroll
-    for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count ? scale.of(amaxes[c]) : kPadding;
+      for (int c = 0; c < kScaleEntries; ++c) entries[c] = entry;
+    } else {
+      float amaxes[kScaleEntries];
+      read_amaxes<Packed>(packed, grid_row + column, count, amaxes);
+#pragma unroll
+      for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count ? scale.of(amaxes[c]) : kPadding;
+    }
     uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * row_bytes;
     for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_entries(buffer, row, column, entries);
   }
@@ -125,16 +135,10 @@ __global__ void __launch_bounds__(kScaleThreads)
     fill<Packed>(buffer, thread, w[column::ROW_AMAX], packed, scale,
                  at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, buffer.entry));
   } else if (thread < rowwise + columnwise) {
-    fill<Packed>(columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[column::COLUMN_AMAX], packed,
-                 scale, at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
+    const column::Column amaxes = format.columnwise == Columnwise::kShared ? column::ROW_AMAX : column::COLUMN_AMAX;
+    fill<Packed>(columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[amaxes], packed, scale,
+                 at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
   }
-}
-
-// The scale rule that goes with a kind of grid.
-constexpr ScaleRule rule_of(Grid grid) {
-  return grid == Grid::kSquare16         ? ScaleRule::kTwoLevel
-         : grid == Grid::kRowsAndColumns ? ScaleRule::kE8M0
-                                         : ScaleRule::kFP32;
 }
 
 }  // namespace

@@ -22,13 +22,13 @@ struct Factors {
   const uint8_t* buffer;
   const float* tensor_amax;
   int32_t block_rows, block_columns;  // of the stored matrix; 0 is the whole matrix
-  int64_t stride;                     // entries from block row to block row
+  int64_t stride, column_stride;      // entries from block row to block row, and from block to block
 
   // Columns of eight neighbours begin at a multiple of eight.
   __device__ bool is_same_for_eight() const { return block_columns % kEight == 0; }
 
   __device__ float of(int32_t row, int32_t column) const {
-    const int64_t index = block_rows ? row / block_rows * stride + column / block_columns : 0;
+    const int64_t index = block_rows ? row / block_rows * stride + column / block_columns * column_stride : 0;
     if (rule == ScaleRule::kE8M0) return e8m0_value(buffer[index]);
     if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], *tensor_amax);
     return reinterpret_cast<const float*>(buffer)[index];
@@ -46,7 +46,8 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
           reinterpret_cast<const float*>(weight.amax),
           static_cast<int32_t>(block.rows),
           static_cast<int32_t>(block.columns),
-          buffer.repeat * buffer.columns};
+          buffer.repeat * buffer.columns,
+          buffer.repeat_columns};
 }
 
 // The codes of eight neighbouring elements, the first of them word-aligned, or one code.

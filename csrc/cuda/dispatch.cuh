@@ -95,8 +95,16 @@ void for_grid(const Format& format, const Body& body) {
   if (!block && !own) return body(GridConstant<Grid::kTensor>{});
   if (is(block, 1, 32) && is(own, 32, 1)) return body(GridConstant<Grid::kRowsAndColumns>{});
   if (is(block, 16, 16) && !own) return body(GridConstant<Grid::kSquare16>{});
+  if (is(block, 32, 32) && !own) return body(GridConstant<Grid::kSquare32>{});
   if (is(block, 128, 128) && !own) return body(GridConstant<Grid::kSquare128>{});
   throw std::invalid_argument("the CUDA kernels have no blocks of this shape");
+}
+
+// The scale rule that goes with a kind of grid.
+__host__ __device__ constexpr ScaleRule rule_of(Grid grid) {
+  return grid == Grid::kSquare16                                    ? ScaleRule::kTwoLevel
+         : grid == Grid::kSquare32 || grid == Grid::kRowsAndColumns ? ScaleRule::kE8M0
+                                                                    : ScaleRule::kFP32;
 }
 
 }  // namespace zerocast::cuda

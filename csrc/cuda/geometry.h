@@ -17,8 +17,8 @@ enum class Stage : int { kAmaxPanels, kCastPanels, kScales, kTranspose, kTranspo
 
 constexpr int kWarpLanes = 32;
 
-// A warp takes a panel of 16 rows, or of the rows of a columnwise block if those are more; a lane
-// takes some neighbouring columns of each row. The warps of a thread block are stacked, so that 8
+// A warp takes a panel of 16 rows, or of the 32 rows of a block; a lane takes some neighbouring
+// columns of each row. The warps of a thread block are stacked, so that 8
 // of them cover a block of 128 rows.
 struct PanelShape {
   int lane_columns, warps;
@@ -50,7 +50,7 @@ struct PanelGrid {
 };
 
 ZC_HD int panel_rows(const Format& format) {
-  return format.columnwise_block.rows > kPanelRows ? static_cast<int>(format.columnwise_block.rows) : kPanelRows;
+  return format.block.rows == 2 * kPanelRows || format.columnwise_block.rows == 2 * kPanelRows ? 2 * kPanelRows : kPanelRows;
 }
 
 ZC_HD PanelGrid panel_grid(const Format& format, const Weight& w, PanelShape shape) {
@@ -91,9 +91,11 @@ ZC_HD uint32_t scale_threads(const ScaleBuffer& buffer) {
   return (grid_rows + scale_rows(buffer) - 1) / scale_rows(buffer) * scale_threads_across(buffer);
 }
 
+// compute_scales fills the columnwise buffer too, unless that is the transposed rowwise one.
 ZC_HD uint32_t own_scale_threads(const Format& format, const Weight& w) {
-  return format.columnwise == Columnwise::kOwnGrid ? scale_threads(columnwise_scale_buffer(format, w.rows(), w.columns()))
-                                                   : 0;
+  return format.columnwise == Columnwise::kOwnGrid || format.columnwise == Columnwise::kShared
+             ? scale_threads(columnwise_scale_buffer(format, w.rows(), w.columns()))
+             : 0;
 }
 
 // The pieces in which one weight is transposed, across and down.

@@ -102,6 +102,7 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
   const Format& f = in.format;
   if (f.amax_policy == AmaxPolicy::kDelayed) return scalar(in.scales, w, column::SCALE_BASE, column::SCALE_OFFSET);
   const float block = in.packed.load(amax);
+  if (f.scale_rule == ScaleRule::kE8M0) return e8m0_multiplier(block);
   if (f.scale_rule == ScaleRule::kTwoLevel) {
     return TwoLevel(scalar(in.amaxes, w, column::AMAX_BASE, column::AMAX_OFFSET)).encode_multiplier(block);
   }
@@ -111,9 +112,12 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
 // The packed amax of the block that a lane lies in.
 template <Grid kGrid>
 __device__ int64_t amax_of(const CastLane& lane, const Weight& w) {
-  if constexpr (kGrid == Grid::kTensor) return w[column::ROW_AMAX];
-  constexpr int kSide = kGrid == Grid::kSquare16 ? 16 : 128;
-  return w[column::ROW_AMAX] + lane.row / kSide * ((lane.columns + kSide - 1) / kSide) + lane.column / kSide;
+  if constexpr (kGrid == Grid::kTensor) {
+    return w[column::ROW_AMAX];
+  } else {
+    constexpr int kSide = side_of(kGrid);
+    return w[column::ROW_AMAX] + lane.row / kSide * ((lane.columns + kSide - 1) / kSide) + lane.column / kSide;
+  }
 }
 
 __device__ inline uint64_t data_origin(const BaseList& bases, const Weight& w, column::Column base, column::Column offset) {
@@ -138,12 +142,13 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   const Weight w = weight_of(table, item);
   const CastLane lane = cast_lane<kGrid>(in, w, item);
   if (lane.empty()) return;
-  const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kPanelRows);
+  constexpr int kRows = panel_rows(kGrid);
+  const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kRows);
   const uint64_t data = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
-  const CodeWriter<E> writer(lane, data, kPanelRows);
+  const CodeWriter<E> writer(lane, data, kRows);
   const float multiplier = multiplier_of(in, w, amax_of<kGrid>(lane, w));
 #pragma unroll 1
-  for (int first = 0; first < kPanelRows; first += kStep) {
+  for (int first = 0; first < kRows; first += kStep) {
     CastRow x[kStep];
     masters.read(first, x);
 #pragma unroll
@@ -279,7 +284,9 @@ void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
   }
   for_grid(in.format, [&](auto grid) {
     constexpr Grid kGrid = decltype(grid)::value;
-    if constexpr (kGrid == Grid::kSquare16) {
+    if constexpr (kGrid == Grid::kSquare32) {
+      if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid>);
+    } else if constexpr (kGrid == Grid::kSquare16) {
       if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kRowsAndColumns) {
       if (in.format.element == Element::kE4M3) return go(cast_twice_kernel<Storage, Nominal, E4M3>);

@@ -153,7 +153,7 @@ template <Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
     transpose_scales_kernel(Format given, const int64_t* table, const Item* items, Bases row_scales, Bases column_scales) {
   Format format = known<kGrid>(given);
-  format.scale_rule = kGrid == Grid::kSquare16 ? ScaleRule::kTwoLevel : ScaleRule::kFP32;
+  format.scale_rule = rule_of(kGrid);
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const ScaleBuffer from = rowwise_scale_buffer(format, w.rows(), w.columns());
@@ -187,10 +187,12 @@ void transpose(const Format& format, const Work& data, const Work& scales, Devic
   launch(kernel, data.blocks, kTransposeThreads, stream, format, table_of(data), items_of(data), Bases{row_data},
          Bases{column_data});
   if (scales.blocks == 0) return;
-  const auto of_scales =
-      is(format.block, 16, 16) ? transpose_scales_kernel<Grid::kSquare16> : transpose_scales_kernel<Grid::kSquare128>;
-  launch(of_scales, scales.blocks, kScaleThreads, stream, format, table_of(scales), items_of(scales), Bases{row_scales},
-         Bases{column_scales});
+  for_grid(format, [&](auto grid) {
+    if constexpr (side_of(decltype(grid)::value)) {
+      launch(transpose_scales_kernel<decltype(grid)::value>, scales.blocks, kScaleThreads, stream, format, table_of(scales),
+             items_of(scales), Bases{row_scales}, Bases{column_scales});
+    }
+  });
 }
 
 }  // namespace zerocast::cuda

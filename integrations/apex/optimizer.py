@@ -146,7 +146,6 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             Group.of(self.process_group),
             [_describe(*item) for item in named],
             problem_of(self, named),
-            None,
             "builds a DistributedFusedAdam",
         )
         for _, parameter in named:

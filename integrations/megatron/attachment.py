@@ -218,7 +218,6 @@ def _check_together(shards: OptimizerShards) -> None:
         problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
     elif wrong := bytes_not_sent(shards):
         problem = ValueError(wrong)
-    spans = [shards.span(i) for i in range(len(shards.weights))]
-    by_rank = validate_across_ranks(shards.group, shards.names, problem, [(span.start, span.stop) for span in spans])
-    if wrong := elements_without_owner(shards, by_rank):
+    validate_across_ranks(shards.group, shards.names, problem, "attaches zerocast")
+    if wrong := elements_without_owner(shards):
         raise ValueError(wrong)

@@ -55,7 +55,7 @@ def check_primary(param: Any) -> None:
 def two_directions(what: str) -> ValueError:
     """The error for a weight whose directions are both gathered."""
     return ValueError(
-        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take fp8_block or nvfp4 for it here, "
+        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take mxfp8:block=32x32 for it here, "
         "or mxfp8 under zerocast.ZeroAdamW or zerocast.fsdp2"
     )
 

@@ -179,15 +179,15 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
     return None
 
 
-def elements_without_owner(shards: OptimizerShards, by_rank: Sequence[Sequence[tuple[int, int]]]) -> str | None:
-    """The error if a part of a weight has no owner, or None.
-
-    `by_rank` holds the spans of every rank.
-    """
-    for i, (name, weight) in enumerate(zip(shards.names, shards.weights, strict=True)):
-        owned = sum(stop - start for start, stop in (spans[i] for spans in by_rank))
-        if owned != weight.numel():
-            return f"{name} has {weight.numel()} elements, and the ranks of its group own {owned}"
+def elements_without_owner(shards: OptimizerShards) -> str | None:
+    """The error if a part of a weight has no owner on any rank, or None. Collective."""
+    counts = [shards.span(i).numel for i in range(len(shards.weights))]
+    owned = torch.tensor(counts, dtype=torch.int64, device=shards.group.device)
+    if counts:
+        shards.group.all_reduce_sum(owned, "the elements that ranks own")
+    for name, weight, count in zip(shards.names, shards.weights, owned.tolist(), strict=True):
+        if count != weight.numel():
+            return f"{name} has {weight.numel()} elements, and the ranks of its group own {count}"
     return None
 
 

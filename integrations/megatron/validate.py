@@ -24,7 +24,7 @@ SETTINGS = (
     ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan: leave it off"),
     (
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take fp8_block or nvfp4",
+        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take mxfp8:block=32x32",
     ),
 )
 

@@ -17,7 +17,7 @@ def recipe_of(entries: list[str]) -> zerocast.Recipe:
     """The recipe of entries `pattern=format`. ValueError for none, for one that is something
     else, and for an unknown format.
     """
-    split = [entry.rpartition("=") for entry in entries]
+    split = [entry.partition("=") for entry in entries]  # a format may have options
     wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
     if wrong or not entries:
         raise ValueError(

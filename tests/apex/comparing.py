@@ -45,6 +45,7 @@ SPECS = (
     Exact("current", (13, 7), "fp8_current", FP32),
     Exact("block", (130, 33), "fp8_block", group=1),
     Exact("mx", (64, 96), "mxfp8"),
+    Exact("square", (64, 96), "mxfp8:block=32x32"),
     Exact("nv", (48, 112), "nvfp4", group=1),
 )
 

@@ -96,7 +96,7 @@ def ordinals(kind: str, fmt: str, **columns: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4", "mxfp8", "mxfp8:block=32x32"])
 def test_thread_blocks_are_those_of_the_owned_span(fmt: str) -> None:
     """A 64th of a weight needs about a 64th of the blocks, wherever it lies, and an empty span none."""
     numel = 4096 * 4096

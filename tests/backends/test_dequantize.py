@@ -44,7 +44,9 @@ def run(
     direction = "columnwise" if columnwise else "rowwise"
     whole = torch.full((lead + shape[0] * shape[1] + GUARD,), 3.5, dtype=out)
     target = whole[lead:-GUARD].view(shape)
-    inputs: tuple[Any, ...] = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"], buffers["amax"]
+    data = buffers.get(f"{direction}_data")  # None where the rowwise codes serve both directions
+    data = buffers["rowwise_data"] if data is None else data
+    inputs: tuple[Any, ...] = data, buffers[f"{direction}_scale_inv"], buffers["amax"]
     devices.stage(backend, "dequantize")(get_format(fmt), *inputs, *shape, columnwise, target)
     assert (whole[:lead] == 3.5).all() and (whole[-GUARD:] == 3.5).all()
     return target

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zerocast import backends
-from zerocast.bench import Bench, BenchConfig
+from zerocast.bench import Bench, BenchConfig, StepBench, StepConfig
 from zerocast.bench.row import all_rows
 from zerocast.bench.trace import write_trace
 
@@ -34,3 +35,21 @@ def test_a_trace_has_kernels(tmp_path: Path):
     found = write_trace(tmp_path / "trace.json", torch.device("cuda"), scale=32)
     assert found is not None and found.gathered == 0  # one rank gathers nothing
     assert '"cat": "kernel"' in (tmp_path / "trace.json").read_text()
+
+
+def test_training_steps_on_the_device(tmp_path: Path):
+    """torchao and TransformerEngine too, where they are installed."""
+    patterns = "fsdp2:bf16", "fsdp2:fp8_current*", "fsdp2:nvfp4", "zero_adamw:fp8_block*", "torchao:*", "transformer_*"
+    config = StepConfig(
+        patterns, ("eager",), shape="tiny", layers=2, vocabulary=256, seq=256, steps=2, warm_up=2, profile=True
+    )
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        report = StepBench(config, torch.device("cuda", torch.cuda.current_device())).run()
+    finally:
+        dist.destroy_process_group()
+    assert report.failures == ()
+    for row in report.measurements:
+        assert row.kept_bytes and row.peak_bytes and row.kept_bytes < row.peak_bytes, row.row
+        assert row.profile and row.profile.kernels[0][1] > 0 and row.profile.host[0][1] > 0
+        assert row.losses == pytest.approx(report.measurements[0].losses, abs=0.05), row.row

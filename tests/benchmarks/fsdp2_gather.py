@@ -5,7 +5,7 @@
 bf16 is FSDP2 alone. Where torchao is installed its FP8 all-gather is a row too (ran with 0.16.0), with
 `precompute_float8_dynamic_scale_for_fsdp` as the refresh, which finds scales and leaves the cast to each gather. It sends FP8,
 which gloo does not take: on several ranks it needs GPUs. A step of training is timed by
-`examples.gpt_pretrain.phases --parallel fsdp2`.
+`zerocast bench step`.
 """
 
 import argparse

@@ -164,7 +164,7 @@ def call_by_call(cases: tuple[Weight, ...], manual: bool) -> Outcome:
         if manual:
             post_all_gather_processing(here.weights)
         else:
-            assert all(w.columnwise_data is None for w in here.weights if w.format.name != "mxfp8")
+            assert all(w.columnwise_data is None for w in here.weights if str(w.format) != "mxfp8")
             for weight in here.weights:
                 if weight.format.name != "identity":
                     weight.read(columnwise=True, dtype=torch.float32)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import zerocast
 from tests.optim.runs import Run, Trainer
 from tests.workers import Ranks
-from zerocast import ZeroAdamW
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.distributed.group import Group, _timeout
 from zerocast.optim import Checkpoints
 
@@ -82,6 +82,26 @@ def builds(trainer: Trainer, folder: str) -> None:
     """A second optimizer of the model: the group of its own."""
     other = torch.nn.Linear(8, 8)
     ZeroAdamW(other.named_parameters(), group=trainer.optimizer.process_group)
+
+
+def plan_without_the_others() -> str:
+    """Rank 1 does not build the plan: what rank 0 is told."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    if dist.get_rank():
+        return ""
+    with pytest.raises((RuntimeError, dist.DistError)) as caught:
+        CastPlan([QuantizedWeight.empty((32, 32), "nvfp4")], [None], [None], group)
+    return str(caught.value)
+
+
+@pytest.mark.notices(
+    "a rank never comes to build a plan",
+    where="CastPlan",
+    answer="the others raise within the timeout of the process group, and the error names the call",
+)
+def test_a_plan_that_a_rank_never_builds(ranks: Ranks) -> None:
+    told, _ = ranks(2)(plan_without_the_others)
+    assert "of digests as this rank builds a CastPlan while a CastPlan is built failed on rank 0 of 2" in told
 
 
 @pytest.mark.notices(

@@ -53,12 +53,13 @@ CALLS: dict[str, Callable[[Group], Any]] = {
     "all_reduce_max": lambda group: group.all_reduce_max(A, "these"),
     "all_reduce_sum": lambda group: group.all_reduce_sum(A, "these"),
     "all_gather_object": lambda group: group.all_gather_object(1, "these"),
+    "broadcast_object": lambda group: group.broadcast_object(1, "these"),
     "all_gather_into": lambda group: group.all_gather_into(A, A, what="these"),
     "reduce_scatter_mean": lambda group: group.reduce_scatter_mean(A, A, what="these"),
     "all_to_all": lambda group: group.all_to_all(A, A, what="these"),
     "broadcast": lambda group: group.broadcast(A, "these"),
 }
-NO_COLLECTIVE = {"of", "called_by", "duplicate", "failing"}
+NO_COLLECTIVE = {"device", "of", "called_by", "duplicate", "failing"}
 
 
 def used(path: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from tests.docs.page import ROOT, markdown_files
-from zerocast.cli import app, main
+from zerocast.cli import app, bench, main
 
 SHELL = re.compile(r"^```sh\n(.*?)^```$|^( {4}.*?)$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^ *((?:zerocast|make|python|torchrun) .*)$", re.MULTILINE)
@@ -41,7 +41,10 @@ def check(words: list[str]) -> None:
         rest = rest[2:]
     if program == "zerocast" or rest[:2] == ["-m", "zerocast"]:
         name, *options = rest[2:] if rest[0] == "-m" else rest
-        config = inspect.signature(getattr(app, name)).parameters["config"].annotation
+        command = getattr(app, name)
+        if name == "bench":  # of two benchmarks
+            command, options = (bench.step, options[1:]) if options[:1] == ["step"] else (bench.cast, options)
+        config = inspect.signature(command).parameters["config"].annotation
         tyro.cli(config, args=options)
     elif rest[0] == "-m":
         package = rest[1].partition(".")[0]

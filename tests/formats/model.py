@@ -166,6 +166,7 @@ class Settings:
     element: str = "e4m3"
     power_of_2_scale: bool = False
     amax_epsilon: float = 0.0
+    block: str = "1x32"
     scale: float = 1.0  # delayed scaling: the scale on entry
 
 
@@ -189,13 +190,14 @@ class Cast:
     def dequantized(self, buffers: Buffers, columnwise: bool) -> F32:
         """The weight from one direction: code times decode scale, in its own orientation."""
         direction = "columnwise" if columnwise else "rowwise"
-        data, stored = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"]
+        shared = "columnwise_data" not in buffers
+        data, stored = buffers["rowwise_data" if shared else f"{direction}_data"], buffers[f"{direction}_scale_inv"]
         element, block = self.settings.element, (1, 10**9)
         if self.name == "nvfp4":
             element, block = "e2m1", (1, 16)  # tile rows are repeated in the buffer
             data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
             stored = (decode("e4m3", stored) * buffers["amax"]) * np.float32(1 / 2688)
-        elif self.name == "mxfp8":
+        elif self.name == "mxfp8":  # also of 32x32 blocks, whose scales are repeated in the buffers
             block = (32, 1) if columnwise else (1, 32)
             stored = np.ldexp(ONE, stored.astype(np.int32) - 127)
         elif self.name == "fp8_block":
@@ -241,6 +243,14 @@ class Cast:
         rows, columns = x.shape
         sizes = {"row": (up(rows, 128), up(columns // 32, 4)), "column": (up(rows // 32, 4), up(columns, 128))}
         buffers = {}
+        if self.settings.block == "32x32":
+            code = e8m0(block_amax(x, (32, 32)))
+            enc = np.ldexp(ONE, 127 - code.astype(np.int32))
+            return {
+                "rowwise_data": encode("e4m3", x * spread(enc, (32, 32), x.shape)),
+                "rowwise_scale_inv": padded(code.repeat(32, 0), sizes["row"], 0),
+                "columnwise_scale_inv": padded(code.repeat(32, 1), sizes["column"], 0),
+            }
         for direction, block in (("row", (1, 32)), ("column", (32, 1))):
             code = e8m0(block_amax(x, block))
             enc = np.ldexp(ONE, 127 - code.astype(np.int32))

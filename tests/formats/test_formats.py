@@ -15,7 +15,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8_delayed": {"element": "e4m3", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},
     "fp8_current": {"element": "e4m3", "power_of_2_scale": False, "amax_epsilon": 0.0},
     "fp8_block": {"element": "e4m3", "power_of_2_scale": True, "amax_epsilon": 0.0},
-    "mxfp8": {},
+    "mxfp8": {"block": "1x32"},
     "nvfp4": {},
     "identity": {},
 }
@@ -30,7 +30,8 @@ def test_defaults(name: str) -> None:
     fmt = get_format(name)
     for option, value in OPTIONS[name].items():
         found = getattr(fmt, option)
-        assert (found.name if option == "element" else found) == value
+        text = {"element": lambda element: element.name, "block": lambda block: "{}x{}".format(*block)}
+        assert text.get(option, lambda plain: plain)(found) == value
     assert get_format(name, **OPTIONS[name]) == fmt
     assert str(fmt) == name
 
@@ -72,6 +73,8 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("spec", {}, ValueError, "unknown format 'spec'"),
     ("nvfp4", {"element": "e5m2"}, ValueError, "nvfp4 has no option 'element'; it has: none"),
     ("mxfp8", {"power_of_2_scale": True}, ValueError, "mxfp8 has no option"),
+    ("mxfp8:block=32x32,element=e5m2", {}, ValueError, "mxfp8 has no option 'element'; it has: block"),
+    ("mxfp8:block=16x16", {}, ValueError, "block must be one of .*, got '16x16'"),
     ("fp8_current", {"margin": 1}, ValueError, "it has: element, power_of_2_scale, amax_epsilon"),
     ("fp8_delayed", {"amax_epsilon": 0.1}, ValueError, "no option 'amax_epsilon'"),
     ("fp8_current", {"element": "e2m1"}, ValueError, "element must be one of"),

@@ -55,8 +55,8 @@ def test_model_encodes_the_published_specials(element: str) -> None:
 
 
 def own_id(golden: dict[str, Any]) -> str:
-    settings = golden["settings"]
-    return f"{golden['format']}-{settings['element']}-{golden['nominal']}-{golden['content']}"
+    fmt = format_text(golden["format"], model.Settings(**golden["settings"]))
+    return f"{fmt}-{golden['nominal']}-{golden['content']}"
 
 
 @pytest.mark.long_interpreted

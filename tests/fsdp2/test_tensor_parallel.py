@@ -63,7 +63,15 @@ def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]
     return found + complaints(model, "after a step"), y
 
 
-SLICED = [("nvfp4", 192), ("nvfp4", 160), ("mxfp8", 192), ("fp8_block", 256), ("fp8_current", 192), (DELAYED, 192)]
+SLICED = [
+    ("nvfp4", 192),
+    ("nvfp4", 160),
+    ("mxfp8", 192),
+    ("mxfp8:block=32x32", 192),
+    ("fp8_block", 256),
+    ("fp8_current", 192),
+    (DELAYED, 192),
+]
 
 
 @pytest.mark.shows(
@@ -134,10 +142,10 @@ def test_one_reduction_for_all_slices(ranks: Ranks) -> None:
     assert ranks(4)(reductions, "nvfp4") == [[4]] * 4
 
 
-def refusal(fmt: str, with_mesh: bool = False) -> str:
+def refusal(fmt: str, with_mesh: bool = False, hidden: int = 192) -> str:
     """What the first forward pass says."""
     try:
-        parallel(fmt, with_mesh)(models.batch(0, WIDTH, rank=0))
+        parallel(fmt, with_mesh, hidden)(models.batch(0, WIDTH, rank=0))
     except ValueError as error:
         return str(error)
     return ""
@@ -148,8 +156,15 @@ def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
     assert ranks(2)(refusal, "mxfp8") == ["", ""]
 
 
-def test_a_block_lies_in_one_slice(ranks: Ranks) -> None:
-    assert all("would span two tensor-parallel slices" in text for text in ranks(2)(refusal, "fp8_block", True))
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "text"),
+    [
+        ("fp8_block", 192, "a block of fp8_block would span two tensor-parallel slices"),
+        ("mxfp8:block=32x32", 96, "mxfp8:block=32x32 needs rows that are a multiple of 32, got 48"),
+    ],
+)
+def test_a_block_lies_in_one_slice(ranks: Ranks, fmt: str, hidden: int, text: str) -> None:
+    assert all(text in said for said in ranks(2)(refusal, fmt, True, hidden))
 
 
 def test_placements_are_those_of_fsdp2(ranks: Ranks) -> None:

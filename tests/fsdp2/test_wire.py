@@ -10,7 +10,14 @@ from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED, FORMATS, SMALL, Net
 from tests.workers import Ranks
 
-PER_ELEMENT = {"nvfp4": 0.504, "fp8_current": 1.0, "fp8_block": 1.0003, "mxfp8": 2.0625, DELAYED: 1.0}
+PER_ELEMENT = {
+    "nvfp4": 0.504,
+    "fp8_current": 1.0,
+    "fp8_block": 1.0003,
+    "mxfp8": 2.0625,
+    "mxfp8:block=32x32": 1.001,
+    DELAYED: 1.0,
+}
 
 
 def gathered_bytes(fmt: str) -> float:

@@ -117,8 +117,8 @@ MUTANTS = [
     _mutant(
         "no partial model is saved",
         PREPARE,
-        "    for manager in managers_of(module):\n        manager.check_complete()\n",
-        "    pass\n",
+        "        manager.check_complete()\n\n\ndef _unwrap",
+        "        pass\n\n\ndef _unwrap",
         "FSDP2",
     ),
     _mutant(
@@ -225,14 +225,18 @@ def outcome(mutant: Mutant, host: str, folder: Path) -> str:
         path.write_text(original)
 
 
+def _is_named(mutant: Mutant, only: Sequence[str]) -> bool:
+    return any(one in f"{mutant.guards} {mutant.path}" for one in only)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", nargs="+", choices=ALL, default=ALL)
-    parser.add_argument("--only", default="", help="mutants whose guard or path holds this")
+    parser.add_argument("--only", nargs="+", default=[""], help="mutants whose guard and path hold one of these")
     chosen = parser.parse_args(arguments)
     hosts = [host for host in chosen.hosts if not find(host).why_not]
-    mutants = [m for m in MUTANTS if chosen.only in f"{m.guards} {m.path}" and {*m.hosts} & {*hosts}]
+    mutants = [m for m in MUTANTS if _is_named(m, chosen.only) and {*m.hosts} & {*hosts}]
     _print("guard", "file", *hosts)
     _print(*["---"] * (2 + len(hosts)))
     found = []

@@ -33,7 +33,7 @@ def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
     first, second = ranks(2)(verifying.steps, every, overlap)
     assert first == second
     assert [bool(text) for text in first] == [False, True, every == 1, True]
-    assert "layers.1.weight (fp8_current) on rank 1: rowwise_data differs in 1 of " in first[1]
+    assert "layers.1.weight (mxfp8:block=32x32) on rank 1: rowwise_data differs in 1 of " in first[1]
 
 
 def test_debug_mode(ranks: Ranks) -> None:

@@ -56,6 +56,7 @@ MIXED = (
     Spec("block", (130, 33), "fp8_block"),
     Spec("block_fp16", (5, 129), "fp8_block:power_of_2_scale=False", FP16, 1),
     Spec("mx", (64, 96), "mxfp8"),
+    Spec("square", (64, 96), "mxfp8:block=32x32"),
     Spec("nv", (48, 112), "nvfp4"),
     Spec("nv_late", (16, 32), "nvfp4", FP32, used="by turns"),
     Spec("unused", (32, 32), "nvfp4", used="never"),

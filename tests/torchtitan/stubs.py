@@ -1,4 +1,4 @@
-"""torchtitan's text data sets need the package `datasets`, which is large and of which nothing is used here."""
+"""What torchtitan imports and nothing here uses, where it is missing: `datasets`, which is large, and `tensorboard`."""
 
 import contextlib
 import importlib.util
@@ -6,19 +6,26 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-STUBS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
+STUBS = {
+    "datasets": {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)},
+    "tensorboard": {"torch.utils.tensorboard": ("SummaryWriter",)},
+}
 
 
 @contextlib.contextmanager
 def without_datasets() -> Iterator[None]:
-    """Where `datasets` is missing, its names are stubs within, taken out of `sys.modules` again."""
-    is_there = "datasets" in sys.modules or importlib.util.find_spec("datasets")
-    missing = {} if is_there else STUBS
-    for name, attributes in missing.items():
+    """Within, what is missing can be imported: its names are stubs, taken out of `sys.modules` again."""
+    missing = [
+        stub
+        for package, stubs in STUBS.items()
+        if package not in sys.modules and importlib.util.find_spec(package) is None
+        for stub in stubs.items()
+    ]
+    for name, attributes in missing:
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(dict.fromkeys(attributes, type("NotInstalled", (), {})))
     try:
         yield
     finally:
-        for name in missing:
+        for name, _ in missing:
             del sys.modules[name]

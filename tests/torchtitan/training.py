@@ -17,7 +17,7 @@ if not WHY_NOT:
         import tests.torchtitan.corpus  # noqa: F401
         from zerocast.integrations.torchtitan import MasterWeightConverter
 
-MIXED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_block,layers.1.feed_forward.*=mxfp8,output.*=fp8_current"
+MIXED = "layers.0.*=nvfp4,layers.1.attention.*=mxfp8:block=32x32,layers.1.feed_forward.*=mxfp8,output.*=fp8_block"
 SLICED = "layers.0.*=nvfp4,layers.1.attention.*=fp8_current,layers.1.feed_forward.*=mxfp8,output.*=fp8_delayed"
 EXPERTS = (
     "layers.*.attention.w[qo].*=nvfp4,layers.0.feed_forward.*=mxfp8,layers.*.experts.w1=%s,layers.*.experts.w2=nvfp4,"
@@ -38,7 +38,7 @@ class Case:
     @property
     def formats(self) -> list[str]:
         """Those of the weights."""
-        return [entry.rpartition("=")[2] for entry in self.recipe.split(",")]
+        return [entry.partition("=")[2] for entry in self.recipe.split(",")]
 
     def having(self, *options: str) -> "Case":
         """With more arguments."""

@@ -1,12 +1,15 @@
-"""The benchmark: casts, Adam steps and columnwise copies of a large model against a memory copy.
+"""Two benchmarks: of a cast against a memory copy, and of a whole training step against bf16 and
+other libraries.
 
-`zerocast bench` is its command line; README.md describes what is measured and how. Workloads, rows,
-measurements and reports are plain values. Memory is allocated only while a row is measured, one row
-at a time.
+`zerocast bench` and `zerocast bench step` are their command lines; README.md describes what is
+measured and how. Workloads, rows, measurements and reports are plain values. Memory is allocated
+only while a row is measured, one row at a time.
 """
 
-from zerocast.bench.config import BenchConfig
+from zerocast.bench.config import BenchConfig, StepConfig
 from zerocast.bench.report import Report
 from zerocast.bench.run import Bench
+from zerocast.bench.step import StepBench
+from zerocast.bench.step_report import StepReport
 
-__all__ = ["Bench", "BenchConfig", "Report"]
+__all__ = ["Bench", "BenchConfig", "Report", "StepBench", "StepConfig", "StepReport"]

@@ -1,9 +1,11 @@
-"""BenchConfig: the options of a benchmark run, from which its command line is built."""
+"""The options of both benchmarks, from which their command lines are built."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 CPU_SCALE = 16
+BYTE_VALUES = 256
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,63 @@ class BenchConfig:
         for name in ("seconds", "threshold"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Time whole training steps of a Llama-shaped model: forward, backward, clip and AdamW."""
+
+    variants: tuple[str, ...] = ()
+    """Variants to train, by name or shell pattern, as in fsdp2:bf16 'zero_adamw:*'; with a mode one
+    row, as in 'fsdp2:nvfp4 compiled'. By default all that are installed.
+    """
+    modes: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
+    """Whether blocks run through torch.compile."""
+    shape: Literal["llama3-8b", "llama3-70b", "tiny"] = "llama3-8b"
+    """Widths of a block."""
+    layers: int = 8
+    """Blocks. Time and memory of blocks grow with their number, those of the head do not."""
+    vocabulary: int = 32768
+    """Rows of the embedding and of the head."""
+    seq: int = 8192
+    """Tokens in a sequence."""
+    batch: int = 1
+    """Sequences a rank and step."""
+    steps: int = 8
+    """Steps timed in each way: synchronized before each step, and free-running."""
+    warm_up: int = 6
+    """Steps before those that are timed, on random tokens; --text takes their place."""
+    text: Path | None = None
+    """A file of text, whose bytes are the tokens of the steps before those that are timed."""
+    loss_steps: int = 200
+    """Steps on that text. No byte is used twice."""
+    lr: float = 1e-4
+    """Learning rate of AdamW, after a linear increase over the first 20 steps."""
+    compiler: str = "inductor"
+    """Backend of torch.compile."""
+    profile: bool = False
+    """Also profile two free-running steps of each row: kernels, host calls, and the waits of the
+    host.
+    """
+    seed: int = 0
+    """Seed of initial values and of the order of the text."""
+    out: Path = Path("zerocast-bench")
+    """Folder for the report as JSON, Markdown and a plot, named by date and device."""
+    compare: Path | None = None
+    """A stored report: exit with status 1 if the time or the memory of a row of ours grew by more
+    than `threshold`.
+    """
+    threshold: float = 0.05
+    """Growth that `compare` allows."""
+    json: bool = False
+    """Print the report as JSON in place of the table."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range, before anything is allocated."""
+        for name in ("layers", "vocabulary", "seq", "batch", "steps", "warm_up", "loss_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.text is not None and self.vocabulary < BYTE_VALUES:
+            raise ValueError(f"text needs a vocabulary of at least {BYTE_VALUES}, got {self.vocabulary}")
+        if self.threshold < 0:
+            raise ValueError(f"threshold cannot be negative, got {self.threshold}")

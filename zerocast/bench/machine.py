@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("zerocast", "triton", "transformer_engine", "numpy")
+PACKAGES = ("zerocast", "triton", "transformer_engine", "torchao", "numpy")
 QUERY = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 

@@ -1,6 +1,6 @@
-"""A report for people: a Markdown page with one table, and a PNG of each row's time and rate."""
+"""Reports for people: a Markdown page with a table, and a PNG, of casts and of training steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.report import Report
+from zerocast.bench.step_report import GIB, LAST_LOSSES, TARGETS, StepMeasurement, StepReport
 
 HEADS = (
     "row", "by", "ms", "MB", "GB/s", "of copy", "floor ms", "x floor", "launches", "host ms", "wall ms", "x ours", "target", "met"
@@ -22,10 +23,9 @@ def markdown(report: Report) -> str:
 
 def _head(report: Report) -> Iterator[str]:
     copy, machine = report.copy, report.machine
-    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None and name != "device")
     yield f"## {report.date}: {machine['device']}"
     yield ""
-    yield f"Backend `{report.backend}`. {versions}."
+    yield f"Backend `{report.backend}`. {_versions(machine)}."
     yield ""
     yield (
         f"Copy of {copy.nbytes / 1e6:,.0f} MB in this run: {copy.before:,.0f} GB/s before the rows, {copy.after:,.0f} GB/s after, "
@@ -33,6 +33,10 @@ def _head(report: Report) -> Iterator[str]:
     )
     yield ""
     yield report.method
+
+
+def _versions(machine: Mapping[str, str | int | None]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None and name != "device")
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -124,3 +128,97 @@ def _floors(
         if report.full and name == report.backend and m.row.target and m.row.target.row is None:
             limit = m.row.target.limit
             axes.plot([limit, limit], [place - height / 2, place + height / 2], color="black", linewidth=1.5)
+
+
+STEP_HEADS = (
+    "row", "ms", "x bf16", "free-running ms", "tokens/s", "host ms", "free host ms", "waits", "peak GiB", "kept GiB",
+    "wire MB", "loss",
+)  # fmt: skip
+STEP_METHOD = (
+    "ms: median of steps that start together on idle devices, until all work is done; free-running: mean of steps between "
+    "which nothing waits, from which tokens/s follow; host: until the calls of a step return; waits: times that the host "
+    "waits for the device in a step; peak: the most that was allocated; kept: what a forward pass leaves allocated; wire: "
+    "full-size side of the collectives of a step. The slowest or fullest rank counts. "
+)
+QUANTITIES = {"ms": "time", "host_ms": "host time", "peak_bytes": "peak memory"}
+
+
+def step_markdown(report: StepReport) -> str:
+    """The whole report of training steps as Markdown."""
+    failures = [f"* {failure.row}: {failure.reason}" for failure in report.failures]
+    return "\n".join(
+        [
+            f"## {report.date}: {report.ranks} x {report.machine['device']}",
+            "",
+            f"{_versions(report.machine)}.",
+            "",
+            ", ".join(f"{name} {value}" for name, value in report.settings.items()) + f"; {report.tokens:,} tokens a step.",
+            "",
+            STEP_METHOD + _losses(report),
+            "",
+            _line(STEP_HEADS),
+            _line(["---", *["---:"] * (len(STEP_HEADS) - 1)]),
+            *(_line(_step_cells(report, m)) for m in report.measurements),
+            *_targets(report),
+            *(["", "Not measured:", *failures] if failures else []),
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def _losses(report: StepReport) -> str:
+    tokens = "the text" if "text" in report.settings else "random tokens"
+    return f"Loss: mean of the last {LAST_LOSSES} steps, or fewer, on {tokens} before the timed ones."
+
+
+def _step_cells(report: StepReport, m: StepMeasurement) -> list[str]:
+    ratio = report.over_bf16(m)
+    sizes = ["" if size is None else f"{size / GIB:.2f}" for size in (m.peak_bytes, m.kept_bytes)]
+    return [
+        m.row,
+        f"{m.ms:.1f}",
+        "" if ratio is None else f"{ratio:.3f}",
+        f"{m.free_ms:.1f}",
+        f"{report.tokens_per_second(m):,.0f}",
+        f"{m.host_ms:.1f}",
+        f"{m.free_host_ms:.1f}",
+        f"{m.profile.waits:g}" if m.profile else "",
+        *sizes,
+        f"{sum(m.wire_bytes.values()) / 1e6:,.0f}",
+        f"{m.loss:.4f}",
+    ]
+
+
+def _targets(report: StepReport) -> Iterator[str]:
+    ratios = [(target, report.reached(target)) for target in TARGETS if report.full]
+    measured = [(target, ratio) for target, ratio in ratios if ratio is not None]
+    if measured:
+        yield from (
+            "",
+            _line(["target", "over", "limit", "reached", "met"]),
+            _line(["---", "---", "---:", "---:", "---"]),
+        )
+    for target, ratio in measured:
+        what = f"{QUANTITIES[target.quantity]} of {target.row}"
+        yield _line(
+            [what, target.over, f"{target.limit:.2f}", f"{ratio:.3f}", "yes" if ratio <= target.limit else "no"]
+        )
+
+
+def step_plot(report: StepReport, path: Path) -> None:
+    """Write a PNG: time and peak memory of each row as bars, and the losses of all rows."""
+    figure = Figure(figsize=(16, 2 + 0.3 * len(report.measurements)), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    rows = [m.row for m in report.measurements]
+    left.barh(rows, [m.ms for m in report.measurements], color=COLORS[0])
+    left.set(xlabel="ms a step", title=f"{report.ranks} x {report.machine['device']}, {report.date}")
+    middle.barh(rows, [(m.peak_bytes or 0) / GIB for m in report.measurements], color=COLORS[2])
+    middle.set(xlabel="peak GiB", yticks=[])
+    for axes in (left, middle):
+        axes.invert_yaxis()
+        axes.margins(y=0.01)
+    for m in report.measurements:
+        right.plot(m.losses, label=m.row, linewidth=0.8)
+    right.set(xlabel="step", ylabel="loss")
+    if rows:
+        right.legend(fontsize=6)
+    figure.savefig(path, dpi=120)

@@ -1,7 +1,8 @@
 """Report: all measurements of one run as JSON, and their comparison with a stored report."""
 
+import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,14 +116,25 @@ MOST_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Regression:
-    """A row's time divided by its floor, in the stored report and now."""
+    """A quantity of a row in the stored report and now; `unit` follows it in the text."""
 
     row: str
     before: float
     now: float
+    unit: str = "x floor"
 
     def __str__(self) -> str:
-        return f"{self.row}: {self.before:.3f} x floor stored, {self.now:.3f} now ({self.now / self.before - 1:+.1%})"
+        return (
+            f"{self.row}: {self.before:.3f} {self.unit} stored, {self.now:.3f} now ({self.now / self.before - 1:+.1%})"
+        )
+
+
+def read_stored(path: Path, schema: int | str) -> dict[str, Any]:
+    """The content of a stored report; ValueError for a file that is no report of `schema`."""
+    stored = json.loads(read_bounded(path, MOST_BYTES))
+    if not isinstance(stored, dict) or stored.get("schema") != schema:
+        raise ValueError(f"{path} is not a report of this benchmark (schema {schema})")
+    return stored
 
 
 def stored_ratios(path: Path) -> dict[str, float]:
@@ -130,9 +142,7 @@ def stored_ratios(path: Path) -> dict[str, float]:
 
     Raises ValueError for a file that is no report of this benchmark.
     """
-    stored = json.loads(read_bounded(path, MOST_BYTES))
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        raise ValueError(f"{path} is not a report of this benchmark (schema {SCHEMA})")
+    stored = read_stored(path, SCHEMA)
     return {line["row"]: line["over_floor"] for line in stored["rows"] if line["by"] == stored["backend"]}
 
 
@@ -143,4 +153,14 @@ def regressions(report: Report, stored: dict[str, float], threshold: float) -> l
     rate = report.copy.rate
     own = {m.row.name: m.over_floor(rate) for m in report.measurements if m.by == report.backend}
     pairs = [Regression(row, stored[row], now) for row, now in own.items() if row in stored]
+    return grown(pairs, threshold)
+
+
+def grown(pairs: Iterable[Regression], threshold: float) -> list[Regression]:
+    """Those that grew by more than the fraction `threshold`."""
     return [pair for pair in pairs if pair.now > pair.before * (1 + threshold)]
+
+
+def today() -> str:
+    """The date of a report, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()

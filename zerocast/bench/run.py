@@ -4,7 +4,6 @@ Before a row is timed, what it writes is compared with the reference backend byt
 times a wrong kernel.
 """
 
-import datetime
 import gc
 from collections.abc import Callable
 from itertools import zip_longest
@@ -18,7 +17,7 @@ from zerocast.bench.clock import Clock, copy_rate, launches
 from zerocast.bench.config import CPU_SCALE, BenchConfig
 from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.peers import usable
-from zerocast.bench.report import CopyRate, Report
+from zerocast.bench.report import CopyRate, Report, today
 from zerocast.bench.row import Build, Row, select
 from zerocast.bench.workload import Place, Workload
 
@@ -124,7 +123,7 @@ class Bench:
         device = self._place.device
         settings = {name: getattr(self._config, name) for name in ("only", "check_scale", "peers", "seconds", "seed")}
         return Report(
-            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            date=today(),
             backend=self._place.backend,
             full=self._scale == 1 and device.type == "cuda",
             machine=machine.describe(device),

@@ -3,7 +3,8 @@
 A Seat stands in for the other ranks, so that one device does exactly one rank's share of a cast.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -15,8 +16,8 @@ from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.weight_table import WeightTable, WeightTables
-from zerocast.distributed.agreement import Reply
 from zerocast.distributed.group import Group
+from zerocast.distributed.ownership import whole_sums
 from zerocast.formats.layout import BUFFERS
 from zerocast.weight import QuantizedWeight
 
@@ -36,14 +37,12 @@ class Seat(Group):
         """The seat of the workload's rank."""
         return Seat(None, workload.rank, workload.world, workload)
 
-    def all_gather_object(self, value: Reply, what: str = "") -> list[Reply]:
-        """The replies when a plan is built: no rank has a problem, all have these weights."""
-        spans = [[(s.start, s.stop) for s in self.workload.spans(rank)] for rank in range(self.size)]
-        others = [replace(value, problem=None, payload=theirs) for theirs in spans]
-        return [value if rank == self.rank else reply for rank, reply in enumerate(others)]
+    def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
+        """When a plan is built, the sums over ranks that own every element of the weights once."""
+        tensor.copy_(whole_sums([math.prod(shape) for shape in self.workload.shapes]))
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """Do nothing: the amaxes stay those of this rank."""
+        """Do nothing: no rank differs when a plan is built, and amaxes stay those of this rank."""
 
 
 STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight

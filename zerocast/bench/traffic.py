@@ -48,8 +48,8 @@ class Traffic:
         """The bytes that compute_scales writes: padded scale buffers and tensor amaxes of all
         weights.
         """
-        own = ("columnwise_scale_inv",) if self.fmt.columnwise is Columnwise.OWN_GRID else ()
-        names = ("rowwise_scale_inv", "amax", *own)
+        cast = self.fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED)
+        names = ("rowwise_scale_inv", "amax", *(("columnwise_scale_inv",) if cast else ()))
         return self._whole(lambda m, k: sum(nbytes(buffers(self.fmt, (m, k), NOMINAL)[name]) for name in names))
 
     @property

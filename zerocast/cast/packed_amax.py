@@ -24,7 +24,8 @@ from zerocast.cast.partition import MasterShard, Partition
 from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.agreement import SameCall
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span, amax_counts
+from zerocast.distributed.ownership import Ownership
+from zerocast.formats.layout import amax_counts
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,13 @@ class BoundaryByte:
     owners: tuple[int, int]
 
 
-def boundary_bytes(index: int, spans: Sequence[Span], elements_per_byte: int) -> Iterator[BoundaryByte]:
-    """The bytes that two ranks share, from the spans of all ranks of one weight."""
-    if elements_per_byte == 1:
+def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
+    """The bytes of one weight that two ranks share."""
+    if ownership.items[index].elements_per_byte == 1:
         return
-    held = sorted((span.start, span.stop, rank) for rank, span in enumerate(spans) if span.numel)
-    for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
-        if stop == start and stop % 2:
-            yield BoundaryByte(index, stop - 1, (rank, other))
+    for first, second in itertools.pairwise(ownership.pieces.get(index, ())):
+        if first.stop == second.start and first.stop % 2:
+            yield BoundaryByte(index, first.stop - 1, (first.rank, second.rank))
 
 
 class PackedAmax(AmaxReduction):
@@ -69,8 +69,7 @@ class PackedAmax(AmaxReduction):
             size += rowwise + columnwise
             if rowwise:
                 dtypes.add(torch.float32 if index in self._external else weight.dtype)
-            spans = [spans[index] for spans in partition.spans]
-            self.boundary_bytes += boundary_bytes(index, spans, weight.format.elements_per_byte)
+            self.boundary_bytes += boundary_bytes(index, partition.ownership)
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
         numel = size + 4 * len(self.boundary_bytes)
         has_slots = bool(numel) and group.size > 1

@@ -1,12 +1,11 @@
 """MasterShard: one weight with the master elements that this rank owns of it, checked on every rank
 together.
 
-Nothing here reads or writes bytes. Each rank checks what it was given; then all exchange once what
-they own, or what is wrong with it, and all raise together or none does: a mistake on one rank is an
-error on every rank and never a hang.
+Nothing here reads or writes bytes. Each rank checks what it was given; then all compare digests of
+it, and raise together or not at all: a mistake on one rank is an error on every rank and never a
+hang. Last they find out who owns what (`zerocast.distributed.ownership`).
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.distributed.ownership import Item, Ownership, exchange_spans
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import Span, byte_range
 from zerocast.weight import QuantizedWeight
@@ -38,13 +38,13 @@ class MasterShard:
 
 @dataclass(frozen=True)
 class Partition:
-    """The shards of this rank, and who owns what: `spans[rank][i]` is that rank's part of weight i.
+    """The shards of this rank, and who owns what on all ranks.
 
     `device` is that of the weights, `backend` the one chosen for it.
     """
 
     shards: list[MasterShard]
-    spans: list[list[Span]]
+    ownership: Ownership
     device: torch.device
     backend: str
 
@@ -52,7 +52,7 @@ class Partition:
         """Whether any rank holds a part of the master; a weight without one is frozen and stays
         as it is.
         """
-        return any(spans[index].numel for spans in self.spans)
+        return self.ownership.owned[index] > 0
 
     def move(self, master_weights: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None) -> None:
         """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with
@@ -71,10 +71,6 @@ class Partition:
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
         self.shards[:] = moved
-
-    def covers(self, index: int) -> bool:
-        """Whether every element of the weight has an owner."""
-        return sum(spans[index].numel for spans in self.spans) == self.shards[index].weight.numel()
 
 
 def partition(
@@ -100,26 +96,14 @@ def partition(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     lines = [_fingerprint(shard.weight) for shard in shards]
-    spans = [(shard.span.start, shard.span.stop) for shard in shards]
-    replies = validate_across_ranks(group, lines, problem, spans, "builds a CastPlan")
-    by_rank = [[Span(*pair) for pair in pairs] for pairs in replies]
-    _check_overlaps(lines, by_rank)
-    return Partition(shards, by_rank, device, chosen)
+    validate_across_ranks(group, lines, problem, "builds a CastPlan")
+    weights = [shard.weight for shard in shards]
+    items = [Item(w.numel(), w.format.elements_per_byte, line) for w, line in zip(weights, lines, strict=True)]
+    return Partition(shards, exchange_spans(group, items, [shard.span for shard in shards]), device, chosen)
 
 
 def _fingerprint(weight: QuantizedWeight) -> str:
     return f"{weight.format} {tuple(weight.shape)} {weight.dtype}"
-
-
-def _check_overlaps(lines: list[str], by_rank: list[list[Span]]) -> None:
-    for index, line in enumerate(lines):
-        held = sorted((s[index].start, s[index].stop, rank) for rank, s in enumerate(by_rank) if s[index].numel)
-        for (_, stop, rank), (start, _, other) in itertools.pairwise(held):
-            if start < stop:
-                raise ValueError(
-                    f"ranks {rank} and {other} both own elements of weight {index} ({line}) from {start} on; "
-                    "masters may not overlap"
-                )
 
 
 def _check(

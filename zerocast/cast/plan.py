@@ -199,7 +199,7 @@ class CastPlan:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before.
         Weights with gaps are left out.
         """
-        shown = [i for i in range(len(self.weights)) if self._partition.covers(i)]
+        shown = [i for i in range(len(self.weights)) if self._partition.ownership.covers(i)]
         left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 

@@ -38,7 +38,7 @@ class StepHooks:
         cannot be.
         """
         problem = self._refusal(optimizer)
-        validate_across_ranks(self._group, [], problem, what="attaches a CastPlan to an optimizer")
+        validate_across_ranks(self._group, [], problem, "attaches a CastPlan to an optimizer")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
         hook = _CastAfterStep(self, cast, claim, _stepped(optimizer))
         self._hooks.add(hook)
@@ -69,8 +69,8 @@ class StepHooks:
         )
 
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        shards, spans = self._partition.shards, self._partition.spans
-        return [(shards[i].weight.state, [by_rank[i] for by_rank in spans if by_rank[i].numel]) for i in self._cast]
+        shards, ownership = self._partition.shards, self._partition.ownership
+        return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
     def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
         """Why the plan cannot be attached to an optimizer."""

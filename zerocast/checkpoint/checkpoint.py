@@ -187,7 +187,8 @@ def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
     except OSError as error:
         problem = error
-    parts: list[dict[str, FileSum]] = validate_across_ranks(group, [], problem, own, SAVES)
+    validate_across_ranks(group, [], problem, SAVES)
+    parts: list[dict[str, FileSum]] = group.all_gather_object(own, "the sums of a checkpoint's files")
     return {name: sums for part in parts for name, sums in part.items()}
 
 

@@ -13,7 +13,7 @@ from zerocast.cli.plan import plan
 DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
 
 commands = SubcommandApp()
-commands.command(bench)
+commands.command(bench, name="bench", help="Time casts, or with `step` whole training steps.")
 commands.command(convert)
 commands.command(doctor)
 commands.command(inspect)

@@ -1,29 +1,38 @@
-"""`zerocast bench`: the benchmark, its table on the screen and its report in a folder."""
+"""`zerocast bench`: the benchmarks of a cast and of a training step, as a table on the screen and a
+report in a folder.
+"""
 
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import tyro
+from tyro.extras import SubcommandApp
 
-from zerocast.bench import Bench, BenchConfig, Report
+from zerocast.bench import Bench, BenchConfig, Report, StepBench, StepConfig, StepReport
 from zerocast.bench.measurement import Failure, Measurement
-from zerocast.bench.render import markdown, plot
-from zerocast.bench.report import regressions, stored_ratios
+from zerocast.bench.render import markdown, plot, step_markdown, step_plot
+from zerocast.bench.report import Regression, regressions, stored_ratios
+from zerocast.bench.step_report import StepFailure, StepMeasurement
 from zerocast.bench.trace import write_trace
 from zerocast.cli.files import written
 
+bench = SubcommandApp()
 
-def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
+
+@bench.command(is_default=True)
+def cast(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
     """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
     TransformerEngine where it is installed.
 
-    Prints a Markdown table and writes it with JSON and a plot.
+    Prints a Markdown table and writes it with JSON and a plot. `zerocast bench step` times whole
+    training steps.
 
     Example: zerocast bench --only "A cast" --compare stored.json
 
@@ -40,12 +49,43 @@ def bench(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
         return 2
     report = runner.run(_progress)
     print(json.dumps(report.as_dict(), indent=1) if config.json else markdown(report))
-    for path in _write(report, config.out):
-        _say(f"wrote {path}")
+    _write(report, markdown(report), plot, config.out, report.backend)
     grown = regressions(report, stored, config.threshold)
+    return _status(grown, report.failed)
+
+
+@bench.command
+def step(config: tyro.conf.OmitArgPrefixes[StepConfig]) -> int:
+    """Time whole training steps of a Llama: bf16 and zerocast's formats under FSDP2 and ZeroAdamW,
+    and torchao and TransformerEngine where they are installed.
+
+    Runs under torchrun on any number of ranks, or in one process. Rank 0 prints a Markdown table
+    and writes it with JSON and a plot.
+
+    Example: torchrun --nproc-per-node 2 -m zerocast bench step --variants fsdp2:bf16 'fsdp2:fp8_*'
+
+    Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
+    cannot be met.
+    """
+    try:
+        stored = StepReport.read(config.compare) if config.compare else None
+        with _joined(alone=True) as device:
+            is_first = dist.get_rank() == 0
+            report = StepBench(config, device).run(_step_progress if is_first else lambda _: None)
+            grown = report.regressions(stored, config.threshold) if stored else []
+    except (OSError, RuntimeError, ValueError) as error:
+        _say(f"zerocast bench step: {error}")
+        return 2
+    if is_first:
+        print(json.dumps(report.as_dict(), indent=1) if config.json else step_markdown(report))
+        _write(report, step_markdown(report), step_plot, config.out, f"step-x{report.ranks}")
+    return _status(grown if is_first else [], report.failed)
+
+
+def _status(grown: list[Regression], failed: bool) -> int:
     for regression in grown:
         _say(f"regression: {regression}")
-    return 1 if grown or report.failed else 0
+    return 1 if grown or failed else 0
 
 
 def _trace(path: Path, config: BenchConfig) -> int:
@@ -58,18 +98,28 @@ def _trace(path: Path, config: BenchConfig) -> int:
     return 0
 
 
-def _write(report: Report, folder: Path) -> list[Path]:
+AnyReport = TypeVar("AnyReport", Report, StepReport)
+
+
+def _write(report: AnyReport, text: str, draw: Callable[[AnyReport, Path], None], folder: Path, what: str) -> None:
+    """Write JSON, Markdown and PNG, named by date, device and `what` was measured."""
     folder.mkdir(parents=True, exist_ok=True)
     device = "-".join(str(report.machine["device"]).lower().split())
-    stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{report.backend}"
-    data, text, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
+    stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{what}"
+    data, page, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
     with written(data) as path:
         report.write_json(path)
-    with written(text) as path:
-        path.write_text(markdown(report))
+    with written(page) as path:
+        path.write_text(text)
     with written(picture) as path:
-        plot(report, path)
-    return [data, text, picture]
+        draw(report, path)
+    for path in (data, page, picture):
+        _say(f"wrote {path}")
+
+
+def _step_progress(result: StepMeasurement | StepFailure) -> None:
+    what = f"{result.ms:9.1f} ms" if isinstance(result, StepMeasurement) else f"not measured: {result.reason}"
+    _say(f"{result.row:<48} {what}")
 
 
 def _progress(result: Measurement | Failure) -> None:
@@ -82,21 +132,24 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _joined() -> Iterator[torch.device]:
+def _joined(alone: bool = False) -> Iterator[torch.device]:
     """Yield this rank's device, inside the default process group that torchrun asks for.
 
     The group uses NCCL if every rank of the host has a GPU, else gloo. Without torchrun there is
-    none.
+    none, or one of this process `alone`.
     """
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     use_cuda = torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not alone:
         yield device
         return
-    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
+    ranks: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        ranks = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None, **ranks)
     try:
         yield device
     finally:

@@ -29,6 +29,7 @@ FORMATS = (
     "fp8_block",
     "fp8_block:power_of_2_scale=False",
     "mxfp8",
+    "mxfp8:block=32x32",
     "nvfp4",
     "identity",
 )

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,46 +14,67 @@ from zerocast.weight.freshness import debugging
 DIGESTS = 128  # bf16 has every integer up to 256
 
 
+WORDS = 4  # of 62 bits: the digest of a text
+
+
 @dataclass(frozen=True)
 class Reply:
-    """One rank's part of an exchange: its call, (class, text) of its problem, a digest and a
-    payload.
+    """What a rank tells the others where they differ: its call, (class, text) of its problem, a
+    digest of its lines and its settings.
     """
 
     what: str
     problem: tuple[type[Exception], str] | None
-    digest: str
-    payload: Any
+    digest: tuple[int, ...]
+    settings: str
 
 
 def validate_across_ranks(
-    group: Group, lines: Sequence[str], problem: Exception | None, payload: Any = None, what: str = "agrees"
-) -> list[Any]:
-    """Exchange `payload` over the group, if all is well everywhere; returns the payloads by rank.
+    group: Group, lines: Sequence[str], problem: Exception | None, what: str = "agrees", settings: str = ""
+) -> None:
+    """Raise on every rank if anything is wrong on any, or if ranks differ.
 
     `problem` is an error that this rank found, `lines` describe the items that all ranks must
-    share, and `what` is the call in progress, as a verb. Raises RuntimeError for ranks in different
-    calls; the problem of the first rank that has one, with the rank in its message if there are
-    several ranks; or ValueError naming the first line that differs.
+    share, `settings` is what else they must, and `what` is the call in progress, as a verb. If all
+    is well this is one all-reduce of digests, whatever the number of ranks and lines. Raises
+    RuntimeError for ranks in different calls; the problem of the first rank that has one, with the
+    rank in its message if there are several ranks; or ValueError naming the first line that
+    differs, or both settings.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    check_same_call(group, what)
+    digest = _words("\n".join(lines))
+    words = [*_words(what), *digest, *_words(settings)]
+    wrong = int(problem is not None)
+    largest = largest_of_ranks(group, [wrong, *words, *(-word for word in words)], f"digests as this rank {what}")
+    highest, negated = largest[1 : len(words) + 1], largest[len(words) + 1 :]
+    if not largest[0] and all(high == -low for high, low in zip(highest, negated, strict=True)):
+        return
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     found = None if problem is None else (kind, str(problem))
-    replies: list[Reply] = group.all_gather_object(Reply(what, found, digest, payload), f"objects as this rank {what}")
-    _check_calls([reply.what if isinstance(reply, Reply) else "gathers objects" for reply in replies])
-    for rank, reply in enumerate(replies):
-        if reply.problem is not None:
-            wrong, text = reply.problem
-            raise wrong(text if group.size == 1 else f"rank {rank}: {text}")
-    if len({reply.digest for reply in replies}) > 1:
-        _raise_difference(group.all_gather_object(list(lines)))
-    return [reply.payload for reply in replies]
+    _raise_difference(group, Reply(what, found, digest, settings), lines)
+
+
+def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int]:
+    """For each place the largest of the ranks' integers; `what` they are, for errors."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=group.device)
+    group.all_reduce_max(tensor, what)
+    largest: list[int] = tensor.tolist()
+    return largest
 
 
 def check_same_call(group: Group, what: str) -> None:
-    """In debug mode, raise RuntimeError on every rank unless all ranks make this call now."""
+    """In debug mode, raise RuntimeError on every rank unless all ranks make this call now.
+
+    A program that gathers objects of its own meanwhile is told apart.
+    """
     if debugging() and group.size > 1:
-        validate_across_ranks(group, [], None, what=what)
+        calls = group.all_gather_object(_Call(what), f"calls as this rank {what}")
+        _check_calls([call.what if isinstance(call, _Call) else "gathers objects" for call in calls])
+
+
+@dataclass(frozen=True)
+class _Call:
+    what: str
 
 
 class SameCall:
@@ -117,7 +138,7 @@ class SameCall:
         """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""
         largest, negated = slots.tolist()
         if largest != -negated:
-            validate_across_ranks(self._group, [], None, what=self._call)
+            validate_across_ranks(self._group, [], None, self._call)
             raise RuntimeError(
                 f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
                 "calls in the same order"
@@ -148,17 +169,40 @@ def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
             result = work()
         except Exception as error:
             problem = error
-    return validate_across_ranks(group, [], problem, result, what)[0]
+    validate_across_ranks(group, [], problem, what)
+    return group.broadcast_object(result, f"rank 0's result as this rank {what}")
 
 
-def _raise_difference(by_rank: list[list[str]]) -> None:
-    first = by_rank[0]
-    for rank, lines in enumerate(by_rank):
-        if len(lines) != len(first):
-            raise ValueError(f"rank 0 passes {len(first)} weights and rank {rank} {len(lines)}: all pass the same list")
-        for index, (expected, found) in enumerate(zip(first, lines, strict=True)):
-            if expected != found:
-                raise ValueError(
-                    f"weight {index} is {expected} on rank 0 and {found} on rank {rank}: all pass the same list"
-                )
-    raise AssertionError("digests differ and lists do not")
+def _raise_difference(group: Group, own: Reply, lines: Sequence[str]) -> NoReturn:
+    """Raise what `validate_across_ranks` found. Every rank has one reply, and lines travel from two
+    ranks only.
+    """
+    replies: list[Reply] = group.all_gather_object(own, "what differs between ranks")
+    _check_calls([reply.what for reply in replies])
+    for rank, reply in enumerate(replies):
+        if reply.problem is not None:
+            wrong, text = reply.problem
+            raise wrong(text if group.size == 1 else f"rank {rank}: {text}")
+    first = replies[0]
+    for rank, reply in enumerate(replies):
+        if reply.digest != first.digest:
+            by_rank_0, found = (group.broadcast_object(list(lines), "a rank's weights", root) for root in (0, rank))
+            _raise_other_lines(by_rank_0, found, rank)
+    rank = next(rank for rank, reply in enumerate(replies) if reply.settings != first.settings)
+    raise ValueError(
+        f"settings differ between ranks: {first.settings} on rank 0, {replies[rank].settings} on rank {rank}"
+    )
+
+
+def _raise_other_lines(first: Sequence[str], lines: Sequence[str], rank: int) -> NoReturn:
+    if len(lines) != len(first):
+        raise ValueError(f"rank 0 passes {len(first)} weights and rank {rank} {len(lines)}: all pass the same list")
+    pairs = enumerate(zip(first, lines, strict=True))
+    index, (expected, found) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    raise ValueError(f"weight {index} is {expected} on rank 0 and {found} on rank {rank}: all pass the same list")
+
+
+def _words(text: str) -> tuple[int, ...]:
+    """A digest of a text, as integers whose negatives fit into 64 bits."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 2 for i in range(WORDS))

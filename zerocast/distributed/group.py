@@ -86,6 +86,14 @@ class Group:
             raise ValueError("this process is not a member of the group")
         return Group(group, rank, dist.get_world_size(group))
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors that start on the host lie to be sent: the CPU if a backend serves it, else
+        this process's GPU.
+        """
+        kinds = [device.type for device in getattr(self.handle, "_device_types", ())]
+        return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
     def duplicate(self, backend: str | None = None) -> "Group":
         """A new process group of the same ranks with the same timeout; all of them call it.
 
@@ -143,6 +151,15 @@ class Group:
         with self.failing("exchange", what):
             dist.all_gather_object(values, value, group=self.handle)
         return values
+
+    def broadcast_object(self, value: Any, what: str = "an object", root: int = 0) -> Any:
+        """The value that rank `root` of this group passes."""
+        if self.size == 1:
+            return value
+        values = [value if self.rank == root else None]
+        with self.failing("broadcast", what):
+            dist.broadcast_object_list(values, group_src=root, group=self.handle)
+        return values[0]
 
     def all_gather_into(self, out: Tensor, part: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
         """Concatenate every rank's `part` in `out`; `part` may be this rank's slice of it."""

@@ -143,7 +143,7 @@ def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
 
     Returns None where the rowwise data serves both directions.
     """
-    if fmt.columnwise is Columnwise.NONE:
+    if fmt.columnwise in (Columnwise.NONE, Columnwise.SHARED):
         return None
     if fmt.columnwise is Columnwise.OWN_GRID:
         return Buffer((rows, columns), torch.uint8)
@@ -153,7 +153,8 @@ def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
 def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
     """The scale buffer of the rowwise data with its padding, or None for formats without scales.
 
-    A buffer row holds the scales of one row of blocks; nvfp4 repeats it for each row of the tiles.
+    A buffer row holds the scales of one row of blocks; byte scales are repeated for each row of
+    their blocks.
     """
     if fmt.scale_rule is ScaleRule.NONE:
         return None
@@ -168,14 +169,15 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
 def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
     """The scale buffer of the columnwise data: the rowwise one of the transposed weight.
 
-    mxfp8 has a grid of its own instead, padded to multiples of (4, 128).
+    mxfp8 has one row of scales for 32 rows instead, with a scale for each column, padded to
+    multiples of (4, 128).
     """
     if fmt.columnwise is Columnwise.NONE:
         return None
     if fmt.columnwise is Columnwise.TRANSPOSE:
         return rowwise_scale_inv(fmt, columns, rows)
-    down, across = amax_grid(fmt.columnwise_block, rows, columns)
-    return Buffer((round_up(down, 4), round_up(across, 128)), torch.uint8)
+    down, across = amax_grid(fmt.columnwise_block or fmt.block, rows, columns)
+    return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), torch.uint8)
 
 
 BUFFERS = (

@@ -31,6 +31,7 @@ class Columnwise(enum.IntEnum):
     NONE = 0  # the rowwise buffer serves both directions
     TRANSPOSE = 1  # the same codes and scales, transposed after the all-gather
     OWN_GRID = 2  # its own blocks and codes, cast from the master; not transposed
+    SHARED = 3  # the rowwise codes; the scales of the same blocks in a columnwise buffer
 
 
 class AmaxPolicy(enum.IntEnum):
@@ -80,6 +81,20 @@ class FormatSpec:
     def elements_per_byte(self) -> int:
         """How many codes a byte holds: 2 for 4-bit codes, else 1."""
         return 2 if self.bits == 4 else 1
+
+    def scale_repeat(self, columnwise: bool = False) -> Block:
+        """(rows, columns) of a scale buffer that one scale fills.
+
+        Kernels read byte scales of 1x16, 1x32 or 32x1 elements, so those of a larger block are
+        repeated.
+        """
+        if self.block is None or self.scale_rule is ScaleRule.FP32:
+            return 1, 1
+        if not columnwise:
+            return self.block[0], 1
+        if self.columnwise is Columnwise.TRANSPOSE:
+            return self.block[1], 1
+        return 1, (self.columnwise_block or self.block)[1]
 
     @property
     def has_tensor_amax(self) -> bool:

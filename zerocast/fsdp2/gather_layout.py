@@ -16,7 +16,7 @@ the codes of each lies what goes with them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,15 +34,14 @@ class ScaleRegion:
     """The scales of one direction in side channel number `side`: `count` block rows of `across`
     entries from byte `offset` on.
 
-    `name` is that of the weight's buffer; `repeat` says that the buffer repeats them for every row
-    of a block.
+    `name` is that of the weight's buffer, of which each scale fills `repeat` rows and columns.
     """
 
     name: str
     height: int
     across: int
     dtype: torch.dtype
-    repeat: bool
+    repeat: Block
     offset: int
     count: int
     side: int
@@ -69,6 +68,10 @@ class GatherLayout:
         self.scale_offset = self._reserve(0, 4) if fmt.block is None else None
         self._add_scales("rowwise_scale_inv", fmt.block, 0)
         self._add_scales("columnwise_scale_inv", fmt.columnwise_block, len(self._sides) - 1)
+        self._sent = list(self.scales)
+        if fmt.columnwise is Columnwise.SHARED:  # the scales that are sent fill both buffers
+            repeat = fmt.scale_repeat(columnwise=True)
+            self.scales.append(replace(self.scales[0], name="columnwise_scale_inv", repeat=repeat))
         self._side_bytes = max(self._sides)
         self._code_slot = round_up(self._code_bytes, ALIGNMENT)
         self.nbytes = self.directions * self._code_slot + len(self._sides) * self._side_bytes
@@ -87,7 +90,7 @@ class GatherLayout:
         across = amax_grid(block, shards.rows, self._geometry.columns)[1]
         count = shards.most_owned(block[0])
         offset = self._reserve(side, count * across * dtype.itemsize)
-        repeat = rule is ScaleRule.TWO_LEVEL
+        repeat = self._geometry.format.scale_repeat(name.startswith("columnwise"))
         self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count, side))
 
     def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,12 +127,10 @@ class GatherLayout:
         """
         _, sides = self.parts(buffers)
         pairs = []
-        for region in self.scales:
+        for region in self._sent:
             owned = self._geometry.shards.owned(self._geometry.rank, region.height)
             first = owned.start - self._geometry.first_row // region.height
-            source = made[region.name]
-            if region.repeat:
-                source = source[:, :: region.height]
+            source = made[region.name][:, :: region.repeat[0], :: region.repeat[1]]
             if owned.numel:
                 source = source[:, first : first + owned.numel, : region.across]
                 pairs.append((region.of(sides[region.side])[:, : owned.numel], source))
@@ -159,11 +160,12 @@ class ScaleFill:
 
     def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
         self.side, self.buffer, self._padding = region.side, buffer, padding
-        height = region.height if region.repeat else 1
+        height, width = region.repeat
         blocks = -(-shards.rows // region.height)
-        self._pads = buffer.numel() > blocks * height * region.across
-        sent = region.of(side)
-        target = buffer[: blocks * height, : region.across].unflatten(0, (blocks, height))
+        self._pads = buffer.numel() > blocks * height * region.across * width
+        sent = region.of(side).unsqueeze(-1)
+        used = buffer[: blocks * height, : region.across * width]
+        target = used.unflatten(1, (region.across, width)).unflatten(0, (blocks, height))
         # rank and place of each block row, where boundaries cut some
         self._owners: tuple[Tensor, ...] | None = None
         if shards.cut(region.height):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerocast.distributed.agreement import check_same_call, validate_across_ranks
+from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
@@ -250,10 +250,13 @@ class CastManager:
             mesh = self._mesh_of(members[0])
             group = Group.of(mesh).called_by(self._caller)
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
-            peers = tuple(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
-            lines = [one.fingerprint for one in members]
-            slices = sorted(set(validate_across_ranks(group, lines, next(iter(problems), None), peers)))
-            yield ReductionGroup(group, mesh.device_type, slices.index(peers), len(slices)), members
+            validate_across_ranks(group, [one.fingerprint for one in members], next(iter(problems), None))
+            # ranks that shard one slice have the same first rank
+            ranks = dist.get_process_group_ranks(mesh.get_group())
+            first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
+            is_first = largest_of_ranks(group, [rank == first for rank in ranks], "the slices of weights")
+            slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
+            yield ReductionGroup(group, mesh.device_type, slices.index(first), len(slices)), members
 
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
         return self._weight_mesh if self._weight_mesh is not None else weight.shard_mesh

@@ -23,6 +23,7 @@ The life of a prepared parameter:
     DTensor over a MasterParameter, with a gradient that FSDP2 has reduced
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -49,6 +50,11 @@ _Ref = weakref.ReferenceType[CastManager]
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
 # The prepared modules in a module, looked for once.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
+
+ONE_DIRECTION = (
+    "one_direction is deprecated: take the format mxfp8:block=32x32, whose one set of codes serves both directions with 1.001 "
+    "bytes an element in every gather"
+)
 
 
 def prepare(
@@ -78,7 +84,8 @@ def prepare(
     With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered
     rowwise for a forward pass and columnwise for a backward pass, half the bytes each time. A pass
     that reads the other direction raises RuntimeError: a forward pass that is recomputed
-    (activation checkpointing), torch.compile.
+    (activation checkpointing), torch.compile. Deprecated: `mxfp8:block=32x32` has one set of codes
+    for both directions, and takes all of these.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
     format cannot take, an embedding and a weight that is sharded already, and TypeError for one
@@ -87,6 +94,8 @@ def prepare(
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
+    if one_direction:
+        warnings.warn(ONE_DIRECTION, FutureWarning, stacklevel=2)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     torch_fsdp.key_graphs_by_local_tensors()
@@ -226,27 +235,33 @@ def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Par
     return nn.Parameter(MasterParameter(value, weight, manager), requires_grad=parameter.requires_grad)
 
 
-class _OutsideOfGraphs:
-    """A forward hook that calls `method` of a cast manager, as long as there is one. It pickles
-    as one that does nothing.
-    """
+class PickledHook:
+    """A hook of a module that was pickled, whose parameters are plain ones: it does nothing."""
 
-    def __init__(
-        self, manager: CastManager | None = None, method: Callable[..., None] | None = None, *args: Any
-    ) -> None:
-        self._manager = None if manager is None else weakref.ref(manager)
-        self._method, self._args = method, args
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    before = after = __call__  # as files of earlier versions name it
+
+
+class _OutsideOfGraphs:
+    """A forward hook that calls `method` of a cast manager, as long as there is one."""
+
+    def __init__(self, manager: CastManager, method: Callable[..., None], *args: Any) -> None:
+        self._manager, self._method, self._args = weakref.ref(manager), method, args
         self._run_outside = torch.compiler.disable(self._run)  # here, since it imports the compiler
 
     def __reduce__(self) -> Any:
-        return _OutsideOfGraphs, ()  # parameters pickle as plain ones
+        return PickledHook, ()
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self._run_outside()
 
     def _run(self) -> None:
-        manager = None if self._manager is None else self._manager()
-        if manager is not None and self._method is not None:
+        manager = self._manager()
+        if manager is not None:
             self._method(manager, *self._args)
 
 
@@ -281,7 +296,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """RuntimeError for masters that something has left half written, or that ranks disagree about:
     they would be saved.
     """
-    for manager in managers_of(module):
+    for manager in managers_of(module) if is_prepared(module) else ():  # not if it was pickled
         manager.check_complete()
 
 

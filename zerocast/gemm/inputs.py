@@ -180,4 +180,4 @@ def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor,
     grid = block_amax(value, block)
     amax = grid.amax()
     codes = encode(fmt.element, value * expand(encode_scales(fmt, grid, amax, None), block, rows, columns))
-    return codes, fill_scales(fmt, stored_scales(fmt, grid, amax, None), rows, buffer), amax
+    return codes, fill_scales(stored_scales(fmt, grid, amax, None), fmt.scale_repeat(), buffer), amax

@@ -25,10 +25,11 @@ def of_weight(weight: Any, columnwise: bool) -> Tensor:
     """The swizzled scales of one direction of a weight, made at its first product after a cast and
     kept until the next.
 
-    The columnwise scales of an own grid lie as the transpose of what their product reads.
+    The scales of columnwise codes that are not transposed lie as the transpose of what their
+    product reads.
     """
     _, scale_inv = weight.direction(columnwise)
-    turned = columnwise and weight.format.columnwise is Columnwise.OWN_GRID
+    turned = columnwise and weight.format.columnwise is not Columnwise.TRANSPOSE
     made: Tensor = weight.state.cached_per_cast(
         ("swizzled", columnwise), lambda: swizzle(scale_inv.t().contiguous() if turned else scale_inv)
     )

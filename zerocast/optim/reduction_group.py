@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.optim.gradients import reducers
 
@@ -34,15 +35,22 @@ class _Lease:
         return self.owner is not None and self.owner() is None
 
 
-def free_groups(parent: Group) -> list[int]:
-    """The numbers of those that are free on this rank."""
+def groups_free_on_all(parent: Group, company: bool) -> list[int] | None:
+    """The numbers of the groups that no rank's optimizer uses; None if no rank has company and all
+    reduce over `parent`. All ranks call it.
+    """
     leases = [] if parent.handle is None else _made.get(parent.handle, [])
-    return [number for number, lease in enumerate(leases) if lease.is_free()]
+    any_company, most = largest_of_ranks(parent, [company, len(leases)], "whether optimizers stand side by side")
+    if not any_company:
+        return None
+    used = [not lease.is_free() for lease in leases] + [True] * (most - len(leases))
+    used_anywhere = largest_of_ranks(parent, used, "which groups optimizers use") if used else []
+    return [number for number, is_used in enumerate(used_anywhere) if not is_used]
 
 
-def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -> Group:
-    """The same ranks in another process group, while `owner` lives; all ranks call it, with what
-    all said is free.
+def group_of_its_own(parent: Group, owner: Any, free: Sequence[int]) -> Group:
+    """The same ranks in another process group, while `owner` lives; all ranks call it, with the
+    numbers of the groups that are free on all.
 
     Each optimizer starts its buckets in one order on every rank, but two of them take turns as
     gradients arrive, and with unused parameters that differs between ranks: on one group they would
@@ -50,7 +58,6 @@ def group_of_its_own(parent: Group, owner: Any, free_by_rank: list[list[int]]) -
     """
     assert parent.handle is not None
     leases = _made.setdefault(parent.handle, [])
-    free = set(free_by_rank[0]).intersection(*free_by_rank)
     if not free:
         leases.append(_Lease(parent.duplicate()))
     lease = leases[min(free, default=-1)]

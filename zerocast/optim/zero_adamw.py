@@ -29,7 +29,7 @@ from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
-from zerocast.optim.reduction_group import free_groups, group_of_its_own, has_company
+from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
 from zerocast.optim.state import ZeroState
 from zerocast.optim.validate import (
     Named,
@@ -99,15 +99,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
-        free = free_groups(self._group)
-        by_rank = validate_across_ranks(self._group, lines, problem, (settings, company, free), "builds a ZeroAdamW")
-        first = by_rank[0][0]
-        for rank, (found, _, _) in enumerate(by_rank):
-            if found != first:
-                raise ValueError(f"settings differ between ranks: {first} on rank 0, {found} on rank {rank}")
-        alone = not any(company for _, company, _ in by_rank)
-        free_by_rank = [free for _, _, free in by_rank]
-        self._build(named, stage, self._group if alone else group_of_its_own(self._group, self, free_by_rank))
+        validate_across_ranks(self._group, lines, problem, "builds a ZeroAdamW", settings)
+        free = groups_free_on_all(self._group, company)
+        self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         config, group, device = self._config, self._group, named[0][1].device

@@ -62,10 +62,10 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
 
 def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
     named = [_named(view, index, names) for index, view in enumerate(views.masters)]
-    validate_across_ranks(views.group, [_describe(view) for view in named], None, what="verifies")
+    validate_across_ranks(views.group, [_describe(view) for view in named], None, "verifies")
     compared = [_compare(view, views.group) for view in named]
     found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
-    by_rank = validate_across_ranks(ranks, [], None, found, "verifies")
+    by_rank = ranks.all_gather_object(found, "what ranks found as they verify")
     return VerifyReport(
         len(named),
         sum(nbytes for _, nbytes, _ in compared),

@@ -115,8 +115,9 @@ class WeightState:
 
     def columnwise_is_fresh(self) -> bool:
         """Whether there is a columnwise copy, made from the last cast."""
-        present = self.buffers["columnwise_data"] is not None
-        return present and (self.format.columnwise is Columnwise.OWN_GRID or self.is_gathered())
+        shared = self.format.columnwise is Columnwise.SHARED
+        present = self.buffers["columnwise_scale_inv" if shared else "columnwise_data"] is not None
+        return present and (self.format.columnwise is not Columnwise.TRANSPOSE or self.is_gathered())
 
     def is_gathered(self) -> bool:
         """Whether post-all-gather processing has followed the last cast."""

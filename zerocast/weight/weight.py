@@ -200,7 +200,7 @@ class QuantizedWeight(WeightBuffers):
                     "last cast: call post_all_gather_processing (or plan.post_all_gather()) after the all-gather"
                 )
             self.state.freshness.rebuild(self)
-        data = self.columnwise_data
+        data = self.rowwise_data if self.format.columnwise is Columnwise.SHARED else self.columnwise_data
         assert data is not None
         return data
 

@@ -55,16 +55,19 @@ def quantize(
     row_buffer = rowwise_scale_inv(fmt, rows, columns)
     column_buffer = columnwise_scale_inv(fmt, rows, columns)
     assert row_buffer and column_buffer
-    row_scales = fill_scales(fmt, stored, rows, row_buffer)
+    row_scales = fill_scales(stored, fmt.scale_repeat(), row_buffer)
 
     if fmt.columnwise is Columnwise.OWN_GRID:
         grid = block_amax(x, fmt.columnwise_block)
         over = expand(encode_scales(fmt, grid, None, scale), fmt.columnwise_block, rows, columns)
-        column_codes = encode(fmt.element, x * over)
-        column_scales = fill_scales(fmt, stored_scales(fmt, grid, None, scale), rows, column_buffer)
+        column_codes: Tensor | None = encode(fmt.element, x * over)
+        stored = stored_scales(fmt, grid, None, scale)
+    elif fmt.columnwise is Columnwise.SHARED:
+        column_codes = None
     else:
-        column_codes = codes.t().contiguous()
-        column_scales = fill_scales(fmt, stored.t(), columns, column_buffer)
+        column_codes, stored = codes.t().contiguous(), stored.t()
+    column_scales = fill_scales(stored, fmt.scale_repeat(columnwise=True), column_buffer)
     if fmt.elements_per_byte == 2:
+        assert column_codes is not None
         codes, column_codes = pack(codes), pack(column_codes)
     return Quantized(codes, row_scales, column_codes, column_scales, tensor_amax)

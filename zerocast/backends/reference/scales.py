@@ -34,16 +34,14 @@ def expand(grid: Tensor, block: Block | None, rows: int, columns: int) -> Tensor
     return over[:rows, :columns]
 
 
-def fill_scales(fmt: FormatSpec, grid: Tensor, rows: int, buffer: Buffer) -> Tensor:
-    """The whole scale buffer: the grid at its origin, two-level scales repeated over rows,
-    padding.
+def fill_scales(grid: Tensor, repeat: Block, buffer: Buffer) -> Tensor:
+    """The whole scale buffer: the grid at its origin, each scale repeated over rows or columns
+    (`FormatSpec.scale_repeat`), padding.
     """
     full = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=grid.device)
-    if fmt.scale_rule is ScaleRule.TWO_LEVEL:
-        assert fmt.block
-        grid = grid.repeat_interleave(fmt.block[0], 0)[:rows]
     if len(buffer.shape) == 1:
         return full.copy_(grid.view(1))
+    grid = grid.repeat_interleave(repeat[0], 0).repeat_interleave(repeat[1], 1)
     full[: grid.shape[0], : grid.shape[1]] = grid
     return full
 
@@ -129,6 +127,11 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
         assert tensor_amax is not None
         return _nvfp4_byte(amaxes, tensor_amax)
     return divide(1.0, encode_scales(fmt, amaxes, tensor_amax, scale))
+
+
+def scale_grid(buffer: Tensor, repeat: Block, down: int, across: int) -> Tensor:
+    """The `[down, across]` scales that `fill_scales` repeated into a buffer."""
+    return buffer[: down * repeat[0] : repeat[0], : across * repeat[1] : repeat[1]]
 
 
 def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -> Tensor:

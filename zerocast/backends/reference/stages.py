@@ -17,10 +17,11 @@ from zerocast.backends.reference.scales import (
     encode_scales,
     expand,
     fill_scales,
+    scale_grid,
     stored_scales,
 )
 from zerocast.backends.reference.window import Window
-from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
 from zerocast.formats.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv
 
 
@@ -130,13 +131,16 @@ def compute_scales(
             scale = scales[row[Column.SCALE_BASE]][row[Column.SCALE_OFFSET] :][:1]
         buffer = rowwise_scale_inv(fmt, rows, columns)
         assert buffer
-        filled = fill_scales(fmt, stored_scales(fmt, grid, tensor_amax, scale), rows, buffer).view(-1)
+        stored = stored_scales(fmt, grid, tensor_amax, scale)
+        filled = fill_scales(stored, fmt.scale_repeat(), buffer).view(-1)
         row_scales[row[Column.ROW_SCALE_BASE]][row[Column.ROW_SCALE_OFFSET] :][: filled.numel()] = filled
         if fmt.columnwise is Columnwise.OWN_GRID:
             grid = grid_of(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block, rows, columns)
+            stored = stored_scales(fmt, grid, None, None)
+        if fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED):
             buffer = columnwise_scale_inv(fmt, rows, columns)
             assert buffer
-            filled = fill_scales(fmt, stored_scales(fmt, grid, None, None), rows, buffer).view(-1)
+            filled = fill_scales(stored, fmt.scale_repeat(columnwise=True), buffer).view(-1)
             column_scales[row[Column.COLUMN_SCALE_BASE]][row[Column.COLUMN_SCALE_OFFSET] :][: filled.numel()] = filled
 
 
@@ -273,9 +277,8 @@ def transpose(
         flat = row_scales[row[Column.ROW_SCALE_BASE]][row[Column.ROW_SCALE_OFFSET] :]
         stored = flat[: source.shape[0] * source.shape[1]].view(source.shape)
         down, across = amax_grid(fmt.block, rows, columns)
-        step = fmt.block[0] if fmt.scale_rule is ScaleRule.TWO_LEVEL else 1
-        grid = stored[: down * step : step, :across]
-        filled = fill_scales(fmt, grid.t(), columns, target).view(-1)
+        grid = scale_grid(stored, fmt.scale_repeat(), down, across)
+        filled = fill_scales(grid.t(), fmt.scale_repeat(columnwise=True), target).view(-1)
         column_scales[row[Column.COLUMN_SCALE_BASE]][row[Column.COLUMN_SCALE_OFFSET] :][: filled.numel()] = filled
 
 
@@ -300,7 +303,8 @@ def dequantize(
     block = fmt.columnwise_block if own else fmt.block
     codes = unpack(data) if fmt.elements_per_byte == 2 else data
     down, across = amax_grid(block, height, width)
-    step = fmt.block[0] if fmt.block and fmt.scale_rule is ScaleRule.TWO_LEVEL else 1
-    stored = scale_inv.view(1, 1) if block is None else scale_inv[: down * step : step, :across]
+    stored = (
+        scale_inv.view(1, 1) if block is None else scale_grid(scale_inv, fmt.scale_repeat(columnwise), down, across)
+    )
     value = decode(fmt.element, codes) * expand(decode_scales(fmt, stored, amax), block, height, width)
     out.copy_(to_nominal(value.t() if transposed else value, out.dtype))

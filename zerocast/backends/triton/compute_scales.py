@@ -59,8 +59,9 @@ def compute_scales(
     grid = {"ROWS_A": fmt.block[0], "COLUMNS_A": fmt.block[1]}
     launch(_grid_maxima, runs.total, device, words, table, runs.firsts, runs.rows, maxima, **grid, SIZE=RUN)
     directions = [(ScaleBuffer.rowwise(fmt), row_scales, ROW_AMAX, ROW_SCALE)]
-    if fmt.columnwise is Columnwise.OWN_GRID:
-        directions.append((ScaleBuffer.columnwise(fmt), column_scales, COLUMN_AMAX, COLUMN_SCALE))
+    if fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED):
+        place = ROW_AMAX if fmt.columnwise is Columnwise.SHARED else COLUMN_AMAX
+        directions.append((ScaleBuffer.columnwise(fmt), column_scales, place, COLUMN_SCALE))
     for buffer, buffers, place, base in directions:
         tiles = tiling(table, buffer)
         head = words, table, tiles.firsts, tiles.rows, addresses(buffers, device)
@@ -143,6 +144,7 @@ def _blocks(
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
     REPEAT: tl.constexpr,
+    REPEAT_COLUMNS: tl.constexpr,
     ROUND_ROWS: tl.constexpr,
     ROUND_COLUMNS: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -160,10 +162,10 @@ def _blocks(
     row = table + weight * WIDTH
     tile -= tl.load(firsts + weight)
     i, j, at, in_buffer, in_grid = buffer_tile(
-        row, tile, TRANSPOSED, ROWS_A, COLUMNS_A, REPEAT, ROUND_ROWS, ROUND_COLUMNS, HEIGHT, WIDTH_A
+        row, tile, TRANSPOSED, ROWS_A, COLUMNS_A, REPEAT, REPEAT_COLUMNS, ROUND_ROWS, ROUND_COLUMNS, HEIGHT, WIDTH_A
     )
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
-    amax = load_amax(packed, tl.load(row + PLACE) + i // REPEAT * across + j, in_grid)
+    amax = load_amax(packed, tl.load(row + PLACE) + i * across + j, in_grid)
     s_enc = tl.full((), 1.0, tl.float32)
     if RULE == TWO_LEVEL:
         largest = _largest(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))

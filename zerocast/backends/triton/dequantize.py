@@ -10,7 +10,7 @@ from zerocast.backends.triton.codec import DTYPES, bf16_bits, decode, fp16_bits
 from zerocast.backends.triton.launch import addresses, launch
 from zerocast.backends.triton.scales import FP32, TWO_LEVEL, decode_scale
 from zerocast.backends.triton.tiles import load_f32, load_raw, offsets, store_raw
-from zerocast.formats import Columnwise, FormatSpec, ScaleRule
+from zerocast.formats import Columnwise, FormatSpec
 
 SIDE = 64
 
@@ -45,7 +45,8 @@ def dequantize(
         "ACROSS": max(1, SIDE // block[1]) if block else 1,
         "ROWS_A": block[0] if block else 0,
         "COLUMNS_A": block[1] if block else 0,
-        "REPEAT": block[0] if block and fmt.scale_rule is ScaleRule.TWO_LEVEL else 1,
+        "REPEAT": fmt.scale_repeat(columnwise)[0],
+        "REPEAT_COLUMNS": fmt.scale_repeat(columnwise)[1],
         "ELEMENT": fmt.element.name,
         "RULE": int(fmt.scale_rule),
         "OUT": DTYPES[out.dtype],
@@ -98,6 +99,7 @@ def _decode(
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
     REPEAT: tl.constexpr,
+    REPEAT_COLUMNS: tl.constexpr,
     ELEMENT: tl.constexpr,
     RULE: tl.constexpr,
     OUT: tl.constexpr,
@@ -112,7 +114,19 @@ def _decode(
         amax = tl.load(tl.load(bases + 2).to(tl.pointer_type(tl.float32)))
     scale = decode_scale(
         _stored_scales(
-            tl.load(bases + 1), top, left, height, width, scale_width, DOWN, ACROSS, ROWS_A, COLUMNS_A, REPEAT, RULE
+            tl.load(bases + 1),
+            top,
+            left,
+            height,
+            width,
+            scale_width,
+            DOWN,
+            ACROSS,
+            ROWS_A,
+            COLUMNS_A,
+            REPEAT,
+            REPEAT_COLUMNS,
+            RULE,
         ),
         amax,
         RULE,
@@ -141,6 +155,7 @@ def _stored_scales(
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
     REPEAT: tl.constexpr,
+    REPEAT_COLUMNS: tl.constexpr,
     RULE: tl.constexpr,
 ):
     """Stored scales of the DOWN x ACROSS blocks of a square; ROWS_A of 0 means one scale a
@@ -153,7 +168,7 @@ def _stored_scales(
         i += top // ROWS_A
         j += left // COLUMNS_A
         exists = (i * ROWS_A < height) & (j * COLUMNS_A < width)
-    cell = i * REPEAT * scale_width + j
+    cell = i * REPEAT * scale_width + j * REPEAT_COLUMNS
     if RULE == FP32:
         return load_raw(at, cell, exists, tl.float32, False)
     else:

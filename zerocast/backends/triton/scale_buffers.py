@@ -18,7 +18,7 @@ HEIGHT, WIDTH = 32, 128  # of a tile, in scales
 @dataclass(frozen=True)
 class ScaleBuffer:
     """One kind of scale buffer: a padded grid of blocks, perhaps transposed or with repeated
-    rows.
+    rows or columns.
     """
 
     fmt: FormatSpec
@@ -35,9 +35,10 @@ class ScaleBuffer:
 
     @staticmethod
     def columnwise(fmt: FormatSpec) -> "ScaleBuffer":
-        """The scale buffer of a columnwise grid of its own."""
-        assert fmt.columnwise_block
-        return ScaleBuffer(fmt, fmt.columnwise_block, True, False, (4, 128))
+        """The scale buffer of columnwise codes that are not transposed."""
+        block = fmt.columnwise_block or fmt.block
+        assert block
+        return ScaleBuffer(fmt, block, True, False, (4, 128))
 
     @staticmethod
     def transpose(fmt: FormatSpec) -> "ScaleBuffer":
@@ -62,7 +63,8 @@ class ScaleBuffer:
             "TRANSPOSED": self.transposed,
             "ROWS_A": self.block[0],
             "COLUMNS_A": self.block[1],
-            "REPEAT": self.block[0] if self.fmt.scale_rule is ScaleRule.TWO_LEVEL else 1,
+            "REPEAT": self.fmt.scale_repeat(self.is_columnwise)[0],
+            "REPEAT_COLUMNS": self.fmt.scale_repeat(self.is_columnwise)[1],
             "ROUND_ROWS": self.rounding[0],
             "ROUND_COLUMNS": self.rounding[1],
             "HEIGHT": HEIGHT,
@@ -78,25 +80,27 @@ def buffer_tile(
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
     REPEAT: tl.constexpr,
+    REPEAT_COLUMNS: tl.constexpr,
     ROUND_ROWS: tl.constexpr,
     ROUND_COLUMNS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH_A: tl.constexpr,
 ):
-    """A tile of the buffer: (row, column, offset, mask of the buffer, mask of the grid within
-    it).
+    """A tile of the buffer: (row and column of the grid, offset, mask of the buffer, mask of the
+    grid within it).
     """
     down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     if TRANSPOSED:
         down, across = across, down
-    used = down * REPEAT
-    height = (used + ROUND_ROWS - 1) // ROUND_ROWS * ROUND_ROWS
-    width = (across + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
+    height = (down * REPEAT + ROUND_ROWS - 1) // ROUND_ROWS * ROUND_ROWS
+    width = (across * REPEAT_COLUMNS + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
     tiles_across = (width + WIDTH_A - 1) // WIDTH_A
     i = tile // tiles_across * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     j = tile % tiles_across * WIDTH_A + tl.arange(0, WIDTH_A)[None, :]
-    return i, j, i * width + j, (i < height) & (j < width), (i < used) & (j < across)
+    at, in_buffer = i * width + j, (i < height) & (j < width)
+    i, j = i // REPEAT, j // REPEAT_COLUMNS
+    return i, j, at, in_buffer, (i < down) & (j < across)
 
 
 @triton.jit

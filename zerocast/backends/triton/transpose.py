@@ -143,6 +143,7 @@ def _scales(
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
     REPEAT: tl.constexpr,
+    REPEAT_COLUMNS: tl.constexpr,
     ROUND_ROWS: tl.constexpr,
     ROUND_COLUMNS: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -159,6 +160,7 @@ def _scales(
         ROWS_A,
         COLUMNS_A,
         REPEAT,
+        REPEAT_COLUMNS,
         ROUND_ROWS,
         ROUND_COLUMNS,
         HEIGHT,
@@ -166,7 +168,7 @@ def _scales(
     )
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     width = (across + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
-    source = j * REPEAT * width + i // REPEAT
+    source = j * REPEAT * width + i
     if RULE == FP32:
         scale = tl.load(
             address(row_scales, row, ROW_SCALE, 4).to(tl.pointer_type(tl.float32)) + source, mask=in_grid, other=1

@@ -1,0 +1,264 @@
+"""The benchmark of training steps: every variant trains the same model, and the report says what was measured."""
+
+import json
+import math
+import re
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import Ranks
+from zerocast import gemm
+from zerocast.bench import StepBench, StepConfig, StepReport, variant
+from zerocast.bench.llama import SHAPES, Llama
+from zerocast.bench.step_report import GIB, Profile, StepFailure, StepMeasurement
+from zerocast.bench.text import Text
+from zerocast.cli import main
+
+TINY = StepConfig(
+    shape="tiny", layers=2, vocabulary=256, seq=32, steps=2, warm_up=2, modes=("eager",), compiler="aot_eager"
+)
+BLOCK_MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)  # elements of both blocks
+REST = 5 * 128 + 2 * 256 * 128  # norms, embedding, head
+
+
+def ran(config: StepConfig) -> dict[str, Any]:
+    return StepBench(config, torch.device("cpu")).run().as_dict()
+
+
+def test_variants_train_the_same_model(ranks: Ranks) -> None:
+    chosen = (
+        *("fsdp2:bf16", "fsdp2:fp8_current+*", "fsdp2:fp8_delayed", "fsdp2:nvfp4"),
+        *("zero_adamw:bf16", "zero_adamw:fp8_block+*", "zero_adamw:mxfp8"),
+    )
+    report, other = ranks(2)(ran, replace(TINY, variants=chosen), timeout=120.0)
+    assert report["failures"] == [] and report["ranks"] == 2 and report["tokens"] == 2 * 32
+    rows = {row["variant"]: row for row in report["rows"]}
+    assert list(rows) == [name.replace("*", "fp8_wgrad") for name in chosen]
+    for name, row in rows.items():
+        assert row["losses"] == pytest.approx(rows["fsdp2:bf16"]["losses"], abs=0.02), name
+        assert row["losses"] != rows["fsdp2:bf16"]["losses"] or name == "fsdp2:bf16"  # the weights are quantized
+        assert len(row["losses"]) == TINY.warm_up and min(row["losses"]) > 0.9 * math.log(256)
+        assert len(row["step_ms"]) == TINY.steps and 0 < row["host_ms"] <= max(row["step_ms"])
+        assert row["tokens_per_s"] == pytest.approx(report["tokens"] / row["free_ms"] * 1e3)
+        assert (row["peak_bytes"], row["kept_bytes"]) == (None, None)
+    assert [row["step_ms"] for row in other["rows"]] == [
+        row["step_ms"] for row in report["rows"]
+    ]  # of the slowest rank
+
+
+@pytest.mark.parametrize(("host", "gathers"), [("fsdp2", 2), ("zero_adamw", 1)])
+def test_bytes_on_the_wire_are_those_of_the_format(ranks: Ranks, host: str, gathers: int) -> None:
+    """FSDP2 gathers a block for its forward and for its backward pass, the rest once."""
+    chosen = tuple(f"{host}:{fmt}" for fmt in ("bf16", "fp8_block", "nvfp4"))
+    found = ranks(2)(ran, replace(TINY, variants=chosen))[0]
+    gathered = {row["variant"].partition(":")[2]: row["wire_bytes"]["weight_gather"] for row in found["rows"]}
+    for fmt, nbytes in (("bf16", 2.0), ("fp8_block", 1 + 4 / 128**2), ("nvfp4", 0.5 + 1 / 16)):
+        blocks = gathers * BLOCK_MATRICES * nbytes
+        assert blocks < gathered[fmt] < blocks + 2 * gathers * REST + 0.02 * gathered["bf16"], fmt
+
+
+def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
+    """Where blocks compile, they train as the eager ones do."""
+    chosen = replace(TINY, variants=("fsdp2:bf16", "zero_adamw:fp8_current"), modes=("compiled", "eager"))
+    report = ranks(1)(ran, chosen, timeout=120.0)[0]
+    assert report["failures"] == []
+    losses = {row["row"]: row["losses"] for row in report["rows"]}
+    assert list(losses) == [f"{name} {mode}" for mode in chosen.modes for name in chosen.variants]
+    for name in chosen.variants:
+        assert losses[f"{name} compiled"] == pytest.approx(losses[f"{name} eager"], abs=1e-2)
+    assert all(host.compiles for host in {v.host for v in variant.VARIANTS} - {variant.TRANSFORMER_ENGINE})
+
+
+def _with_one_that_raises(config: StepConfig) -> tuple[dict[str, Any], list[bool], bool]:
+    models: list[weakref.ref[Llama]] = []
+    alive: list[bool] = []
+
+    def broken(model: Llama, *_: object) -> variant.Training:
+        models.append(weakref.ref(model))
+        raise RuntimeError("no such kernel\nand more")
+
+    def look(model: Llama, *arguments: Any) -> variant.Training:
+        alive.extend(one() is not None for one in models)
+        return variant.FSDP2.build(model, *arguments)
+
+    hosts = variant.Host("broken", broken), variant.Host("look", look)
+    before = variant.VARIANTS
+    try:
+        variant.VARIANTS = tuple(variant.Variant(host, "bf16", True) for host in hosts)
+        return ran(config), alive, gemm.quantizes_weight_gradients("per_tensor")
+    finally:
+        variant.VARIANTS = before
+
+
+def test_a_row_that_raises_costs_no_other_and_holds_nothing(ranks: Ranks) -> None:
+    report, alive, quantizes = ranks(1)(_with_one_that_raises, TINY)[0]
+    assert report["failures"] == [{"row": "broken:bf16+fp8_wgrad eager", "reason": "RuntimeError: no such kernel"}]
+    assert [row["variant"] for row in report["rows"]] == ["look:bf16+fp8_wgrad"]
+    assert alive == [False] and not quantizes  # products are as they were
+
+
+def text(length: int) -> Text:
+    return Text("made", "0" * 64, torch.arange(length) % 251)
+
+
+def test_no_byte_of_a_text_is_used_twice() -> None:
+    steps, ranks, batch, sequence = 3, 2, 2, 8
+    whole = text(steps * ranks * batch * sequence + 1)
+    taken = [list(whole.batches(steps, rank, ranks, (batch, sequence), seed=0)) for rank in range(ranks)]
+    starts = sorted(int(row[0]) for batches in taken for tokens in batches for row in tokens)
+    assert starts == list(range(0, steps * ranks * batch * sequence, sequence))
+    assert all(tokens.shape == (batch, sequence + 1) for batches in taken for tokens in batches)
+    assert all((row.diff() == 1).all() for batches in taken for tokens in batches for row in tokens)
+    other = [list(whole.batches(steps, rank, ranks, (batch, sequence), seed=1)) for rank in range(ranks)]
+    assert not all(torch.equal(a, b) for a, b in zip(taken[0], other[0], strict=True))
+    with pytest.raises(ValueError, match=r"made has 97 bytes.* are 12 sequences of 8; 4 steps of 2 on 2 ranks need 16"):
+        list(whole.batches(4, 0, ranks, (batch, sequence), seed=0))
+
+
+def measured(row: str, ms: float, peak: int | None = None, losses: tuple[float, ...] = (1.0,)) -> StepMeasurement:
+    name, mode = row.split()
+    profile = Profile((), (), waits=2.0, wait_ms=1.0)
+    return StepMeasurement(
+        name,
+        mode,
+        [ms + 1, ms, ms - 1],
+        3.0,
+        0.5 * ms,
+        4.0,
+        peak,
+        1 << 30,
+        {"weight_gather": 10**6},
+        [*losses],
+        profile,
+    )
+
+
+def report(*rows: StepMeasurement, **changes: Any) -> StepReport:
+    settings = {"shape": "llama3-8b", "layers": 8, "vocabulary": 32768, "seq": 8192, "batch": 1}
+    machine = {"device": "None At All", "torch": "0", "l2": 1}
+    return replace(StepReport("2000-01-01", 2, 16384, machine, settings, rows), **changes)
+
+
+def test_a_stored_report_is_read_as_it_was(tmp_path: Path) -> None:
+    found = report(measured("fsdp2:bf16 eager", 10.0), failures=(StepFailure("torchao:rowwise eager", "no"),))
+    found.write_json(tmp_path / "report.json")
+    again = StepReport.read(tmp_path / "report.json")
+    assert again.as_dict() == json.loads((tmp_path / "report.json").read_text())
+    assert again.measurements[0].profile == Profile([], [], 2.0, 1.0)  # type: ignore[arg-type]
+    assert not again.failed and replace(again, failures=(StepFailure("fsdp2:nvfp4 eager", "no"),)).failed
+    (tmp_path / "other.json").write_text('{"schema": 1}')
+    with pytest.raises(ValueError, match="not a report"):
+        StepReport.read(tmp_path / "other.json")
+
+
+def test_a_loss_is_the_mean_of_the_last_steps() -> None:
+    row = measured("fsdp2:bf16 eager", 10.0, losses=(100.0, *range(20)))
+    assert row.loss == 9.5 and row.ms == 10.0
+    assert report(row).tokens_per_second(row) == 16384 / 5.0 * 1e3
+
+
+@pytest.mark.parametrize(
+    ("row", "ms", "peak", "grown"),
+    [
+        ("fsdp2:nvfp4 eager", 10.4, GIB, []),
+        ("fsdp2:nvfp4 eager", 10.6, GIB, ["ms"]),
+        ("fsdp2:nvfp4 eager", 10.0, 2 * GIB, ["GiB"]),
+        ("torchao:rowwise eager", 20.0, 2 * GIB, []),  # not ours
+        ("fsdp2:mxfp8 eager", 20.0, 2 * GIB, []),  # not stored
+    ],
+)
+def test_growth_of_ours_is_a_regression(row: str, ms: float, peak: int, grown: list[str]) -> None:
+    stored = report(measured("fsdp2:nvfp4 eager", 10.0, GIB), measured("torchao:rowwise eager", 10.0, GIB))
+    assert [found.unit for found in report(measured(row, ms, peak)).regressions(stored, 0.05)] == grown
+    with pytest.raises(ValueError, match="the stored report has 4 ranks"):
+        report(measured(row, ms, peak)).regressions(replace(stored, ranks=4), 0.05)
+
+
+def test_targets_are_ratios_of_one_run_at_full_size() -> None:
+    rows = measured("fsdp2:nvfp4 compiled", 99.0, 3 * GIB), measured("fsdp2:bf16 compiled", 100.0, 2 * GIB)
+    lines = {
+        (target["row"], target["quantity"]): target["reached"]
+        for target in report(*rows).as_dict()["targets"]
+        if target["reached"] is not None
+    }
+    assert lines == {("fsdp2:nvfp4 compiled", "ms"): 0.99, ("fsdp2:nvfp4 compiled", "peak_bytes"): 1.5}
+    small = report(*rows, settings={**report().settings, "layers": 1})
+    assert small.as_dict()["targets"] == report(*rows, machine={"device": "CPU"}).as_dict()["targets"] == []
+
+
+def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)))
+    tiny = ["--shape", "tiny", "--layers", "1", "--vocabulary", "256", "--seq", "16", "--modes", "eager"]
+    wish = [
+        *("bench", "step", *tiny, "--steps", "1", "--loss-steps", "2", "--text", str(tmp_path / "text.txt")),
+        *("--variants", "fsdp2:bf16", "zero_adamw:nvfp4"),
+    ]
+    assert main([*wish, "--profile", "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    written = sorted((tmp_path / "out").iterdir())
+    assert [path.suffix for path in written] == [".json", ".md", ".png"] and all(str(path) in err for path in written)
+    assert written[1].read_text().strip() == out.strip() and written[2].read_bytes().startswith(b"\x89PNG")
+    stored = json.loads(written[0].read_text())
+    assert stored["settings"]["text"]["bytes"] == 256 and len(stored["settings"]["text"]["sha256"]) == 64
+    (line,) = [line for line in out.splitlines() if line.startswith("| zero_adamw:nvfp4 eager |")]
+    row = stored["rows"][1]
+    assert line.split(" | ")[1:4] == [f"{row['ms']:.1f}", "", f"{row['free_ms']:.1f}"]
+    assert line.split(" | ")[-1] == f"{row['loss']:.4f} |" and len(row["losses"]) == 2 and row["profile"]["host"]
+
+    for factor, status in ((1e6, 0), (1e-6, 1)):  # what was stored was far slower, then far faster
+        changed = {**stored, "rows": [{**row, "step_ms": [factor]} for row in stored["rows"]]}
+        written[0].write_text(json.dumps(changed))
+        assert main([*wish, "--json", "--out", str(tmp_path / "again"), "--compare", str(written[0])]) == status
+        assert json.loads(capsys.readouterr().out)["ranks"] == 1
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "fsdp2:fp4"], "no variant is called 'fsdp2:fp4'; there are: fsdp2:bf16, "),
+        (["--compare", "missing.json"], "missing.json"),
+        (["--variants", "fsdp2:bf16", "--text", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_ends_with_its_reason(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", "--shape", "tiny", "--seq", "8", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, message in (
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"threshold": -1.0}, "cannot be negative"),
+        ({"text": Path("x"), "vocabulary": 128}, "a vocabulary of at least 256, got 128"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            StepConfig(**changes)
+    missing = replace(variant.TORCHAO, package="no_such_package")
+    monkeypatch.setattr(variant, "VARIANTS", (variant.Variant(missing, "tensorwise"),))
+    assert variant.select((), ("eager",)) == variant.select(("torchao:*",), ("eager",)) == []
+    with pytest.raises(RuntimeError, match="torchao:tensorwise needs no_such_package, which is not installed"):
+        variant.select(("torchao:tensorwise",), ("eager",))
+
+
+def test_rows_are_chosen_with_or_without_their_mode() -> None:
+    chosen = variant.select(("fsdp2:bf16", "zero_adamw:fp8_* compiled", "fsdp2:nvfp4 eager"), ("compiled", "eager"))
+    names = [row.name for row in chosen]
+    assert names[0] == "fsdp2:bf16 compiled" and names[-2:] == ["fsdp2:bf16 eager", "fsdp2:nvfp4 eager"]
+    assert len(names) == 9 and all(name.endswith(" compiled") for name in names[:7])
+
+
+def test_names_are_unique_and_shapes_are_those_of_llama() -> None:
+    names = [v.name for v in variant.VARIANTS]
+    assert len(set(names)) == len(names)
+    with torch.device("meta"):
+        block = Llama(SHAPES["llama3-8b"], layers=1, vocabulary=8, sequence=8).blocks[0]
+    assert sum(p.numel() for p in block.parameters()) == 218_112_000

@@ -1,0 +1,212 @@
+"""One run of the benchmark of training steps: every variant, compiled and eager, one at a time.
+
+A row is a fresh model from the same seed. Its first steps warm up, on random tokens or on a text
+whose losses the report keeps. Then come steps that start on idle devices, and steps that run
+freely.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from zerocast.bench import machine
+from zerocast.bench.config import StepConfig
+from zerocast.bench.llama import SHAPES, Llama
+from zerocast.bench.report import today
+from zerocast.bench.step_report import Profile, StepFailure, StepMeasurement, StepReport
+from zerocast.bench.text import Text
+from zerocast.bench.variant import StepRow, Training, select
+from zerocast.metrics import TrafficCounter
+
+LR_WARM_UP = 20  # steps
+PROFILED = 2  # steps
+BATCHES = 4  # batches of random tokens, which take turns
+Progress = Callable[[StepMeasurement | StepFailure], None]
+
+
+class StepBench:
+    """A run over the default process group: the selected rows and the tokens to train on.
+
+    Raises ValueError for an unknown variant or a text that is too short, RuntimeError for a variant
+    that is not installed, OSError for a text that cannot be read.
+    """
+
+    def __init__(self, config: StepConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rows = select(config.variants, config.modes)
+        self._text = Text.read(config.text) if config.text else None
+        self._tokens = self._random_tokens()
+        self._first_batches = self._batches_of_text(self._text) if self._text else self._in_turn(config.warm_up)
+
+    def run(self, progress: Progress = lambda _: None) -> StepReport:
+        """Measure every row; `progress` is called with each result."""
+        results = []
+        for row in self._rows:
+            results.append(self._attempt(row))
+            self._free_memory()
+            progress(results[-1])
+        return StepReport(
+            date=today(),
+            ranks=self._world,
+            tokens=self._world * self._config.batch * self._config.seq,
+            machine=machine.describe(self._device),
+            settings=self._settings(),
+            measurements=tuple(result for result in results if isinstance(result, StepMeasurement)),
+            failures=tuple(result for result in results if isinstance(result, StepFailure)),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """What a row depends on; rows of reports with other settings are not compared."""
+        left_out = ("variants", "modes", "out", "compare", "threshold", "json", "profile", "text")
+        settings = {name: value for name, value in asdict(self._config).items() if name not in left_out}
+        if self._text:
+            settings["text"] = {"name": self._text.name, "bytes": len(self._text.tokens), "sha256": self._text.sha256}
+        return settings
+
+    def _attempt(self, row: StepRow) -> StepMeasurement | StepFailure:
+        """Measure a row; any error becomes a StepFailure, so that the other rows still run."""
+        try:
+            with row.variant.products():
+                return self._measure(row)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            return StepFailure(row.name, f"{type(error).__name__}: {reason}")
+
+    def _free_memory(self) -> None:
+        """Let go of a row: of its model, of what an error held, and of its compiled graphs."""
+        torch._dynamo.reset()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _measure(self, row: StepRow) -> StepMeasurement:
+        before = self._allocated()
+        training = self._training(row)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        losses = self._train(training)
+        step_ms, host_ms, kept = self._synchronized_steps(training)
+        free_ms, free_host_ms = self._free_running_steps(training)
+        peak = torch.cuda.max_memory_allocated(self._device) - before if self._device.type == "cuda" else None
+        return StepMeasurement(
+            variant=row.variant.name,
+            mode=row.mode,
+            step_ms=self._slowest(step_ms),
+            host_ms=median(self._slowest(host_ms)),
+            free_ms=self._slowest([free_ms])[0],
+            free_host_ms=self._slowest([free_host_ms])[0],
+            peak_bytes=peak if peak is None else int(self._slowest([peak])[0]),
+            kept_bytes=kept if kept is None else int(self._slowest([kept])[0]),
+            wire_bytes=self._wire_bytes(training),
+            losses=losses,
+            profile=self._profile(training) if self._config.profile else None,
+        )
+
+    def _training(self, row: StepRow) -> Training:
+        config = self._config
+        torch.manual_seed(config.seed)
+        with self._device:
+            model = Llama(SHAPES[config.shape], config.layers, config.vocabulary, config.seq)
+
+        def compile_block(block: nn.Module) -> None:
+            if row.mode == "compiled":
+                block.compile(fullgraph=True, backend=config.compiler)
+
+        return row.variant.train(model, config.lr, compile_block)
+
+    def _batches_of_text(self, text: Text) -> list[Tensor]:
+        config = self._config
+        shape = config.batch, config.seq
+        return list(text.batches(config.loss_steps, self._rank, self._world, shape, config.seed))
+
+    def _in_turn(self, steps: int) -> list[Tensor]:
+        return [self._tokens[step % BATCHES] for step in range(steps)]
+
+    def _random_tokens(self) -> list[Tensor]:
+        config = self._config
+        random = torch.Generator(self._device).manual_seed(config.seed + 1 + self._rank)
+        shape = config.batch, config.seq + 1
+        return [torch.randint(config.vocabulary, shape, generator=random, device=self._device) for _ in range(BATCHES)]
+
+    def _train(self, training: Training) -> list[float]:
+        """Train on the first batches; returns the mean loss of all ranks for each step."""
+        losses = []
+        for step, tokens in enumerate(self._first_batches):
+            for group in training.optimizer.param_groups:
+                group["lr"] = self._config.lr * min(1.0, (step + 1) / LR_WARM_UP)
+            losses.append(training.step(tokens.to(self._device)))
+        mean = torch.stack(losses).float()
+        dist.all_reduce(mean)
+        found: list[float] = (mean / self._world).tolist()
+        return found
+
+    def _synchronized_steps(self, training: Training) -> tuple[list[float], list[float], int | None]:
+        """Milliseconds of steps that start together on idle devices, of the calls of each step on
+        the host, and the bytes that the last forward pass left allocated.
+        """
+        step_ms, host_ms = [], []
+        kept: int | None = None
+
+        def after_forward() -> None:
+            nonlocal kept
+            kept = self._allocated() - before if self._device.type == "cuda" else None
+
+        for tokens in self._in_turn(self._config.steps):
+            self._synchronize()
+            dist.barrier()
+            before, start = self._allocated(), time.perf_counter()
+            training.step(tokens, after_forward)
+            host_ms.append((time.perf_counter() - start) * 1e3)
+            self._synchronize()
+            step_ms.append((time.perf_counter() - start) * 1e3)
+        return step_ms, host_ms, kept
+
+    def _free_running_steps(self, training: Training) -> tuple[float, float]:
+        """Milliseconds a step, and of its calls on the host, when nothing waits between steps."""
+        host_ms = []
+        self._synchronize()
+        dist.barrier()
+        start = last = time.perf_counter()
+        for tokens in self._in_turn(self._config.steps):
+            training.step(tokens)
+            host_ms.append((time.perf_counter() - last) * 1e3)
+            last = time.perf_counter()
+        self._synchronize()
+        return (time.perf_counter() - start) * 1e3 / self._config.steps, median(host_ms)
+
+    def _wire_bytes(self, training: Training) -> dict[str, int]:
+        """Bytes of the collectives of one step, which runs eagerly to be seen."""
+        with torch.compiler.set_stance("force_eager"), TrafficCounter(None) as traffic:
+            training.step(self._tokens[0])
+        return dict(sorted(traffic.nbytes.items()))
+
+    def _profile(self, training: Training) -> Profile:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+        with profile(activities=activities) as profiler:
+            for tokens in self._in_turn(PROFILED):
+                training.step(tokens)
+            self._synchronize()
+        return Profile.of(profiler.key_averages(), PROFILED)
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """The largest of all ranks, for each value."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

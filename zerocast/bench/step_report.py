@@ -1,0 +1,241 @@
+"""StepReport: all measurements of one run of training steps as JSON, and against another run."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Literal
+
+from zerocast.bench.report import Regression, grown, read_stored
+
+SCHEMA = "step 1"
+LAST_LOSSES = 20
+WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize")
+MOST_LINES = 25
+GIB = 2**30
+OURS = ("fsdp2:", "zero_adamw:")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit on a quantity of one row, as a multiple of that of another row of the same run."""
+
+    row: str
+    over: str
+    limit: float
+    quantity: Literal["ms", "host_ms", "peak_bytes"] = "ms"
+
+
+PER_TENSOR, BLOCK = "fp8_current+fp8_wgrad", "fp8_block+fp8_wgrad"
+TARGETS = (
+    Target(f"fsdp2:{PER_TENSOR} compiled", "torchao:tensorwise compiled", 0.97),
+    Target(f"fsdp2:{PER_TENSOR} compiled", "fsdp2:bf16 compiled", 0.83),
+    Target(f"fsdp2:{BLOCK} compiled", "fsdp2:bf16 compiled", 0.88),
+    Target("fsdp2:nvfp4 compiled", "fsdp2:bf16 compiled", 1.0),
+    Target(f"zero_adamw:{PER_TENSOR} compiled", "zero_adamw:bf16 compiled", 0.82),
+    Target(f"fsdp2:{PER_TENSOR} eager", "fsdp2:bf16 eager", 0.83),
+    Target(f"zero_adamw:{PER_TENSOR} eager", "zero_adamw:bf16 eager", 0.83),
+    Target(f"fsdp2:{PER_TENSOR} compiled", "torchao:tensorwise compiled", 1.0, "peak_bytes"),
+    Target("fsdp2:nvfp4 compiled", "fsdp2:bf16 compiled", 1.0, "peak_bytes"),
+    Target(f"fsdp2:{PER_TENSOR} compiled", "fsdp2:bf16 compiled", 1.4, "host_ms"),
+)
+FULL = {"shape": "llama3-8b", "layers": 8, "vocabulary": 32768, "seq": 8192, "batch": 1}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step spends its time on, on the rank that reports.
+
+    Attributes:
+        kernels: (name, milliseconds a step, calls a step), the longest first.
+        host: the same of operators and CUDA calls on the host, without what they call.
+        waits: the number of times a step that the host waited for an event or a stream.
+        wait_ms: milliseconds of those waits.
+    """
+
+    kernels: tuple[tuple[str, float, float], ...]
+    host: tuple[tuple[str, float, float], ...]
+    waits: float
+    wait_ms: float
+
+    @classmethod
+    def of(cls, averages: Iterable[Any], steps: int) -> "Profile":
+        """Make one of torch.profiler's `key_averages()` over `steps` steps."""
+        events = list(averages)
+
+        def longest(side: str) -> tuple[tuple[str, float, float], ...]:
+            own = [event for event in events if event.device_type.name == side.upper() and not event.is_user_annotation]
+            time = "self_cpu_time_total" if side == "cpu" else "self_device_time_total"
+            lines = [(event.key, getattr(event, time) / 1e3 / steps, event.count / steps) for event in own]
+            return tuple(sorted(lines, key=lambda line: -line[1])[:MOST_LINES])
+
+        waits = [event for event in events if event.key in WAITS]
+        return cls(
+            kernels=longest("cuda"),
+            host=longest("cpu"),
+            waits=sum(event.count for event in waits) / steps,
+            wait_ms=sum(event.self_cpu_time_total for event in waits) / 1e3 / steps,
+        )
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """A variant's training step; every time and size is that of the slowest or fullest rank.
+
+    Attributes:
+        step_ms: of each step that starts on idle devices, until all of its work is done.
+        host_ms: median until the calls of such a step return.
+        free_ms: mean of steps between which nothing waits.
+        free_host_ms: median of the calls of such a step, any wait for a full queue included.
+        peak_bytes: the most that was allocated during training; None on a CPU.
+        kept_bytes: what a forward pass leaves allocated; None on a CPU.
+        wire_bytes: full-size side of a step's collectives by operation; `weight_gather` has all
+            all-gathers.
+        losses: of each step before those that are timed, the mean over ranks.
+    """
+
+    variant: str
+    mode: str
+    step_ms: list[float]
+    host_ms: float
+    free_ms: float
+    free_host_ms: float
+    peak_bytes: int | None
+    kept_bytes: int | None
+    wire_bytes: Mapping[str, int]
+    losses: list[float]
+    profile: Profile | None = None
+
+    @property
+    def row(self) -> str:
+        """The name in tables and stored reports."""
+        return f"{self.variant} {self.mode}"
+
+    @property
+    def ms(self) -> float:
+        """The median of `step_ms`."""
+        return median(self.step_ms)
+
+    @property
+    def loss(self) -> float:
+        """The mean of the last 20 losses."""
+        return mean(self.losses[-LAST_LOSSES:])
+
+
+@dataclass(frozen=True)
+class StepFailure:
+    """A row that raised, and what."""
+
+    row: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """All results of one run on `ranks` devices, of `tokens` tokens a step."""
+
+    date: str
+    ranks: int
+    tokens: int
+    machine: Mapping[str, str | int | None]
+    settings: Mapping[str, Any]
+    measurements: tuple[StepMeasurement, ...]
+    failures: tuple[StepFailure, ...] = ()
+
+    @property
+    def full(self) -> bool:
+        """True for the workload and the kind of machine that the targets are set for."""
+        return "l2" in self.machine and all(self.settings[name] == value for name, value in FULL.items())
+
+    def reached(self, target: Target) -> float | None:
+        """The ratio that a target limits; None if one of the rows was not measured."""
+        rows = [self.by_row.get(name) for name in (target.row, target.over)]
+        values = [getattr(row, target.quantity) for row in rows if row]
+        return values[0] / values[1] if len(values) == 2 and None not in values else None
+
+    def over_bf16(self, m: StepMeasurement) -> float | None:
+        """A row's time over that of bf16, by ZeroAdamW for a row of ZeroAdamW, by FSDP2 else."""
+        host = "zero_adamw" if m.variant.startswith("zero_adamw:") else "fsdp2"
+        other = self.by_row.get(f"{host}:bf16 {m.mode}")
+        return m.ms / other.ms if other else None
+
+    @cached_property
+    def by_row(self) -> dict[str, StepMeasurement]:
+        """The measurements by the names of their rows."""
+        return {m.row: m for m in self.measurements}
+
+    def tokens_per_second(self, m: StepMeasurement) -> float:
+        """Of all ranks together, in free-running steps."""
+        return self.tokens / m.free_ms * 1e3
+
+    @property
+    def failed(self) -> bool:
+        """True if a row of ours raised."""
+        return any(failure.row.startswith(OURS) for failure in self.failures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, measured and derived, as JSON types; README.md lists the keys."""
+        return {
+            "schema": SCHEMA,
+            "date": self.date,
+            "ranks": self.ranks,
+            "tokens": self.tokens,
+            "machine": dict(self.machine),
+            "settings": {
+                name: str(value) if isinstance(value, Path) else value for name, value in self.settings.items()
+            },
+            "rows": [
+                {
+                    "row": m.row,
+                    "ms": m.ms,
+                    "over_bf16": self.over_bf16(m),
+                    "tokens_per_s": self.tokens_per_second(m),
+                    "loss": m.loss,
+                    **asdict(m),
+                }
+                for m in self.measurements
+            ],
+            "targets": [{**asdict(target), "reached": self.reached(target)} for target in TARGETS] if self.full else [],
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+
+    def write_json(self, path: Path) -> None:
+        """Write the result of `as_dict` to a file."""
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "StepReport":
+        """Read what `write_json` wrote; ValueError for any other file."""
+        stored = read_stored(path, SCHEMA)
+        fields = ("date", "ranks", "tokens", "machine", "settings")
+        return cls(
+            **{name: stored[name] for name in fields},
+            measurements=tuple(_measurement(line) for line in stored["rows"]),
+            failures=tuple(StepFailure(**line) for line in stored["failures"]),
+        )
+
+    def regressions(self, stored: "StepReport", threshold: float) -> list[Regression]:
+        """Our rows whose time or peak memory grew by more than the fraction `threshold`.
+
+        Raises ValueError if the other report is of another number of ranks or of other settings.
+        """
+        if (self.ranks, self.settings) != (stored.ranks, stored.settings):
+            raise ValueError(
+                f"the stored report has {stored.ranks} ranks and {stored.settings}, this one {self.ranks} and {self.settings}"
+            )
+        pairs = []
+        for row, now in self.by_row.items():
+            before = stored.by_row.get(row)
+            if before and row.startswith(OURS):
+                pairs.append(Regression(row, before.ms, now.ms, "ms"))
+                if before.peak_bytes and now.peak_bytes:
+                    pairs.append(Regression(row, before.peak_bytes / GIB, now.peak_bytes / GIB, "GiB"))
+        return grown(pairs, threshold)
+
+
+def _measurement(line: Mapping[str, Any]) -> StepMeasurement:
+    derived = ("row", "ms", "over_bf16", "tokens_per_s", "loss", "profile")
+    profile = line["profile"] and Profile(**line["profile"])
+    return StepMeasurement(**{name: value for name, value in line.items() if name not in derived}, profile=profile)

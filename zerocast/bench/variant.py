@@ -1,0 +1,222 @@
+"""Variant: one way to train the model, by its name; VARIANTS is the table of all of them.
+
+A variant is a host (who shards, gathers and steps), the format of the weights inside blocks, and
+how weight gradients are computed. `Variant.train` makes a `Training` of a fresh model: the same
+FP32 initial values, AdamW and clip for every variant.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from zerocast import fsdp2, gemm
+from zerocast.bench.llama import Llama
+from zerocast.formats.recipe import Recipe
+from zerocast.optim import ZeroAdamW
+from zerocast.quantize import quantize_
+
+BF16 = "bf16"
+WEIGHTS = "blocks.*.w?.weight"  # the seven matrices of a block
+MAX_NORM = 1.0
+Compile = Callable[[nn.Module], None]
+
+
+@dataclass
+class Training:
+    """A model in training: what a step calls, in its order."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[], object]
+    after_step: Callable[[], object] = lambda: None
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def step(self, tokens: Tensor, after_forward: Callable[[], object] = lambda: None) -> Tensor:
+        """One step over `tokens` (batch, sequence + 1); returns the loss, detached."""
+        with self.forward_context():
+            loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+        after_forward()
+        loss.backward()
+        self.clip()
+        self.optimizer.step()
+        self.after_step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Host:
+    """Who shards a model and steps it.
+
+    Attributes:
+        name: the first half of a variant's name.
+        build: makes a Training of a model, for a format, a learning rate and what compiles a block.
+        package: what has to be installed for it.
+        compiles: whether its blocks compile to one graph each.
+    """
+
+    name: str
+    build: Callable[[Llama, str, float, Compile], Training]
+    package: str = "torch"
+    compiles: bool = True
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table: `host:format`, with `+fp8_wgrad` where weight gradients are computed in
+    FP8; elsewhere they are computed in the dtype of the gradients.
+    """
+
+    host: Host
+    format: str
+    fp8_weight_gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in options, tables and stored reports."""
+        return f"{self.host.name}:{self.format}" + ("+fp8_wgrad" if self.fp8_weight_gradients else "")
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package of the host can be imported here."""
+        return importlib.util.find_spec(self.host.package) is not None
+
+    def products(self) -> ExitStack:
+        """Compute weight gradients as this variant does, until the returned context ends."""
+        return gemm.use("auto", weight_gradients="fp8" if self.fp8_weight_gradients else "nominal")
+
+    def train(self, model: Llama, lr: float, compile_block: Compile) -> Training:
+        """Make a Training of `model`, whose parameters are FP32 on the device."""
+        return self.host.build(model, self.format, lr, compile_block)
+
+
+def _zero_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+    model.bfloat16()
+    if fmt != BF16:
+        quantize_(model, Recipe({WEIGHTS: fmt}))
+    for block in model.blocks:
+        compile_block(block)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=lr)
+    return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM))
+
+
+def _fsdp2(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+    if fmt == BF16:
+        return _sharded(model, lr, compile_block)
+    fsdp2.prepare(model, Recipe({WEIGHTS: fmt}))
+    return _sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW)
+
+
+def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+    float8 = importlib.import_module("torchao.float8")
+    if fmt == "tensorwise":
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = float8.Float8LinearConfig.from_recipe_name(fmt)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "blocks." in name)
+    training = _sharded(model, lr, compile_block)
+    if fmt == "tensorwise":
+        training.after_step = lambda: float8.precompute_float8_dynamic_scale_for_fsdp(model)
+    return training
+
+
+def _transformer_engine(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+    te = importlib.import_module("transformer_engine.pytorch")
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    recipe = getattr(recipes, TRANSFORMER_ENGINE_RECIPES[fmt])()
+    for name, linear in list(model.blocks.named_modules()):
+        if isinstance(linear, nn.Linear):
+            model.blocks.set_submodule(name, _te_linear(te, linear))
+    training = _sharded(model, lr, compile_block)
+    training.forward_context = lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return training
+
+
+def _te_linear(te: Any, linear: nn.Linear) -> nn.Module:
+    layer: Any = te.Linear(linear.in_features, linear.out_features, bias=False, params_dtype=torch.float32)
+    with torch.no_grad():
+        layer.weight.copy_(linear.weight)
+    module: nn.Module = layer
+    return module
+
+
+def _sharded(
+    model: Llama, lr: float, compile_block: Compile, optimizer: Callable[..., torch.optim.Optimizer] | None = None
+) -> Training:
+    """`fully_shard` by block, bf16 weights and FP32 reductions; by default torch's fused AdamW."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        compile_block(block)
+        fully_shard(block, mp_policy=policy)
+    fully_shard([model.norm, model.head], mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy)
+    parameters = list(model.parameters())
+    stepper = optimizer(parameters, lr=lr) if optimizer else torch.optim.AdamW(parameters, lr=lr, fused=True)
+    return Training(model, stepper, lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM))
+
+
+FSDP2, ZERO_ADAMW = Host("fsdp2", _fsdp2), Host("zero_adamw", _zero_adamw)
+TORCHAO = Host("torchao", _torchao, "torchao")
+TRANSFORMER_ENGINE = Host("transformer_engine", _transformer_engine, "transformer_engine", compiles=False)
+TRANSFORMER_ENGINE_RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+}
+FP8_FORMATS, OTHER_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block"), ("mxfp8", "nvfp4")
+VARIANTS = (
+    *(
+        Variant(host, fmt, fp8_weight_gradients)
+        for host in (FSDP2, ZERO_ADAMW)
+        for formats, choices in (((BF16,), (False,)), (FP8_FORMATS, (False, True)), (OTHER_FORMATS, (False,)))
+        for fmt in formats
+        for fp8_weight_gradients in choices
+    ),
+    *(Variant(TORCHAO, recipe) for recipe in ("tensorwise", "rowwise")),
+    *(Variant(TRANSFORMER_ENGINE, recipe) for recipe in TRANSFORMER_ENGINE_RECIPES),
+)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A row of the report: a variant, compiled or eager."""
+
+    variant: Variant
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """The name in tables and stored reports."""
+        return f"{self.variant.name} {self.mode}"
+
+
+def select(patterns: tuple[str, ...], modes: tuple[str, ...]) -> list[StepRow]:
+    """The rows in `modes` whose names, with or without the mode, match one of `patterns` (shell
+    wildcards); without patterns all. Variants that are not installed are left out.
+
+    Raises ValueError for a pattern that matches no row, RuntimeError for a variant that is not
+    installed and that a pattern without wildcards names.
+    """
+    rows = [
+        StepRow(variant, mode) for mode in modes for variant in VARIANTS if mode == "eager" or variant.host.compiles
+    ]
+    for pattern in patterns:
+        matched = [row.variant for row in rows if _matches(row, pattern)]
+        if not matched:
+            raise ValueError(f"no variant is called {pattern!r}; there are: {', '.join(v.name for v in VARIANTS)}")
+        missing = [v for v in matched if v.name == pattern.partition(" ")[0] and not v.is_installed]
+        if missing:
+            raise RuntimeError(f"{pattern} needs {missing[0].host.package}, which is not installed")
+    chosen = [row for row in rows if not patterns or any(_matches(row, pattern) for pattern in patterns)]
+    return [row for row in chosen if row.variant.is_installed]
+
+
+def _matches(row: StepRow, pattern: str) -> bool:
+    return fnmatchcase(row.name, pattern) or fnmatchcase(row.variant.name, pattern)
