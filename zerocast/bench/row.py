@@ -64,7 +64,14 @@ TRANSPOSE = Work("transpose", work.transpose, lambda traffic: traffic.transpose)
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam)
 STEP = Work("whole step", work.step, lambda traffic: traffic.step)
 
-CAST_LIMIT = {"fp8_block": 1.05, "fp8_current": 1.05, "mxfp8": 1.12, "mxfp8:block=32x32": 1.05, "nvfp4": 1.08}
+CAST_LIMIT = {
+    "fp8_block": 1.05,
+    "fp8_current": 1.05,
+    "mxfp8": 1.12,
+    "mxfp8:block=32x32": 1.05,
+    "mxfp4": 1.08,
+    "nvfp4": 1.08,
+}
 FORMATS = tuple(CAST_LIMIT)
 TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
 STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06}

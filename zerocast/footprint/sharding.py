@@ -163,10 +163,11 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     for weight in weights:
         rows, columns = weight.matrix_shape
         cut_rows = 0
-        for block in (weight.format.block, weight.format.columnwise_block):
-            cuts = range(_rows(weight, shards), rows, _rows(weight, shards))
-            if block:
-                cut_rows += sum(bool(cut % block[0]) for cut in cuts) * amax_grid(block, rows, columns)[1]
+        fmt, cuts = weight.format, range(_rows(weight, shards), rows, _rows(weight, shards))
+        for block, exchanged in ((fmt.block, fmt.exchange_block), (fmt.columnwise_block, fmt.columnwise_block)):
+            if block and exchanged:
+                amaxes = exchanged[0] // block[0] * amax_grid(block, rows, columns)[1]
+                cut_rows += sum(bool(cut % exchanged[0]) for cut in cuts) * amaxes
         total += 2 * (cut_rows + weight.format.has_tensor_amax)
     return total
 

@@ -37,7 +37,7 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
-    for block in (fmt.block, fmt.columnwise_block):
+    for block in (fmt.exchange_block, fmt.columnwise_block):
         if block and len(shape) > 2 and shape[-2] % block[0]:
             raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
 
