@@ -206,7 +206,7 @@ def _targets(report: StepReport) -> Iterator[str]:
 
 def step_plot(report: StepReport, path: Path) -> None:
     """Write a PNG: time and peak memory of each row as bars, and the losses of all rows."""
-    figure = Figure(figsize=(16, 2 + 0.3 * len(report.measurements)), layout="constrained")
+    figure = Figure(figsize=(16, 3 + 0.3 * len(report.measurements)), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     rows = [m.row for m in report.measurements]
     left.barh(rows, [m.ms for m in report.measurements], color=COLORS[0])

@@ -1,0 +1,174 @@
+"""A step of Megatron's GPT of TransformerEngine's layers with FP8 primary weights, cast by Megatron alone or after `attach`.
+
+    torchrun --nproc-per-node 2 -m tests.benchmarks.megatron_step --recipe blockwise
+    torchrun --nproc-per-node 2 -m tests.benchmarks.megatron_step --recipe blockwise --attach
+
+Llama's widths and options, 8 layers, gradients reduced in FP32, gathers and reductions beside the passes. Without a recipe weights
+are bf16. Prints the median step of the slowest rank, and from a profile what the optimizer's kernels (norm, Adam, cast) and the
+gathers take of it. Needs megatron-core, TransformerEngine and a GPU a rank, and has not run on one yet. `--cpu` tries it over gloo,
+with Megatron's own layers and without a recipe.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zerocast.integrations.megatron import attach, quantized_params
+
+OPTIMIZER, PROFILED = "optimizer.step", 2
+
+
+def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    """(DistributedDataParallel, optimizer), attached if asked for."""
+    quantized = {"fp8": "hybrid", "fp8_recipe": options.recipe, "fp8_param": True} if options.recipe else {}
+    config = TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        ffn_hidden_size=options.ffn,
+        num_attention_heads=options.hidden // 128,
+        num_query_groups=max(1, options.hidden // 512),
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm" if not options.cpu else "LayerNorm",
+        add_bias_linear=False,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        use_cpu_initialization=options.cpu,
+        **quantized,
+    )
+    layers = get_gpt_layer_local_spec() if options.cpu else get_gpt_layer_with_transformer_engine_spec()
+    with quantized_params() if options.attach else nullcontext():
+        model = GPTModel(config, layers, options.vocabulary, options.seq, position_embedding_type="rope")
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            grad_reduce_in_fp32=True,
+            fp8_param_gather=bool(options.recipe),
+        )
+        ddp = DistributedDataParallel(config, ddp_config, model.to(device).bfloat16() if options.cpu else model.cuda())
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-4,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+            **({"fp8_recipe": options.recipe} if options.recipe else {}),
+        )
+        optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    if options.attach:
+        attach(optimizer, ddp)
+    return ddp, optimizer
+
+
+class Step:
+    """A step of training, on tokens that stay the same."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        torch.manual_seed(1)
+        self.ddp, self.optimizer = build(options, device)
+        self.device = device
+        self._tokens = torch.randint(options.vocabulary, (1, options.seq + 1), device=device)
+        self._positions = torch.arange(options.seq, device=device)[None]
+        mask = torch.ones(options.seq, options.seq, device=device).tril().logical_not()[None, None]
+        self._mask = mask if options.cpu else None  # TransformerEngine's layers are causal by themselves
+
+    def run(self) -> None:
+        """Forward, backward, step."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tokens, labels = self._tokens[:, :-1].contiguous(), self._tokens[:, 1:].contiguous()
+        self.ddp(tokens, self._positions, self._mask, labels=labels).float().mean().backward()
+        self.ddp.finish_grad_sync()
+        with record_function(OPTIMIZER):
+            self.optimizer.step()
+
+    def milliseconds(self) -> float:
+        """A step of the slowest rank, from and to idle devices."""
+        self.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        self.run()
+        self.synchronize()
+        taken = torch.tensor((time.perf_counter() - start) * 1e3, device=self.device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken)
+
+    def profiled(self) -> dict[str, float]:
+        """Milliseconds a step of the kernels that the optimizer launches, and of all-gathers."""
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED):
+                self.run()
+            self.synchronize()
+        events = profiler.key_averages()
+        optimizer = sum(
+            event.device_time_total for event in events if event.key == OPTIMIZER and event.self_cpu_time_total
+        )
+        gathers = sum(event.self_device_time_total for event in events if "ncclDevKernel_AllGather" in event.key)
+        return {"optimizer_ms": optimizer / 1e3 / PROFILED, "gather_ms": gathers / 1e3 / PROFILED}
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What is printed."""
+    step = Step(options, device)
+    for _ in range(4):
+        step.run()
+    times = [step.milliseconds() for _ in range(options.steps)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    return {"step_ms": statistics.median(times), "peak_gib": peak, **step.profiled()}
+
+
+def main() -> None:
+    """Print a line of JSON on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", choices=("delayed", "tensorwise", "blockwise"))
+    parser.add_argument("--attach", action="store_true")
+    sizes = {"layers": 8, "hidden": 4096, "ffn": 14336, "vocabulary": 32768, "seq": 8192, "steps": 8}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    dist.init_process_group("gloo" if options.cpu else "nccl")
+    parallel_state.initialize_model_parallel()
+    if options.cpu:
+        from tests.megatron.host_on_cpu import host_on_cpu
+
+        with host_on_cpu():
+            found = measure(options, torch.device("cpu"))
+    else:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        found = measure(options, torch.device("cuda", torch.cuda.current_device()))
+    if dist.get_rank() == 0:
+        print(json.dumps({**vars(options), "ranks": dist.get_world_size(), **found}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
