@@ -49,12 +49,12 @@ def decoded(codes: Tensor, scale: Any, scaling: list[str], swizzle: list[str], s
     outer, inner = value.shape
     match scaling:
         case ["BlockWise1x128"]:
-            assert outer % 16 == 0 and scale.shape == (outer, inner // 128) and _columns(scale)
-            factor = scale.repeat_interleave(128, 1)
+            assert outer % 16 == 0 and inner % 16 == 0 and scale.shape == (outer, -(-inner // 128)) and _columns(scale)
+            factor = scale.repeat_interleave(128, 1)[:, :inner]
         case ["BlockWise128x128"]:
-            padded = _round_up(inner // 128, 4)
+            padded = _round_up(-(-inner // 128), 4)
             assert second and scale.shape == (padded, outer // 128) and _columns(scale)
-            factor = scale.t()[:, : inner // 128].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            factor = scale.t().repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :inner]
         case ["BlockWise1x32"]:
             assert swizzle == ["SWIZZLE_32_4_4"] and scale.dtype is torch.float8_e8m0fnu
             factor = decode_e8m0(_swizzled(scale, outer, inner // 32)).repeat_interleave(32, 1)

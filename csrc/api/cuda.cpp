@@ -119,6 +119,32 @@ void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const st
   cuda::quantize_groups(array_of(x), rows, columns, element_of(element), power_of_2, codes, scale_inv, stream_of(stream));
 }
 
+using DirectionArgument = std::tuple<int64_t, uintptr_t, uintptr_t>;  // rows or tokens, codes, scale_inv
+
+cuda::BothWays both_ways_of(const DirectionArgument& rowwise, const DirectionArgument& turned, bool is_square) {
+  const auto& [rows, codes, scale_inv] = rowwise;
+  const auto& [tokens, turned_codes, turned_scale_inv] = turned;
+  return {rows, codes, scale_inv, tokens, turned_codes, turned_scale_inv, is_square};
+}
+
+void quantize_groups_both_ways(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element,
+                               bool power_of_2, bool is_square, const DirectionArgument& rowwise,
+                               const DirectionArgument& turned, const StreamArgument& stream) {
+  cuda::quantize_groups_both_ways(array_of(x), rows, columns, element_of(element), power_of_2,
+                                  both_ways_of(rowwise, turned, is_square), stream_of(stream));
+}
+
+void quantize_tensor_both_ways(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element,
+                               const DirectionArgument& rowwise, const DirectionArgument& turned, uintptr_t amax_bits,
+                               const StreamArgument& stream) {
+  cuda::quantize_tensor_both_ways(array_of(x), rows, columns, element_of(element), both_ways_of(rowwise, turned, false),
+                                  amax_bits, stream_of(stream));
+}
+
+void tensor_amax(const TypedBase& x, int64_t numel, uintptr_t amax_bits, const StreamArgument& stream) {
+  cuda::tensor_amax(array_of(x), numel, amax_bits, stream_of(stream));
+}
+
 void quantize_tensor(const TypedBase& x, int64_t numel, const std::string& element, uintptr_t codes, uintptr_t scale_inv,
                      uintptr_t amax_bits, const StreamArgument& stream) {
   cuda::quantize_tensor(array_of(x), numel, element_of(element), codes, scale_inv, amax_bits, stream_of(stream));
@@ -152,7 +178,10 @@ void register_cuda(py::module_& m) {
            "exp_avg_sqs"_a, "work"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "skip"_a, "stream"_a);
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
   cuda.def("quantize_groups", &quantize_groups, free);
+  cuda.def("quantize_groups_both_ways", &quantize_groups_both_ways, free);
+  cuda.def("tensor_amax", &tensor_amax, free);
   cuda.def("quantize_tensor", &quantize_tensor, free);
+  cuda.def("quantize_tensor_both_ways", &quantize_tensor_both_ways, free);
 }
 
 }  // namespace zerocast::api

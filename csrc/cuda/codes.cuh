@@ -1,5 +1,5 @@
-// Encoders of eight neighbouring elements: the bits of codec.h from the fastest instructions that a
-// target has.
+// Encoders and decoders of eight neighbouring elements: the bits of codec.h from the fastest
+// instructions that a target has.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -104,6 +104,39 @@ struct Encoder<E2M1> {
 #endif
     }
     return codes;
+  }
+};
+
+template <class E>
+struct Decoder {
+  // FP16 holds every value of E4M3 and of E5M2.
+  __device__ static void decode8(uint2 codes, float2 (&y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = i < 2 ? codes.x : codes.y;
+      const auto pair = static_cast<__nv_fp8x2_storage_t>(word >> (i % 2 * 16));
+      y[i] = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, std::is_same_v<E, E5M2> ? __NV_E5M2 : __NV_E4M3)));
+    }
+  }
+};
+
+// The upper and the lower byte of a value as BF16 are looked up by three bits of its code.
+template <>
+struct Decoder<E2M1> {
+  __device__ static void decode8(uint32_t codes, float2 (&y)[4]) {
+    const uint32_t magnitudes = codes & 0x77777777u;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t upper = __byte_perm(0x3F3F3F00u, 0x40404040u, magnitudes >> (16 * half));
+      const uint32_t lower = __byte_perm(0xC0800000u, 0xC0804000u, magnitudes >> (16 * half));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t signs = codes >> (16 * half + 8 * i);
+        const uint32_t pair =
+            __byte_perm(lower, upper, i ? 0x7362u : 0x5140u) | (signs << 12 & 0x8000u) | (signs << 24 & 0x80000000u);
+        y[2 * half + i] = {float_of(static_cast<int32_t>(pair << 16)), float_of(static_cast<int32_t>(pair & 0xFFFF0000u))};
+      }
+    }
   }
 };
 

@@ -1,9 +1,10 @@
 // Stage dequantize: one direction of one weight back to floating point, in the weight's own
 // orientation.
 //
-// A thread block takes 64 x 64 elements of the stored matrix, a thread eight neighbouring codes of
-// two rows. Transposed data is transposed back in shared memory. Rows that are no multiple of eight
-// codes and unaligned data are processed one element at a time.
+// A thread block takes 32 x 256 elements of the stored matrix, or 64 x 64 of transposed data, which
+// is transposed back in shared memory. A thread takes eight neighbouring codes of some rows and has
+// all of them on their way at once. Rows that are no multiple of eight codes and unaligned data are
+// processed one element at a time.
 #include <algorithm>
 
 #include "cuda/codes.cuh"
@@ -13,27 +14,42 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kSide = 64, kEight = 8, kAcross = kSide / kEight, kThreads = 256;
-constexpr int kPitch = kSide + 2;  // so that neighbouring rows begin in neighbouring banks
+constexpr int kEight = 8, kThreads = 256;
+
+// The elements of a thread block.
+template <bool kTransposed>
+struct Extent {
+  static constexpr int kRows = kTransposed ? 64 : 32, kColumns = kTransposed ? 64 : 256;
+  static constexpr int kAcross = kColumns / kEight, kDown = kThreads / kAcross;  // threads
+  static constexpr int kPasses = kRows / kDown;
+};
+constexpr int kPitch = Extent<true>::kRows + 2;  // so that neighbouring rows begin in neighbouring banks
 
 // Scales by block: entry (i, j) of the grid of the stored matrix.
 struct Factors {
   ScaleRule rule;
   const uint8_t* buffer;
   const float* tensor_amax;
-  int32_t block_rows, block_columns;  // of the stored matrix; 0 is the whole matrix
-  int64_t stride, column_stride;      // entries from block row to block row, and from block to block
+  int32_t row_bits, column_bits;  // log2 of a block of the stored matrix; 31 is the whole matrix
+  int64_t stride, column_stride;  // entries from block row to block row, and from block to block
 
   // Columns of eight neighbours begin at a multiple of eight.
-  __device__ bool is_same_for_eight() const { return block_columns % kEight == 0; }
+  __device__ bool is_same_for_eight() const { return column_bits >= 3; }
 
   __device__ float of(int32_t row, int32_t column) const {
-    const int64_t index = block_rows ? row / block_rows * stride + column / block_columns * column_stride : 0;
+    const int64_t index = (row >> row_bits) * stride + (column >> column_bits) * column_stride;
     if (rule == ScaleRule::kE8M0) return e8m0_value(buffer[index]);
     if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], *tensor_amax);
     return reinterpret_cast<const float*>(buffer)[index];
   }
 };
+
+// Extents of blocks are powers of two.
+int32_t log2_of(int64_t extent) {
+  int32_t bits = extent ? 0 : 31;
+  while (extent >> (bits + 1)) ++bits;
+  return bits;
+}
 
 Factors factors_of(const Format& format, const Quantized& weight, bool transposed) {
   const bool own = weight.columnwise && format.columnwise == Columnwise::kOwnGrid;
@@ -44,28 +60,11 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
   return {format.scale_rule,
           reinterpret_cast<const uint8_t*>(weight.scale_inv),
           reinterpret_cast<const float*>(weight.amax),
-          static_cast<int32_t>(block.rows),
-          static_cast<int32_t>(block.columns),
+          log2_of(block.rows),
+          log2_of(block.columns),
           buffer.repeat * buffer.columns,
           buffer.repeat_columns};
 }
-
-// The codes of eight neighbouring elements, the first of them word-aligned, or one code.
-template <class E>
-struct Codes {
-  typename Codes8<E>::Word word;
-
-  __device__ static Codes load(const uint8_t* data, int64_t index) {
-    return {*reinterpret_cast<const typename Codes8<E>::Word*>(data + index * E::kBits / 8)};
-  }
-  __device__ int32_t operator[](int i) const {
-    constexpr int32_t kMask = (1 << E::kBits) - 1;
-    if constexpr (E::kBits == 4)
-      return word >> 4 * i & kMask;
-    else
-      return (i < 4 ? word.x : word.y) >> 8 * (i % 4) & kMask;
-  }
-};
 
 template <class E>
 __device__ int32_t code_at(const uint8_t* data, int64_t index) {
@@ -73,13 +72,47 @@ __device__ int32_t code_at(const uint8_t* data, int64_t index) {
   return data[index / 2] >> (index % 2 * 4) & 0xF;
 }
 
-template <class Word>
-__device__ void store_eight(Word* at, const Word (&words)[kEight]) {
-  constexpr int kFours = sizeof(Word) * kEight / sizeof(uint4);
-  uint4 fours[kFours];
-  memcpy(fours, words, sizeof fours);
+// Eight neighbouring elements of the result.
+template <class Out>
+struct Words {
+  typename Out::Word word[kEight];
+
+  __device__ void set(int pair, float2 y) {
+    if constexpr (std::is_same_v<Out, Bfloat16>) {
+      const __nv_bfloat162 rounded = __floats2bfloat162_rn(y.x, y.y);
+      memcpy(word + 2 * pair, &rounded, sizeof rounded);
+    } else if constexpr (std::is_same_v<Out, Float16>) {
+      const __half2 rounded = __floats2half2_rn(y.x, y.y);
+      memcpy(word + 2 * pair, &rounded, sizeof rounded);
+    } else {
+      memcpy(word + 2 * pair, &y, sizeof y);
+    }
+  }
+
+  __device__ void store(typename Out::Word* at) const {
+    uint4 fours[sizeof word / sizeof(uint4)];
+    memcpy(fours, word, sizeof word);
 #pragma unroll
-  for (int i = 0; i < kFours; ++i) reinterpret_cast<uint4*>(at)[i] = fours[i];
+    for (int i = 0; i < static_cast<int>(sizeof word / sizeof(uint4)); ++i) reinterpret_cast<uint4*>(at)[i] = fours[i];
+  }
+};
+
+template <class E, class Out>
+__device__ Words<Out> dequantized(typename Codes8<E>::Word codes, const Factors& factors, int32_t row, int32_t column) {
+  float2 y[kEight / 2];
+  Decoder<E>::decode8(codes, y);
+  Words<Out> words;
+  if (factors.is_same_for_eight()) {
+    const float factor = factors.of(row, column);
+#pragma unroll
+    for (int i = 0; i < kEight / 2; ++i) words.set(i, {y[i].x * factor, y[i].y * factor});
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight / 2; ++i) {
+      words.set(i, {y[i].x * factors.of(row, column + 2 * i), y[i].y * factors.of(row, column + 2 * i + 1)});
+    }
+  }
+  return words;
 }
 
 // `rows` and `columns` are those of the stored matrix. If `whole`, eight elements of a row, or of a
@@ -88,60 +121,63 @@ template <class E, class Out, bool kTransposed>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const uint8_t* data, Factors factors, int32_t rows, int32_t columns, bool whole, typename Out::Word* out) {
   using Word = typename Out::Word;
-  __shared__ Word tile[kTransposed ? kSide : 1][kPitch];
-  const int32_t across = (columns - 1) / kSide + 1, down = blockIdx.x / across;
-  const int32_t first_row = down * kSide, first_column = (blockIdx.x - down * across) * kSide;
-  const int32_t l = threadIdx.x % kAcross, column = first_column + l * kEight;
+  using Eight = typename Codes8<E>::Word;
+  using Of = Extent<kTransposed>;
+  __shared__ Word tile[kTransposed ? Of::kColumns : 1][kPitch];
+  const int32_t across = (columns - 1) / Of::kColumns + 1, down = blockIdx.x / across;
+  const int32_t first_row = down * Of::kRows, first_column = (blockIdx.x - down * across) * Of::kColumns;
+  const int32_t l = threadIdx.x % Of::kAcross, first_r = threadIdx.x / Of::kAcross, column = first_column + l * kEight;
+  Eight codes[Of::kPasses] = {};
+  if (whole) {
 #pragma unroll
-  for (int r = threadIdx.x / kAcross; r < kSide; r += kThreads / kAcross) {
-    const int32_t row = first_row + r;
-    if (row >= rows || column >= columns) continue;
-    const int64_t index = static_cast<int64_t>(row) * columns + column;
-    Word words[kEight];
-    if (whole) {
-      const Codes<E> codes = Codes<E>::load(data, index);
-      float same = 0.0f;
-      if (factors.is_same_for_eight()) same = factors.of(row, column);
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        const float factor = factors.is_same_for_eight() ? same : factors.of(row, column + i);
-        words[i] = Out::narrow(decode<E>(codes[i]) * factor);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        if (column + i < columns)
-          words[i] = Out::narrow(decode<E>(code_at<E>(data, index + i)) * factors.of(row, column + i));
+    for (int i = 0; i < Of::kPasses; ++i) {
+      const int64_t row = first_row + first_r + i * Of::kDown;
+      if (row < rows && column < columns) {
+        codes[i] = *reinterpret_cast<const Eight*>(data + (row * columns + column) * E::kBits / 8);
       }
     }
+  }
+#pragma unroll
+  for (int i = 0; i < Of::kPasses; ++i) {
+    const int32_t r = first_r + i * Of::kDown, row = first_row + r;
+    if (row >= rows || column >= columns) continue;
+    const int64_t index = static_cast<int64_t>(row) * columns + column;
+    if (!whole) {
+#pragma unroll 1
+      for (int c = 0; c < kEight && column + c < columns; ++c) {
+        const Word word = Out::narrow(decode<E>(code_at<E>(data, index + c)) * factors.of(row, column + c));
+        if constexpr (kTransposed) {
+          tile[l * kEight + c][r] = word;
+        } else {
+          out[index + c] = word;
+        }
+      }
+      continue;
+    }
+    const Words<Out> words = dequantized<E, Out>(codes[i], factors, row, column);
     if constexpr (kTransposed) {
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) tile[l * kEight + i][r] = words[i];
-    } else if (whole) {
-      store_eight(out + index, words);
+      for (int c = 0; c < kEight; ++c) tile[l * kEight + c][r] = words.word[c];
     } else {
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        if (column + i < columns) out[index + i] = words[i];
-      }
+      words.store(out + index);
     }
   }
   if constexpr (kTransposed) {
     __syncthreads();
     const int32_t row = first_row + l * kEight;
 #pragma unroll
-    for (int c = threadIdx.x / kAcross; c < kSide; c += kThreads / kAcross) {
+    for (int c = first_r; c < Of::kColumns; c += Of::kDown) {
       if (row >= rows || first_column + c >= columns) continue;
       Word* at = out + static_cast<int64_t>(first_column + c) * rows + row;
-      Word words[kEight];
+      Words<Out> words;
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) words[i] = tile[c][l * kEight + i];
+      for (int i = 0; i < kEight; ++i) words.word[i] = tile[c][l * kEight + i];
       if (whole) {
-        store_eight(at, words);
+        words.store(at);
       } else {
 #pragma unroll
         for (int i = 0; i < kEight; ++i) {
-          if (row + i < rows) at[i] = words[i];
+          if (row + i < rows) at[i] = words.word[i];
         }
       }
     }
@@ -184,7 +220,10 @@ void dequantize(const Format& format, const Quantized& weight, Array out, Stream
   const int64_t rows = transposed ? weight.columns : weight.rows, columns = transposed ? weight.rows : weight.columns;
   const Factors factors = factors_of(format, weight, transposed);
   if (rows > INT32_MAX || columns > INT32_MAX) throw std::invalid_argument("at most 2^31 - 1 rows and columns");
-  const int64_t blocks = ((rows + kSide - 1) / kSide) * ((columns + kSide - 1) / kSide);
+  const auto blocks_of = [&](auto extent) {
+    return ((rows - 1) / extent.kRows + 1) * ((columns - 1) / extent.kColumns + 1);
+  };
+  const int64_t blocks = transposed ? blocks_of(Extent<true>{}) : blocks_of(Extent<false>{});
   const bool whole = columns % kEight == 0 && (!transposed || rows % kEight == 0) && weight.data % sizeof(uint2) == 0 &&
                      out.address % sizeof(uint4) == 0;
   for_element(format.element, [&](auto element) {

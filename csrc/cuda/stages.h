@@ -76,12 +76,31 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
 
 // Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are
 // `[rows, columns]`; scales of groups, which are this many elements of a row,
-// `[columns / kInputGroup, rows]`; `amax_bits` is scratch memory for one word.
+// `[columns / kInputGroup, rows]`. `amax_bits` is one word, the bits of an f32, which tensor_amax
+// writes.
 constexpr int kInputGroup = 128;
 void quantize_groups(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, uintptr_t codes,
                      uintptr_t scale_inv, Stream stream);
+void tensor_amax(Array x, int64_t numel, uintptr_t amax_bits, Stream stream);
 void quantize_tensor(Array x, int64_t numel, Element element, uintptr_t codes, uintptr_t scale_inv, uintptr_t amax_bits,
                      Stream stream);
+
+// The same in both directions, of sixteen-bit elements. `codes` are `[rows, columns]`, `turned` are
+// `[columns, tokens]`, with scales of groups `[tokens / kInputGroup, columns]`, rounded up: those of
+// x down its columns. If `is_square`, they are `[columns / kInputGroup, bands]`, one for 128 x 128
+// elements, with zeros up to a multiple of 4 bands. Rows and tokens may be more than the rows of x, by
+// less than a group: zeros follow. Columns and tokens are multiples of 16.
+struct BothWays {
+  int64_t rows;
+  uintptr_t codes, scale_inv;
+  int64_t tokens;
+  uintptr_t turned, turned_scale_inv;  // the scale of a whole tensor serves both directions
+  bool is_square;
+};
+void quantize_groups_both_ways(Array x, int64_t rows, int64_t columns, Element element, bool power_of_2, const BothWays& to,
+                               Stream stream);
+void quantize_tensor_both_ways(Array x, int64_t rows, int64_t columns, Element element, const BothWays& to,
+                               uintptr_t amax_bits, Stream stream);
 
 // The targets that this extension has machine code for, such as "90a".
 const char* targets();

@@ -91,16 +91,16 @@ def _with_one_that_raises(config: StepConfig) -> tuple[dict[str, Any], list[bool
     before = variant.VARIANTS
     try:
         variant.VARIANTS = tuple(variant.Variant(host, "bf16", True) for host in hosts)
-        return ran(config), alive, gemm.quantizes_weight_gradients("per_tensor")
+        return ran(config), alive, gemm.weight_gradients_of("per_tensor")
     finally:
         variant.VARIANTS = before
 
 
 def test_a_row_that_raises_costs_no_other_and_holds_nothing(ranks: Ranks) -> None:
-    report, alive, quantizes = ranks(1)(_with_one_that_raises, TINY)[0]
+    report, alive, weight_gradients = ranks(1)(_with_one_that_raises, TINY)[0]
     assert report["failures"] == [{"row": "broken:bf16+fp8_wgrad eager", "reason": "RuntimeError: no such kernel"}]
     assert [row["variant"] for row in report["rows"]] == ["look:bf16+fp8_wgrad"]
-    assert alive == [False] and not quantizes  # products are as they were
+    assert alive == [False] and weight_gradients == "nominal"  # products are as they were
 
 
 def text(length: int) -> Text:

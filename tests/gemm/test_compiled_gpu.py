@@ -30,7 +30,7 @@ def passes(function: Any, model: nn.Module, x: Tensor, grad: Tensor) -> list[Ten
     return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], grad)]
 
 
-@pytest.mark.parametrize("weight_gradients", ["nominal", "fp8"])
+@pytest.mark.parametrize("weight_gradients", ["nominal", "fp8", "fp8_groups"])
 @pytest.mark.parametrize("rows", [512, 200])
 @pytest.mark.parametrize(("path", "fmt", "shape"), CASES)
 def test_inductor_quantizes_as_the_kernels_do(

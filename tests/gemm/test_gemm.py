@@ -108,19 +108,25 @@ def test_only_where_a_path_has_it() -> None:
     with gemm.use(weight_gradients="fp8"):
         F.linear(x, weight).backward(grad)
     assert weight.grad is not None and torch.equal(weight.grad, grad.t() @ x)
-    with pytest.raises(ValueError, match="one of nominal, fp8, got 'fp4'"):
+    with pytest.raises(ValueError, match="one of nominal, fp8, fp8_groups, got 'fp4'"):
         gemm.use("dequantize", weight_gradients="fp4")
     assert weight.gemm_choice().reason != "asked for"  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("tokens", [256, 200])
 @pytest.mark.parametrize("power_of_2", [False, True])
-def test_block_weight_gradients(power_of_2: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both operands in groups of 128 tokens, each quantized from BF16."""
+@pytest.mark.parametrize("is_square", [False, True])
+def test_block_weight_gradients(
+    is_square: bool, power_of_2: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both operands in groups of 128 tokens, or the input in blocks of 128x128, each quantized from BF16."""
     monkeypatch.setattr(torch_api, "scaled_mm", emulated)
     weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
     grad, x = (torch.randn(tokens, n).to(BF16) * torch.logspace(-3, 3, n).to(BF16) for n in (128, 256))
-    operands = [block_128.along_tokens(t, (), weight.format, gradient=t is grad) for t in (grad, x)]
+    operands = [
+        block_128.quantize_both_ways(t, weight.format, gradient=t is grad, is_square=is_square and t is x)[1]
+        for t in (grad, x)
+    ]
     found = block_128.weight_gradient(*operands, torch.float32)
     exact = grad.float().t() @ x.float()
     assert ((found - exact).norm(dim=1) <= 0.15 * exact.norm(dim=1)).all(), "no row is lost to the scale of another"

@@ -45,6 +45,12 @@ class OnGpu:
     def groups(self, x: Tensor, *options: Any) -> list[Tensor]:
         return [found.cpu() for found in self._kernels.groups(devices.to_gpu(x), *options)]
 
+    def groups_both_ways(self, x: Tensor, *options: Any) -> list[Tensor]:
+        return [found.cpu() for found in self._kernels.groups_both_ways(devices.to_gpu(x), *options)]
+
+    def per_tensor_both_ways(self, x: Tensor, element: Any) -> list[Tensor]:
+        return [found.cpu() for found in self._kernels.tensor_both_ways(devices.to_gpu(x), None, element)]
+
 
 ON_A_GPU = [pytest.param(f"{name} on a GPU", marks=pytest.mark.gpu) for name in ("cuda", "triton")]
 
@@ -121,6 +127,78 @@ def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) ->
         assert_same(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("shape", [(1, 128), (56, 256), (128, 128), (200, 384)])
+def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], power_of_2: bool, seed: int) -> None:
+    """Those of a matrix and of its transpose, or of a weight with 128x128 blocks, both padded with zeros; strides are those
+    that a graph is told.
+    """
+    rows, padded = shape[0], -(-shape[0] // 16) * 16
+    fmt = get_format("fp8_block", power_of_2_scale=power_of_2)
+    for dtype in DTYPES:
+        apart = (torch.randn(shape) * torch.logspace(-3, 3, rows)[:, None]).to(dtype)
+        not_finite = apart.clone()
+        not_finite[rows // 2, 0] = torch.nan
+        for x in (drawn("wide", shape, dtype, seed), apart, not_finite):
+            filled = torch.cat((x, torch.zeros(-rows % 128, shape[1], dtype=dtype)))
+            of_rows = inputs.groups(filled[:padded], 128, E4M3, power_of_2)
+            turned, turned_scale_inv = inputs.groups(filled.t().contiguous(), 128, E4M3, power_of_2)
+            found = quantizers.groups_both_ways(x, 128, E4M3, power_of_2, False)
+            assert_like(
+                found, (*of_rows, turned[:, :padded], turned_scale_inv), inputs.both_ways_like(x, 128, E4M3, False)
+            )
+            found = quantizers.groups_both_ways(x, 128, E4M3, power_of_2, True)
+            assert_like(found[:2], of_rows, of_rows)
+            if x is not not_finite:
+                weight = reference.quantize(fmt, filled.t().contiguous(), dtype)
+                assert weight.rowwise_scale_inv is not None
+                bands = len(filled) // 128
+                scale_inv = torch.cat(
+                    (weight.rowwise_scale_inv[:, :bands], torch.zeros(shape[1] // 128, -bands % 4)), 1
+                )
+                codes = weight.rowwise_data.view(E4M3.dtype)[:, :padded]
+                assert_like(found[2:], (codes, scale_inv.t()), inputs.both_ways_like(x, 128, E4M3, True)[2:])
+            else:
+                assert found[3].isnan().nonzero().tolist() == [[rows // 2 // 128, 0]]
+
+
+def assert_like(found: Any, expected: Any, like: Any) -> None:
+    """Equal values; the strides and dtypes of `like`."""
+    for ours, theirs, layout in zip(found, expected, like, strict=True):
+        assert ours.dtype == layout.dtype and (ours.stride() == layout.stride() or layout is theirs)
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(ours.float().signbit(), theirs.float().signbit()) or theirs.float().isnan().any()
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(1, 16), (56, 80), (128, 128), (200, 400)])
+def test_a_tensor_in_both_directions(quantizers: Any, shape: tuple[int, int], element: str, seed: int) -> None:
+    both_ways = getattr(quantizers, "per_tensor_both_ways", None) or (
+        lambda x, element: quantizers.tensor_both_ways(x, None, element)
+    )
+    for dtype in DTYPES:
+        x = drawn("wide", shape, dtype, seed)
+        codes, scale_inv = inputs.per_tensor(x, FP8[element])
+        expected = codes, scale_inv, inputs.turned(codes)
+        assert_like(both_ways(x, FP8[element]), expected, inputs.tensor_both_ways_like(x, FP8[element]))
+        x[0, 0] = -torch.inf
+        assert all(t.float()[:, : shape[0]].isnan().all() for t in both_ways(x, FP8[element])[::2])
+
+
+@pytest.mark.parametrize("shape", [(40, 256), (256, 128)])
+def test_quantizing_in_both_directions_are_ops(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    op, options = torch.ops.zerocast.groups_both_ways.default, (128, "e4m3", True)
+    cases = [
+        (op, (x, *options, square), inputs.groups_both_ways(x, 128, E4M3, True, square)) for square in (False, True)
+    ]
+    amax = x.abs().amax().float().view(1)
+    cases.append((torch.ops.zerocast.tensor_both_ways.default, (x, amax, "e4m3"), inputs.per_tensor_both_ways(x, E4M3)))
+    for op, arguments, expected in cases:
+        torch.library.opcheck(op, arguments)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(op(*arguments), expected, strict=True))
+
+
 @pytest.mark.parametrize("content", FINITE)
 def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other operations, which fuse."""
@@ -128,9 +206,7 @@ def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, mo
 
     def found() -> list[Tensor]:
         of_tensor = [t for element in FP8.values() for t in inputs.per_tensor(x, element)]
-        of_groups = [
-            t for p in (False, True) for f in (inputs.groups, inputs.groups_of_rows) for t in f(x, 128, E4M3, p)
-        ]
+        of_groups = [t for p in (False, True) for t in inputs.groups(x, 128, E4M3, p)]
         return [*of_tensor, *of_groups, inputs.turned(of_tensor[0])]
 
     expected = found()

@@ -17,9 +17,9 @@ from zerocast.gemm.choice import (
     decide,
     falls_back,
     path_of,
-    quantizes_weight_gradients,
     use,
     ways,
+    weight_gradients_of,
 )
 from zerocast.gemm.inputs import is_traced
 from zerocast.gemm.operands import forget, of_input
@@ -38,7 +38,7 @@ __all__ = [
     "is_traced",
     "of_input",
     "path_of",
-    "quantizes_weight_gradients",
     "use",
     "ways",
+    "weight_gradients_of",
 ]

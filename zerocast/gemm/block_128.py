@@ -27,7 +27,6 @@ from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
 
 BLOCK = 128
-ROWS = 16
 FIRST_CUDA = (12, 9)
 
 
@@ -55,30 +54,33 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     """(codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded
     with zeros to a multiple of 16.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if missing := -rows.shape[0] % ROWS:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    rows = inputs.padded(x.reshape(-1, x.shape[-1]), inputs.ROWS)
     codes, scale_inv = inputs.groups(rows, BLOCK, E4M3, fmt.power_of_2_scale)
     return codes, scale_inv.t().contiguous().t()
 
 
-def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The operand of a weight gradient, which sums over tokens: quantized anew in groups of 128
-    tokens, padded with zeros.
+def quantize_both_ways(
+    x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What `quantize` gives, and for the weight gradient, which sums over tokens, groups of 128
+    tokens; if `is_square`, blocks of 128x128.
 
-    (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column.)
+    These are (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column, or
+    `[L4, k / 128]`), padded with zeros alike.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if missing := -rows.shape[0] % BLOCK:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    return inputs.groups_of_rows(rows, BLOCK, E4M3, fmt.power_of_2_scale)
+    codes, scale_inv, *turned = inputs.groups_both_ways(rows, BLOCK, E4M3, fmt.power_of_2_scale, is_square)
+    return (codes, scale_inv), tuple(turned)
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x` from what `along_tokens` gave for both."""
+    """`grad.T @ x` from what `quantize_both_ways` gave for both."""
     (left, left_scale_inv), (right, right_scale_inv) = grad, x
-    how = ["BlockWise1x128"]
-    return torch_api.scaled_mm(left, left_scale_inv, right.t(), right_scale_inv, how, how, None, dtype)
+    in_groups = right_scale_inv.shape == (right.shape[0], -(-right.shape[1] // BLOCK))
+    of_x = "BlockWise1x128" if in_groups else "BlockWise128x128"
+    return torch_api.scaled_mm(
+        left, left_scale_inv, right.t(), right_scale_inv, ["BlockWise1x128"], [of_x], None, dtype
+    )
 
 
 def multiply(

@@ -1,7 +1,7 @@
 """The quantizers of `inputs.py` for FP8 as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same
 bytes, with little host work.
 
-Groups take one launch, a whole tensor two and a word to clear.
+Groups take one launch, in both directions too; a whole tensor takes two and a word to clear.
 """
 
 import torch
@@ -11,6 +11,8 @@ from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.extension import typed, why_no_kernels
 from zerocast.formats import Element
+from zerocast.gemm import inputs
+from zerocast.gemm.inputs import tensor_both_ways_like
 
 ALIGNMENT = 16
 
@@ -27,10 +29,34 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """The same bytes as `inputs.per_tensor`, in two launches."""
     x = _aligned(x)
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
-    scale_inv, scratch = torch.empty(2, dtype=torch.float32, device=x.device).split(1)
-    results = codes.data_ptr(), scale_inv.data_ptr(), scratch.data_ptr()
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    results = codes.data_ptr(), scale_inv.data_ptr(), _amax(x).data_ptr()
     _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, stream_of(x))
     return codes, scale_inv
+
+
+def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """`inputs.per_tensor_both_ways`, with `amax` f32[1] where it is known; one more launch for f32
+    and for columns that are no multiple of 16.
+    """
+    x = _aligned(x)
+    amax = _amax(x) if amax is None else amax
+    made = codes, scale_inv, turned = tensor_both_ways_like(x, element)
+    results = codes.data_ptr(), scale_inv.data_ptr()
+    if x.dtype is torch.float32 or x.shape[1] % ALIGNMENT:
+        _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
+        return codes, scale_inv, inputs.turned(codes)
+    rowwise, columnwise = (x.shape[0], *results), (turned.shape[1], turned.data_ptr(), 0)
+    _C.cuda.quantize_tensor_both_ways(
+        typed(x), *x.shape, element.name, rowwise, columnwise, amax.data_ptr(), stream_of(x)
+    )
+    return made
+
+
+def _amax(x: Tensor) -> Tensor:
+    amax = torch.empty(1, dtype=torch.float32, device=x.device)
+    _C.cuda.tensor_amax(typed(x), x.numel(), amax.data_ptr(), stream_of(x))
+    return amax
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -43,6 +69,21 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     results = codes.data_ptr(), scale_inv.data_ptr()
     _C.cuda.quantize_groups(typed(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
     return codes, scale_inv.t()
+
+
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> inputs.BothWays:
+    """`inputs.groups_both_ways`, `width` being `GROUP`; f32 takes a launch for each direction."""
+    assert width == GROUP, width
+    if x.dtype is torch.float32:
+        return inputs.both_ways_by(groups, x, width, element, power_of_2, is_square)
+    x = _aligned(x)
+    made = codes, scale_inv, turned, turned_scale_inv = inputs.both_ways_like(x, width, element, is_square)
+    rowwise = codes.shape[0], codes.data_ptr(), scale_inv.data_ptr()
+    columnwise = turned.shape[1], turned.data_ptr(), turned_scale_inv.data_ptr()
+    _C.cuda.quantize_groups_both_ways(
+        typed(x), *x.shape, element.name, power_of_2, is_square, rowwise, columnwise, stream_of(x)
+    )
+    return made
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -30,8 +31,13 @@ from zerocast.backends import ops
 from zerocast.backends.reference.codec import encode, pack
 from zerocast.backends.reference.scales import ONE_2688TH, block_amax, encode_scales, expand, fill_scales, stored_scales
 from zerocast.formats import Block, Element, FormatSpec, get_format
+from zerocast.formats.element import FP8
 from zerocast.formats.layout import rowwise_scale_inv
 
+# codes `[rows, k]` and their scales, codes `[k, rows]` and theirs
+BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
+
+ROWS = 16  # products whose inner dimension is the rows take multiples of this, and so do blocked ones
 FLT_MAX = torch.finfo(torch.float32).max
 E8M0_NAN = 0xFF
 
@@ -86,12 +92,17 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """(codes `[rows, k]`, scale_inv f32[1]) of `x [rows, k]`, scaled by its present amax."""
     if (fused := _fused(x)) is not None:
         return fused.per_tensor(x, element)  # type: ignore[no-any-return]
-    if is_traced(x):  # a norm of the rows, or an activation, takes the amaxes of its rows along
-        amax = x.abs().amax(1).amax().float().view(1)
-    else:
-        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
-    scale = encode_scale(amax, element.max, power_of_2=False)
+    scale = encode_scale(_amax(x), element.max, power_of_2=False)
     return _codes(x, scale, element), reciprocal(scale)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """The greatest magnitude as f32[1]."""
+    if is_traced(x):  # a norm of the rows, or an activation, takes the amaxes of its rows along
+        of_rows: Tensor = x.abs().amax(1)
+        return of_rows.amax().float().view(1)
+    amax: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    return amax.view(1)
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -106,23 +117,113 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return _codes(grouped, scale.unsqueeze(2), element).view(x.shape), reciprocal(scale)
 
 
-def groups_of_rows(x: Tensor, height: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[k, rows]`, scale_inv f32 `[k, rows / height]` column by column) of `x [rows, k]`:
-    `groups` of its transpose.
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> BothWays:
+    """`groups` of `x [rows, k]` and of its transpose, from one read of it.
+
+    (codes `[rows, k]`, scale_inv f32 `[rows, k / width]`, codes `[k, rows]`, scale_inv f32
+    `[k, rows / width]`, rounded up); both scales lie column by column, rows are padded with zeros
+    to a multiple of 16. If `is_square`, the last scale_inv is `[rows / width, k / width]`, one for
+    `width x width` elements, with zeros up to a multiple of 4 rows. It stays one op in a graph: a
+    compiler would read `x` once for each direction.
     """
-    if not is_traced(x):
-        codes, scale_inv = groups(x.t().contiguous(), height, element, power_of_2)
-        return codes, scale_inv.t().contiguous().t()
-    # read as it lies: a compiler would reduce a transpose in strides
-    grouped = x.unflatten(0, (-1, height))
-    scale = encode_scale(grouped.abs().amax(1).float(), element.max, power_of_2)
-    return _codes(grouped, scale.unsqueeze(1), element).view(x.shape).t().contiguous(), reciprocal(scale).t()
+    options = width, element, power_of_2, is_square
+    if is_traced(x):
+        made: BothWays = torch.ops.zerocast.groups_both_ways(x, width, element.name, power_of_2, is_square)
+        return made
+    if (fused := _fused(x)) is not None:
+        return fused.groups_both_ways(x, *options)  # type: ignore[no-any-return]
+    return both_ways_by(groups, x, *options)
+
+
+def both_ways_by(
+    quantize: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    width: int,
+    element: Element,
+    power_of_2: bool,
+    is_square: bool,
+) -> BothWays:
+    """`groups_both_ways` from two calls of a `groups`, the second one of a transpose."""
+    made = both_ways_like(x, width, element, is_square)
+    of_rows = quantize(padded(x, ROWS), width, element, power_of_2)
+    turned = padded(x, width).t().contiguous()
+    of_columns = (_squares if is_square else quantize)(turned, width, element, power_of_2)
+    for ours, theirs in zip(made, (*of_rows, *of_columns), strict=True):
+        ours[: len(theirs)].copy_(theirs[:, : ours.shape[1]])
+        ours[len(theirs) :] = 0
+    return made
+
+
+def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> BothWays:
+    """Memory for the results of `groups_both_ways`."""
+    rows, k = -(-x.shape[0] // ROWS) * ROWS, x.shape[1]
+    bands = -(-rows // width)
+    codes, turned = (x.new_empty(shape, dtype=element.dtype) for shape in ((rows, k), (k, rows)))
+    of_columns = (k // width, -(-bands // 4) * 4) if is_square else (bands, k)
+    scale_inv, turned_scale_inv = (x.new_empty(s, dtype=torch.float32) for s in ((k // width, rows), of_columns))
+    return codes, scale_inv.t(), turned, turned_scale_inv.t()
+
+
+def _squares(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """(codes `[k, rows]`, scale_inv `[rows / width, k / width]`) of `x [k, rows]`."""
+    tiles = x.unflatten(1, (-1, width)).unflatten(0, (-1, width))
+    amax = torch.linalg.vector_norm(tiles, torch.inf, dim=(1, 3), dtype=torch.float32)
+    scale = encode_scale(amax, element.max, power_of_2)
+    return _codes(tiles, scale[:, None, :, None], element).view(x.shape), reciprocal(scale).t()
+
+
+def per_tensor_both_ways(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes `[rows, k]`, scale_inv f32[1], codes `[k, rows]`) of `x [rows, k]`, k a multiple of
+    16; the last are padded with zeros to a multiple of 16 rows.
+
+    In a graph the amax fuses with what made `x`; the codes are one op.
+    """
+    if is_traced(x):
+        made: tuple[Tensor, Tensor, Tensor] = torch.ops.zerocast.tensor_both_ways(x, _amax(x), element.name)
+        return made
+    if (fused := _fused(x)) is not None:
+        return fused.tensor_both_ways(x, None, element)  # type: ignore[no-any-return]
+    return _tensor_both_ways(x, _amax(x), element.name)
+
+
+def tensor_both_ways_like(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `per_tensor_both_ways`."""
+    rows, k = x.shape
+    turned = x.new_empty((k, -(-rows // ROWS) * ROWS), dtype=element.dtype)
+    return x.new_empty((rows, k), dtype=element.dtype), x.new_empty(1, dtype=torch.float32), turned
+
+
+def _tensor_both_ways(x: Tensor, amax: Tensor, element: str) -> tuple[Tensor, Tensor, Tensor]:
+    if (fused := _fused(x)) is not None:
+        return fused.tensor_both_ways(x, amax, FP8[element])  # type: ignore[no-any-return]
+    scale = encode_scale(amax, FP8[element].max, power_of_2=False)
+    codes = _codes(x, scale, FP8[element])
+    return codes, reciprocal(scale), turned(codes)
+
+
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """`x [rows, k]` with rows of zeros up to a multiple."""
+    missing = -x.shape[0] % multiple
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+ops.define(
+    "groups_both_ways",
+    "(Tensor x, int width, str element, bool power_of_2, bool is_square) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda x, width, element, *options: groups_both_ways(x, width, FP8[element], *options),
+    lambda x, width, element, _, is_square: both_ways_like(x, width, FP8[element], is_square),
+)
+ops.define(
+    "tensor_both_ways",
+    "(Tensor x, Tensor amax, str element) -> (Tensor, Tensor, Tensor)",
+    _tensor_both_ways,
+    lambda x, amax, element: tensor_both_ways_like(x, FP8[element]),
+)
 
 
 def turned(codes: Tensor) -> Tensor:
-    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of 16 rows."""
-    if missing := -codes.shape[0] % 16:
-        codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of `ROWS`."""
+    codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
     if is_traced(codes):
         return codes.t().contiguous()
     backend = backends.choose(codes.device)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm.choice import GRADIENTS, PATHS
+from zerocast.gemm.choice import GRADIENTS, PATHS, Operands
 from zerocast.gemm.inputs import is_traced
-
-Operands = tuple[Tensor, ...]
 
 
 class _Shared(NamedTuple):
@@ -25,33 +23,33 @@ class _Shared(NamedTuple):
     version: int
     use: tuple[Any, ...]
     operands: Operands
-    along_tokens: Operands
+    of_gradient: Operands  # none for the input as it is, which would keep itself alive
 
 
 _last: _Shared | None = None
 
 
-def of_input(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool = False) -> tuple[Operands, Operands]:
-    """What the product makes of an input with elements; what its weight gradient does, if asked
-    for, else the input as it is.
+def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nominal") -> tuple[Operands, Operands]:
+    """What the product makes of an input with elements, and what its weight gradient does; the
+    nominal one takes the input as it is.
     """
     global _last  # noqa: PLW0603
     if not _is_shareable(x):
-        return _made(path, x, fmt, along_tokens)
-    last, use = _last, (path, fmt, along_tokens, _stream(x))
+        return _made(path, x, fmt, weight_gradients)
+    last, use = _last, (path, fmt, weight_gradients, _stream(x))
     if last is not None and last.x() is x and last.version == x._version and last.use == use:
-        return last.operands, last.along_tokens or (x,)
-    operands, of_gradient = _made(path, x, fmt, along_tokens)
+        return last.operands, last.of_gradient or (x,)
+    operands, of_gradient = _made(path, x, fmt, weight_gradients)
     if operands[0] is not x:
-        _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, of_gradient if along_tokens else ())
+        _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, () if of_gradient[0] is x else of_gradient)
     return operands, of_gradient
 
 
-def _made(path: str, x: Tensor, fmt: FormatSpec, along_tokens: bool) -> tuple[Operands, Operands]:
-    operands = PATHS[path].quantize(x, fmt, gradient=False)
-    if not along_tokens:
-        return operands, (x,)
-    return operands, GRADIENTS[path].along_tokens(x, operands, fmt, gradient=False)
+def _made(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str) -> tuple[Operands, Operands]:
+    if weight_gradients == "nominal":
+        return PATHS[path].quantize(x, fmt, gradient=False), (x,)
+    is_square = weight_gradients == "fp8"
+    return GRADIENTS[path].quantize_both_ways(x, fmt, gradient=False, is_square=is_square)
 
 
 def forget() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.formats import FormatSpec, ScaleRule
+from zerocast.formats import Element, FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3, E5M2
 from zerocast.gemm import inputs
 from zerocast.gemm.case import Case
@@ -48,20 +48,32 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     """(codes `[rows, k]`, scale_inv f32[1]) of an input or an output gradient."""
-    element = E5M2 if gradient and fmt.element != E5M2 else E4M3
-    return inputs.per_tensor(x.reshape(-1, x.shape[-1]), element)
+    return inputs.per_tensor(x.reshape(-1, x.shape[-1]), _element(fmt, gradient))
 
 
-def along_tokens(x: Tensor, operands: Sequence[Tensor], fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The operand of a weight gradient, which sums over tokens: (codes `[k, tokens]`,
-    scale_inv), from those of `quantize`.
+def _element(fmt: FormatSpec, gradient: bool) -> Element:
+    return E5M2 if gradient and fmt.element != E5M2 else E4M3
+
+
+def quantize_both_ways(
+    x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What `quantize` gives, and for the weight gradient, which sums over tokens, the same codes as
+    `[k, tokens]`, padded with zeros to a multiple of 16.
     """
-    codes, scale_inv = operands
-    return inputs.turned(codes), scale_inv
+    if inputs.is_traced(x) and not gradient:
+        # plain operations, which the backward pass of a graph repeats: their codes need not be kept
+        codes, scale_inv = quantize(x, fmt, gradient)
+        return (codes, scale_inv), (inputs.turned(codes), scale_inv)
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scale_inv, turned = inputs.per_tensor_both_ways(rows, _element(fmt, gradient))
+    return (codes, scale_inv), (turned, scale_inv)
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x`, accumulated in full, from what `along_tokens` gave for both."""
+    """`grad.T @ x`, accumulated in full, from what
+    `quantize_both_ways` gave for both.
+    """
     (left, left_scale_inv), (right, right_scale_inv) = grad, x
     return torch._scaled_mm(left, right.t(), left_scale_inv, right_scale_inv, out_dtype=dtype)
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.formats import Element
+from zerocast.gemm import inputs
 
 MANTISSA = {"e4m3": 3, "e5m2": 2}
 ROWS = 32
@@ -140,3 +141,14 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     grid = triton.cdiv(rows, ROWS), columns // width
     _launch(_groups, grid, x.device, _loadable(x), codes, scale_inv, rows, columns, *constants)
     return codes.view(element.dtype), scale_inv.t()
+
+
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> inputs.BothWays:
+    """`inputs.groups_both_ways`, a launch for each direction."""
+    return inputs.both_ways_by(groups, x, width, element, power_of_2, is_square)
+
+
+def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """`inputs.per_tensor_both_ways`; a known `amax` is worked out again."""
+    codes, scale_inv = per_tensor(x, element)
+    return codes, scale_inv, inputs.turned(codes)

@@ -30,10 +30,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, quantized: bool
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, weight_gradients: str
     ) -> Tensor:
-        ctx.quantized = quantized and ctx.needs_input_grad[1] and x.numel() > 0
-        operands, kept = gemm.of_input(path, x, weight.format, ctx.quantized) if x.numel() else ((), (x,))
+        way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
+        operands, kept = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
+        ctx.quantized = way != "nominal"
         ctx.save_for_backward(*kept, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
         return _multiplied(path, operands, x, weight, False, transposed, bias)
@@ -48,12 +49,15 @@ class _Product(torch.autograd.Function):
         operands: tuple[Tensor, ...] = ()
         grad_x = grad_weight = None
         with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
-            if grad.numel() and (needs_x or ctx.quantized):
+            if ctx.quantized:
+                operands, left = gemm.GRADIENTS[ctx.path].quantize_both_ways(
+                    grad, weight.format, gradient=True, is_square=False
+                )
+            elif needs_x and grad.numel():
                 operands = path.quantize(grad, weight.format, gradient=True)
             if needs_x:
                 grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
             if ctx.quantized:
-                left = gemm.GRADIENTS[ctx.path].along_tokens(grad, operands, weight.format, gradient=True)
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
             elif needs_weight:
                 x_rows = kept[0].reshape(-1, kept[0].shape[-1])
@@ -154,8 +158,8 @@ def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> 
         product = torch.matmul(x, weight if transposed else torch.t(weight))
         return product if bias is None else product + bias
     path = gemm.path_of(weight, x.dtype, transposed)
-    quantized = gemm.quantizes_weight_gradients(path)
-    y: Tensor = _Product.apply(x, weight, bias, transposed, path, quantized)  # type: ignore[no-untyped-call]
+    way = gemm.weight_gradients_of(path)
+    y: Tensor = _Product.apply(x, weight, bias, transposed, path, way)  # type: ignore[no-untyped-call]
     return y
 
 
