@@ -12,9 +12,10 @@ from torch import Tensor
 
 import zerocast
 from tests import devices
-from zerocast import QuantizedWeight
-from zerocast.backends import reference
+from zerocast import QuantizedWeight, backends
+from zerocast.backends import ops, reference
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats import Columnwise
 from zerocast.formats.layout import BUFFERS
 
 FORMATS = (
@@ -50,8 +51,19 @@ def sha(data: Any) -> str:
 
 
 def bytes_of(weight: QuantizedWeight) -> Bytes:
-    """Every buffer that the weight holds, as a copy of its bytes."""
+    """Every buffer that the weight holds, as a copy of its bytes, and the columnwise copy that a product would make."""
     held = {name: getattr(weight, name) for name in BUFFERS}
+    if weight.state.columnwise_on_demand and weight.format.columnwise is Columnwise.TRANSPOSE:
+        assert held["columnwise_data"] is None
+        made = ops.transposed(
+            backends.choose(weight.device),
+            str(weight.format),
+            weight.rowwise_data,
+            weight.rowwise_scale_inv,
+            *weight.matrix_shape,
+        )
+        held["columnwise_data"] = made[0]
+        held["columnwise_scale_inv"] = made[1] if weight.format.block else weight.rowwise_scale_inv
     return {name: raw(tensor).copy() for name, tensor in held.items() if tensor is not None}
 
 

@@ -249,3 +249,15 @@ def analysed() -> bool:
 
 def test_a_shard_may_be_analysed(ranks: Ranks) -> None:
     assert ranks(2)(analysed) == [True, True]
+
+
+def names() -> list[tuple[str, str]]:
+    """The names of gathered weights in the model, and what they are called in a log."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
+    return [(name, weight.state.name) for name, weight in models.unsharded(model)]
+
+
+def test_a_gathered_weight_knows_its_name(ranks: Ranks) -> None:
+    for found in ranks(2)(names):
+        assert len(found) == 4
+        assert all(name == known for name, known in found)

@@ -1,5 +1,6 @@
 """FSDP2 over NCCL: the cases of `tests/fsdp2`, which compute on GPUs where their group is NCCL's, and gathers beside compute."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -168,56 +169,119 @@ PATHS = {"fp8_current": "per_tensor", models.DELAYED: "per_tensor", "fp8_block":
 OPS = {"aten::_scaled_mm", "aten::_scaled_mm_v2", "zerocast::dequantize"}
 
 
-def on_tensor_cores(formats: tuple[str, ...], how: str) -> tuple[list[float], dict[str, tuple[str, str]], set[str]]:
+Found = tuple[list[float], dict[str, tuple[str, str]], set[str]]
+
+
+def on_tensor_cores(formats: tuple[str, ...], how: str, setting: str = "") -> Found:
     """Losses of three steps, what the report says of the gathered weights, and which operators computed products."""
     torch._dynamo.reset()
-    model = models.Net(formats, 256, 512)
+    model = (test_bits.Checkpointed if setting == "checkpointed" else models.Net)(formats, 256, 512)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
     for block in model.blocks if how == "blocks" else ():
         block.compile(fullgraph=True)
-    models.sharded(model, prepare=False)
+    replicas = {"mesh": models.mesh((2, 1), ("replicate", "shard"))}
+    models.sharded(model, prepare=False, **(replicas if setting == "replicas" else {}))
     function = torch.compile(model) if how == "whole" else model
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    return products_of(model, function, [models.batch(step, 256, rows=64) for step in range(3)])
+
+
+def slices_on_tensor_cores(fmt: str, how: str) -> Found:
+    """The same of two slices of tensor parallelism."""
+    torch._dynamo.reset()
+    model = test_tensor_parallel.parallel(fmt, hidden=512)
+    inputs = [models.batch(step, test_tensor_parallel.WIDTH, rank=0, rows=64) for step in range(3)]
+    return products_of(model, torch.compile(model) if how else model, inputs)
+
+
+def products_of(model: Any, function: Any, inputs: list[torch.Tensor]) -> Found:
+    """Losses, reported paths by format, and operators, of steps on these inputs."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for step in range(3):
-            loss = function(models.batch(step, 256, rows=64)).float().square().mean()
+        for x in inputs:
+            loss = function(x.requires_grad_()).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
+            losses.append(loss.item())
     rows = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
             rows |= {row.format: (row.path, row.reason) for row in zerocast.backends.report(module).layers}
             module.reshard()
-    return found, rows, {event.name for event in profiler.events()} & OPS
+    return losses, rows, {event.name for event in profiler.events()} & OPS
 
 
-def test_products_run_on_tensor_cores_compiled_too(gpu_ranks):
-    """By block without a graph break and as a whole, the gathered weights where they lie; and without a fallback."""
+@pytest.fixture
+def hopper() -> None:
+    """Hopper's paths to tensor cores are what is expected."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper's paths")
-    eager, *compiled = (
-        gpu_ranks(2)(on_tensor_cores, tuple(PATHS), how, timeout=SECONDS) for how in ("", "blocks", "whole")
-    )
-    for ranks in (eager, *compiled):
-        for (losses, rows, operators), (expected, *_) in zip(ranks, eager, strict=True):
-            assert losses == pytest.approx(expected, rel=0.05)
-            assert {fmt.split(":")[0]: row for fmt, row in rows.items()} == {
-                fmt.split(":")[0]: (path, "") for fmt, path in PATHS.items()
-            }
-            assert operators == {"aten::_scaled_mm", "aten::_scaled_mm_v2"}
+
+
+def assert_products(runs: list[list[Found]], formats: tuple[str, ...], compiled: set[str]) -> None:
+    """Runs agree with the first one, which is eager; all multiply on tensor cores and report it."""
+    expected = {fmt.split(":")[0]: (PATHS[fmt], "") for fmt in formats}
+    for run in runs:
+        for (losses, rows, operators), (eager, *_) in zip(run, runs[0], strict=True):
+            assert losses == pytest.approx(eager, rel=0.05)
+            assert {fmt.split(":")[0]: row for fmt, row in rows.items()} == expected
+            assert operators == compiled
+
+
+def test_products_run_on_tensor_cores_compiled_too(gpu_ranks, hopper):
+    """By block without a graph break and as a whole, the gathered weights where they lie; and without a fallback."""
+    runs = [gpu_ranks(2)(on_tensor_cores, tuple(PATHS), how, timeout=SECONDS) for how in ("", "blocks", "whole")]
+    assert_products(runs, tuple(PATHS), {"aten::_scaled_mm", "aten::_scaled_mm_v2"})
+
+
+@pytest.mark.parametrize("setting", ["replicas", "checkpointed"])
+def test_products_of_a_setting_run_on_tensor_cores(gpu_ranks, hopper, setting):
+    """Hybrid sharding, and blocks whose forward pass is recomputed: eager, and compiled by block."""
+    runs = [gpu_ranks(2)(on_tensor_cores, tuple(PATHS), how, setting, timeout=SECONDS) for how in ("", "blocks")]
+    assert_products(runs, tuple(PATHS), {"aten::_scaled_mm", "aten::_scaled_mm_v2"})
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block"])
+def test_products_of_slices_run_on_tensor_cores(gpu_ranks, hopper, fmt):
+    runs = [gpu_ranks(2)(slices_on_tensor_cores, fmt, how, timeout=SECONDS) for how in ("", "whole")]
+    assert_products(runs, (fmt,), {"aten::_scaled_mm" if fmt == "fp8_current" else "aten::_scaled_mm_v2"})
+
+
+def fallbacks() -> list[str]:
+    """What is logged of weights whose rows no product on tensor cores takes, over two steps."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zerocast.gemm").addHandler(handler)
+    model = models.sharded(models.Net(("fp8_current",), 64, 90))
+    models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2), 64)
+    return said
+
+
+def test_a_fallback_names_its_layer_once(gpu_ranks, hopper):
+    for said in gpu_ranks(2)(fallbacks, timeout=SECONDS):
+        assert [line.split(" are dequantized on a GPU that has tensor cores")[0] for line in said] == [
+            "the products of blocks.0.1.weight",
+            "the products of blocks.0.3.weight",
+        ]
 
 
 def overlap() -> float:
     """Microseconds in which a kernel of NCCL's all-gather ran beside one of a product, over three steps of a larger model."""
     model = models.sharded(models.Net(("nvfp4",) * 6, 2048, 8192))
     optimizer = zerocast.fsdp2.FusedAdamW(model.parameters())
-    models.train(model, optimizer, range(2), 2048)
+    batches = [models.batch(step, 2048, rows=4096) for step in range(5)]  # enough that the host is ahead
+
+    def train(inputs: list[torch.Tensor]) -> None:
+        for x in inputs:
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(batches[:2])
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        models.train(model, optimizer, range(2, 5), 2048)
+        train(batches[2:])
         torch.cuda.synchronize()
     kernels = [(event.name, event.time_range) for event in profiler.events() if event.device_type.name == "CUDA"]
     gathers = [time for name, time in kernels if "AllGather" in name]

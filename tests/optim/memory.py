@@ -1,6 +1,7 @@
 """Memory of this process's tensors: what lives, and what a piece of code allocates."""
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from zerocast import QuantizedWeight
 
 
-def live_bytes() -> int:
-    """Bytes of all storages that a tensor refers to, each counted once."""
+def live_bytes(known: frozenset[int] = frozenset()) -> int:
+    """Bytes of all storages that a tensor refers to, each counted once, without those at `known` addresses."""
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (Tensor, torch.nn.Parameter):
@@ -26,7 +27,16 @@ def live_bytes() -> int:
             for buffer in thing.state.buffers.values():
                 if type(buffer) is Tensor:  # a compiler's stand-ins have no memory
                     storages[buffer.untyped_storage().data_ptr()] = buffer.untyped_storage().nbytes()
-    return sum(storages.values())
+    return sum(nbytes for address, nbytes in storages.items() if address not in known)
+
+
+def settled_bytes(known: frozenset[int]) -> int:
+    """The same once the threads of gloo have let go of what they sent, which they do a moment after it has arrived."""
+    levels = []
+    for _ in range(4):
+        levels.append(live_bytes(known))
+        time.sleep(0.002)
+    return min(levels)
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,11 @@ class Trainee:
         return norm
 
     def held(self) -> casts.Bytes:
-        """Everything that a step changes, columnwise copies too, which must be of the last cast."""
+        """Everything that a step changes, columnwise copies too, which must be of the last cast where they are kept."""
         weights = weight_bytes(self.probe)
         quantized = [p for p in self.probe.parameters() if isinstance(p, QuantizedWeight)]
-        assert all(p.state.columnwise_is_fresh() for p in quantized if p.format.columnwise is not Columnwise.NONE)
+        kept = [p for p in quantized if self.case.config.keep_columnwise and p.format.columnwise is not Columnwise.NONE]
+        assert all(p.state.columnwise_is_fresh() for p in kept)
         found = {f"{name} {key}": value for name, buffers in weights.items() for key, value in buffers.items()}
         state = self.optimizer.state_dict()
         leaves = {f"model {name}": value for name, value in state["model"].items()}

@@ -19,6 +19,7 @@ from zerocast import ZeroAdamW, ZeroConfig
 
 EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
 OVERLAP = dataclasses.replace(EAGER, overlap_all_gather=True)
+KEPT = dataclasses.replace(OVERLAP, keep_columnwise=True)
 QUANTIZED = ("nv", "block", "mx", "delayed", "current")
 Found = dict[str, Any]
 
@@ -28,12 +29,11 @@ def data(probe: Probe) -> Found:
 
 
 def columnwise(probe: Probe) -> Found:
-    return {name: casts.raw(probe.get_parameter(name).columnwise_data).copy() for name in QUANTIZED}
+    return {name: values["columnwise_data"] for name, values in weight_bytes(probe).items() if name in QUANTIZED}
 
 
 def scales(probe: Probe) -> Found:
-    names = ("columnwise_scale_inv", "rowwise_scale_inv")
-    return {f"{n} {b}": casts.raw(getattr(probe.get_parameter(n), b)).copy() for n in QUANTIZED for b in names}
+    return {name: casts.raw(probe.get_parameter(name).rowwise_scale_inv).copy() for name in QUANTIZED}
 
 
 def dequantized(probe: Probe) -> Found:
@@ -138,11 +138,13 @@ def read_in_flight(config: ZeroConfig, name: str, steps: int) -> Found:
     return {key: np.asarray(value) for key, value in {**found, **after}.items()}
 
 
-@pytest.mark.parametrize("read", [r.__name__ for r in READS])
-def test_a_read_waits(ranks, read):
+@pytest.mark.parametrize(
+    ("read", "config"), [*((r.__name__, OVERLAP) for r in READS), ("columnwise", KEPT), ("input_gradient", KEPT)]
+)
+def test_a_read_waits(ranks, read, config):
     for steps in (0, 2):
         eager = ranks(2)(read_in_flight, EAGER, read, steps)
-        overlapped = ranks(2)(read_in_flight, OVERLAP, read, steps)
+        overlapped = ranks(2)(read_in_flight, config, read, steps)
         for rank in range(2):
             casts.assert_same_bytes(overlapped[rank], eager[rank], f"{read} after {steps} steps, rank {rank}")
 

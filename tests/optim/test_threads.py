@@ -18,7 +18,7 @@ from zerocast.optim import gather as gathers
 
 SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))
 EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
-OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
+OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True, keep_columnwise=True)
 QUANTIZED = ("mx", "nv", "block")
 
 

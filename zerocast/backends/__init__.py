@@ -137,10 +137,11 @@ def _row(device: torch.device, name: str) -> BackendRow:
 
 def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
     for name, parameter in parameters:
-        fmt = getattr(parameter, "format", None)
+        weight = getattr(parameter, "_local_tensor", parameter)  # the slice in a DTensor
+        fmt = getattr(weight, "format", None)
         if fmt is None:
             continue
-        path, reason = parameter.gemm_choice()
+        path, reason = weight.gemm_choice()
         if path == "dequantize":
-            path += f" to {str(parameter.dtype).removeprefix('torch.')}, {choose(parameter.device)} backend"
+            path += f" to {str(weight.dtype).removeprefix('torch.')}, {choose(weight.device)} backend"
         yield LayerRow(name, str(fmt), path or "refused", reason)

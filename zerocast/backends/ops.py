@@ -119,11 +119,17 @@ def _transposed(
 def _transposed_fake(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
+    data_shape, scale_shape, scale_dtype = _columnwise_shapes(format, rows, columns)
+    return row_data.new_empty(data_shape), row_data.new_empty(scale_shape, dtype=scale_dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Shape, layout.Shape, torch.dtype]:
+    """The shapes of columnwise data and scales, and the dtype of the scales."""
     fmt = get_format(format)
     data, scale = layout.columnwise_data(fmt, rows, columns), layout.columnwise_scale_inv(fmt, rows, columns)
     assert data and scale
-    scale_shape = scale.shape if fmt.block else (0,)
-    return row_data.new_empty(data.shape), row_data.new_empty(scale_shape, dtype=scale.dtype)
+    return data.shape, scale.shape if fmt.block else (0,), scale.dtype
 
 
 @functools.lru_cache(maxsize=1024)

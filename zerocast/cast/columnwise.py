@@ -1,5 +1,7 @@
-"""Columnwise copies: transposed data and scales, made from the gathered rowwise bytes, one
-launch a format.
+"""Columnwise copies that are kept: transposed data and scales, made from the gathered rowwise
+bytes, one launch a format.
+
+Weights whose products make their own copies are left out.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ class ColumnwiseCopies:
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight], backend: str) -> None:
-        self._weights = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
+        transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
+        self._weights = [w for w in transposed if not w.state.columnwise_on_demand]
         self._backend = backend
         self._generation = -1
         self._tables: list[WeightTable] = []

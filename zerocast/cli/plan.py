@@ -51,6 +51,8 @@ class PlanConfig:
     """Dtype of both moments."""
     grad_dtype: Dtype = "bfloat16"
     """Dtype in which gradients are reduced."""
+    keep_columnwise: bool = False
+    """For zero1 and zero2: keep the columnwise copies of all weights."""
     json: bool = False
     """Print JSON."""
     png: Path | None = None
@@ -89,6 +91,7 @@ def _setup(config: PlanConfig) -> Setup:
         bucket_size=config.bucket_size,
         grad_dtype=DTYPES[config.grad_dtype],
         moment_dtype=DTYPES[config.moment_dtype],
+        keep_columnwise=config.keep_columnwise,
     )
     return Setup(config.parallel, config.ranks, config.shard_ranks, zero)
 

@@ -106,9 +106,8 @@ def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]
     model = nn.ParameterDict()
     for number, fmt in enumerate(FORMATS):
         model[str(number)] = _parameter(fmt, device, draw, generator)
-    optimizer = ZeroAdamW(
-        model.named_parameters(), lr=1e-2, weight_decay=0.1, group=ONE_PROCESS, config=ZeroConfig(backend=backend)
-    )
+    config = ZeroConfig(backend=backend, keep_columnwise=True)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, group=ONE_PROCESS, config=config)
     for _ in range(STEPS):
         for parameter in model.values():
             gradient = torch.randn(parameter.shape, generator=generator) * 10.0 ** draw.randint(-6, 2)

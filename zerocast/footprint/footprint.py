@@ -62,7 +62,7 @@ class Footprint:
 
     @property
     def total_memory(self) -> int:
-        """Peak bytes of a rank, which it reaches between the forward and the backward pass."""
+        """Peak bytes of a rank without activations, which it reaches in the backward pass."""
         return sum(self.memory.values())
 
     @property

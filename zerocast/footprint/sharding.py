@@ -1,16 +1,16 @@
 """The bytes of one rank by sharding: buckets of a ZeroAdamW, or row shards of FSDP2 and HSDP.
 
 ZeroAdamW: its own buckets, laid out over meta tensors. The gradients of stage 2 are the FP32 shard
-and the buckets in flight: two of the largest size, the reduced part of one, and a started bucket
-for every further kind of storage (../optim/README.md). Stage 1 also keeps the gradients on the
-parameters.
+and the buckets in flight, for a backward pass that completes parameters in reverse order of
+registration (../optim/README.md). Stage 1 also keeps all gradients of this rank. Columnwise copies
+are those of all weights where they are kept, else the largest one, for the product that reads it.
 
 FSDP2 and HSDP: every parameter is cut along its first dimension, as torch's `fully_shard` cuts it.
 Every block is a unit that is resharded after its forward pass and gathered again for its backward
 pass; parameters outside of blocks form the root, gathered once. The FP32 shard is the parameter;
 next to it lie the quantized bytes of the shard with the scales of its blocks, which are what is
 gathered. At the peak the root and two blocks are unsharded, the one that computes and the next one,
-with columnwise copies, and the gradients of two units. The traffic follows the design of
+with one columnwise copy, and the gradients of two units. The traffic follows the design of
 `zerocast.fsdp2` and was not compared with a run.
 """
 
@@ -42,15 +42,16 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
     shard = flat_numel(buckets)
     weights = _quantized(tensor for _, tensor, _ in tensors)
     packed = _packed_amaxes(weights, ranks)
-    kept = sum(slot.numel * bucket.storage.grad_dtype.itemsize for bucket in buckets for slot in bucket.slots)
+    kept = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors) if stage == 1 else 0
+    copies = list(map(_copied, weights)) or [0]
     memory = {
         "weights": sum(map(_gathered, buckets)),
-        "columnwise copies": sum(map(_transposed, weights)),
+        "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
         "scales": sum(map(_scales, weights)) + packed,
         "masters": shard * FP32,
         "moments": 2 * shard * config.moment_dtype.itemsize,
-        "gradients": shard * FP32 + (kept if stage == 1 else 0),
-        "buckets": _in_flight(buckets, ranks, config.deterministic),
+        "gradients": shard * FP32 + kept,
+        "buckets": _in_flight(tensors, buckets, ranks, stage, config),
     }
     others = ranks - 1
     wire = {
@@ -68,18 +69,47 @@ def _gathered(bucket: Bucket) -> int:
     return directions * bucket.numel // storage.elements_per_byte * storage.dtype.itemsize
 
 
-def _in_flight(buckets: Sequence[Bucket], ranks: int, deterministic: bool) -> int:
-    kinds = dict.fromkeys(bucket.storage for bucket in buckets)
-    largest: dict[torch.dtype, int] = {}
-    for bucket in buckets:
-        dtype = bucket.storage.grad_dtype
-        largest[dtype] = max(largest.get(dtype, 0), bucket.numel * dtype.itemsize)
-    started = sum(largest[kind.grad_dtype] for kind in kinds)
-    biggest = max(largest.values())
-    # one that is filled while another is on its way
-    second = biggest if len(buckets) > len(kinds) else 0
-    results = 0 if ranks == 1 else biggest if deterministic else biggest // ranks
-    return started + second + results
+def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
+    """The dtype in which autograd brings a gradient."""
+    widened = isinstance(tensor, QuantizedWeight) and config.grad_dtype is torch.float32
+    return torch.float32 if widened else tensor.dtype
+
+
+def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int, stage: int, config: ZeroConfig) -> int:
+    """The most that gradients take in a backward pass, from their arrival until their bucket is in
+    the FP32 shard; at stage 1 without the gradients themselves, which stay.
+    """
+    place = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
+    missing = {id(bucket): len(bucket.slots) for bucket in buckets}
+    arrived = dict.fromkeys(missing, 0)
+    waiting = flying = peak = 0
+    for name, tensor, _ in reversed(tensors):
+        bucket, dtype = place[name], _arriving(tensor, config)
+        if stage == 2:
+            arrived[id(bucket)] += tensor.numel() * dtype.itemsize
+            waiting += tensor.numel() * dtype.itemsize
+        peak = max(peak, waiting + flying)
+        missing[id(bucket)] -= 1
+        if missing[id(bucket)]:
+            continue
+        storage, gone = bucket.storage, arrived[id(bucket)]
+        in_place = bucket.is_one_gradient and dtype is storage.grad_dtype
+        packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
+        peak = max(peak, waiting + packed)  # the bucket before has landed
+        waiting -= gone
+        flying = (packed or gone) + _result(bucket, ranks, config.deterministic)
+        peak = max(peak, waiting + flying)
+    return peak
+
+
+def _result(bucket: Bucket, ranks: int, deterministic: bool) -> int:
+    """The bytes of what a collective leaves, until they are in the FP32 shard."""
+    dtype = bucket.storage.grad_dtype
+    if ranks == 1:
+        return 0
+    if deterministic:
+        return bucket.numel * dtype.itemsize
+    return 0 if dtype is torch.float32 else bucket.shard_numel * dtype.itemsize
 
 
 def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
@@ -93,13 +123,13 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     weights = _quantized(every)
     sent = {unit: sum(_sent(tensor, shards) for tensor in held) for unit, held in units.items()}
     whole = _at_the_most({unit: shards * nbytes for unit, nbytes in sent.items()})
-    copies = _at_the_most({unit: sum(map(_made, _quantized(held))) for unit, held in units.items()})
+    scales = _at_the_most({unit: sum(map(_scales, _quantized(held))) for unit, held in units.items()})
     gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
     packed = _cut_amaxes(weights, shards)
     memory = {
         "weights": sum(_sent(tensor, shards) for tensor in weights) + whole,
-        "columnwise copies": copies,
-        "scales": 4 * len(weights) + packed,
+        "columnwise copies": max(map(_copied, weights), default=0),
+        "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
         "moments": 2 * owned * config.moment_dtype.itemsize,
         "gradients": owned * FP32,
@@ -150,11 +180,6 @@ def _sent_scales(fmt: FormatSpec, rows: int, columns: int) -> int:
     return size * sum(down * across for down, across in (amax_grid(block, rows, columns) for block in grids))
 
 
-def _made(weight: QuantizedWeight) -> int:
-    """The bytes that are made after the all-gather: whole scale buffers and transposed codes."""
-    return _scales(weight) + _transposed(weight)
-
-
 def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     """The bytes of the one all-reduce: tensor amaxes and those of block rows that shards cut, in
     bf16.
@@ -176,17 +201,22 @@ def _quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
 
 
 def _scales(weight: QuantizedWeight) -> int:
-    """The bytes of scale buffers of both directions, amax and delayed scaling, in flat buffers."""
+    """The bytes of scale buffers, amax and delayed scaling, in flat buffers; without the scales of
+    a columnwise copy.
+    """
     found = buffers(weight.format, weight.matrix_shape, weight.dtype)
-    names = [name for name in SCALES if not (name == "columnwise_scale_inv" and _shared(weight.format))]
+    transposed = weight.format.columnwise is Columnwise.TRANSPOSE
+    names = [name for name in SCALES if not (name == "columnwise_scale_inv" and transposed)]
     return sum(_in_flat_buffer(found[name]) for name in names)
 
 
-def _transposed(weight: QuantizedWeight) -> int:
-    """The bytes of transposed codes, in a flat buffer; 0 if they are gathered or not needed."""
+def _copied(weight: QuantizedWeight) -> int:
+    """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
     if weight.format.columnwise is not Columnwise.TRANSPOSE:
         return 0
-    return _in_flat_buffer(buffers(weight.format, weight.matrix_shape, weight.dtype)["columnwise_data"])
+    found = buffers(weight.format, weight.matrix_shape, weight.dtype)
+    names = ["columnwise_data", "columnwise_scale_inv"] if weight.format.block else ["columnwise_data"]
+    return sum(_in_flat_buffer(found[name]) for name in names)
 
 
 def _packed_amaxes(weights: Iterable[QuantizedWeight], ranks: int) -> int:
@@ -195,10 +225,6 @@ def _packed_amaxes(weights: Iterable[QuantizedWeight], ranks: int) -> int:
     """
     amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
     return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
-
-
-def _shared(fmt: FormatSpec) -> bool:
-    return fmt.columnwise is Columnwise.TRANSPOSE and fmt.block is None
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:

@@ -159,7 +159,7 @@ class ScaleFill:
     """
 
     def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
-        self.side, self._buffer, self._padding = region.side, buffer, padding
+        self.side, self.buffer, self._padding = region.side, buffer, padding
         height, width = region.repeat
         blocks = -(-shards.rows // region.height)
         self._pads = buffer.numel() > blocks * height * region.across * width
@@ -177,10 +177,27 @@ class ScaleFill:
         self._copies = [(target[: full * region.count].unflatten(0, (full, region.count)), in_order[:full])]
         if rest:
             self._copies.append((target[full * region.count :], in_order[full, :rest]))
+        self._copies = [(target, sent.expand_as(target)) for target, sent in self._copies]
 
-    def __call__(self) -> None:
-        """Fill the buffer with the scales of the last gather."""
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of the copies that fill the buffer with the scales of the last gather,
+        padding apart.
+        """
+        if self._owners is None:
+            return self._copies
+        return [(target, sent[self._owners].unsqueeze(1).expand_as(target)) for target, sent in self._copies]
+
+    def pad(self) -> None:
+        """Fill the buffer with padding, where it has any."""
         if self._pads:
-            self._buffer.fill_(self._padding)
-        for target, sent in self._copies:
-            target.copy_(sent if self._owners is None else sent[self._owners].unsqueeze(1))
+            self.buffer.fill_(self._padding)
+
+
+def fill_scales(fills: Sequence[ScaleFill]) -> None:
+    """Fill the buffers of all these weights with the scales of the last gather."""
+    for fill in fills:
+        fill.pad()
+    copies = [copy for fill in fills for copy in fill.copies()]
+    if copies:
+        targets, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources)

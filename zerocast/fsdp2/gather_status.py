@@ -17,7 +17,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zerocast.distributed.group import Group
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.gather_layout import ScaleFill, fill_scales
 from zerocast.weight.write_guard import WriteGuard
 
 logger = logging.getLogger(__name__)
@@ -232,8 +233,9 @@ class ParamGroup:
 
     def __init__(self, group: Any, names: Sequence[str], status: GatherStatus) -> None:
         self._group: Callable[[], Any] = weakref.ref(group)
-        self._names, self._status = tuple(names), status
+        self.names, self._status = tuple(names), status
         self._headers: list[Tensor] = []
+        self._fills: list[ScaleFill] = []
         self.received = 0  # weights, over all gathers
 
     @property
@@ -266,11 +268,22 @@ class ParamGroup:
 
     def note(self, name: str, headers: Tensor) -> None:
         """A weight was received, whose headers are read later: with those of the whole group."""
-        if name == self._names[0]:
+        if name == self.names[0]:
             self._headers.clear()  # left by a gather that broke off
         self._headers.append(headers)
-        if name == self._names[-1]:
-            self._status.note(self._names, self._headers)
+        if name == self.names[-1]:
+            self._status.note(self.names, self._headers)
+
+    def fill(self, name: str, fills: Iterable[ScaleFill]) -> None:
+        """A weight was received; after the last one the scales of all are put where products read
+        them.
+        """
+        if name == self.names[0]:
+            self._fills.clear()
+        self._fills += fills
+        if name == self.names[-1] and self._fills:
+            with torch_fsdp.unversioned([fill.buffer for fill in self._fills]):
+                fill_scales(self._fills)
 
 
 class ParamGroups:

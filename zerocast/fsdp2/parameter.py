@@ -9,13 +9,13 @@ plain. It pickles as the plain tensor: checkpoints hold no class of ours.
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import NOT_SHARDED, CastManager
@@ -64,7 +64,8 @@ class MasterParameter(Tensor):
     # the unpacked shard.
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """FSDP2's hook: quantized bytes, scales and a header."""
-        self.manager.before_gather()
+        if self.weight.is_first_of_gather:
+            self.manager.before_gather()
         return self.weight.send(self.plain, mesh), None
 
     def fsdp_post_all_gather(
@@ -139,22 +140,35 @@ class MasterParameter(Tensor):
             wrappers.setdefault(id(master.plain), master)
             return master.plain
 
-        result = func(*tree_map_only(MasterParameter, unwrap, args), **tree_map_only(MasterParameter, unwrap, kwargs))
+        result = func(*_map(MasterParameter, unwrap, args), **_map(MasterParameter, unwrap, kwargs))
         if func._schema.is_mutable or func.namespace == "c10d":
             for master in _written(func, args, kwargs):
                 master.weight.note_write(master.plain)
-            return tree_map_only(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
+            return _map(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
         first = args[0] if args else None
         if not isinstance(first, MasterParameter):
             return result  # no operator gives a view of another argument than its first
         if func is _aten.view.default and list(args[1]) == [-1] and torch_fsdp.is_reading_shard():
             return result  # FSDP2's flat view is plain: it is memory, not a parameter
-        return tree_map_only(Tensor, functools.partial(_wrapped, func, first), result)
+        return _map(Tensor, functools.partial(_wrapped, func, first), result)
 
 
 # FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out
 # costs more than the hook.
 setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(MasterParameter.fsdp_pre_all_gather))  # noqa: B010
+
+
+def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
+    """`value`, the arguments or the result of an operator, with what `call` makes of each instance
+    of `kind` in it. An optimizer passes lists of all masters, for which torch's trees take long.
+    """
+    if isinstance(value, kind):
+        return call(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(kind, call, item) for item in value])
+    if isinstance(value, dict):
+        return {key: _map(kind, call, item) for key, item in value.items()}
+    return value
 
 
 def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
@@ -197,7 +211,7 @@ def _check_product(func: Any, args: Any, kwargs: Any) -> None:
     be probed on the meta device.
     """
     if func.namespace == "aten" and func._schema.name[6:] in PRODUCTS:
-        tree_map_only(MasterParameter, functools.partial(_check_cast, func), (args, kwargs))
+        _map(MasterParameter, functools.partial(_check_cast, func), (args, kwargs))
 
 
 def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
@@ -242,7 +256,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
     """The wrappers among the arguments that an operator writes to."""
     found: list[MasterParameter] = []
     for index, name in _written_arguments(func):
-        tree_map_only(MasterParameter, found.append, args[index] if index < len(args) else kwargs.get(name))
+        _map(MasterParameter, found.append, args[index] if index < len(args) else kwargs.get(name))
     return found
 
 

@@ -273,8 +273,11 @@ class MasterAddresses:
 
     def is_written(self, index: int) -> bool:
         """True if autograd has counted a write to the `index`-th master since `note`."""
-        counted = _versions([counters[index] for counters in self._counters])
-        return counted != [versions[index] for versions in self._counted]
+        for counters, versions in zip(self._counters, self._counted, strict=True):
+            tensor = counters[index]()
+            if (-1 if tensor is None else tensor._version) != versions[index]:
+                return True
+        return False
 
     def _count(self) -> list[list[int]]:
         return [_versions(counters) for counters in self._counters]

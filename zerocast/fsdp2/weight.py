@@ -63,6 +63,7 @@ class FSDPWeight:
         self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
         # of the cast group that the weight is in, for delayed scaling
         self.scaling: DelayedScaling | None = None
+        self.is_first_of_gather = True
         self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
         self._is_written = False
         self._addresses = range(0)  # of the master
@@ -86,6 +87,7 @@ class FSDPWeight:
     def adopt(self, group: ParamGroup, param: Any) -> None:
         """FSDP2 has sharded the model: `param`, an FSDPParam, holds this weight."""
         self.group, self.param = group, weakref.ref(param)
+        self.is_first_of_gather = group.names[0] == self.name
 
     @property
     def local(self) -> Any:
@@ -252,7 +254,7 @@ class FSDPWeight:
         if not offloaded and master.data_ptr() != self._addresses.start:
             self.record.rewrapped = True  # the cast looks for it
             self.mark_written()
-        self._sent_columnwise = self.group.is_backward
+        self._sent_columnwise = self.one_direction and self.group.is_backward
         outputs = self._outputs_on(master.device)
         self._mesh, self._sent = mesh, self.record.generation
         return outputs
@@ -323,7 +325,7 @@ class FSDPWeight:
             self.inner.append(buffers[region.name])
             self._fills.append(ScaleFill(region, geometry.shards, side, buffers[region.name], spec.padding))
         self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
-        self.unsharded.state.columnwise_on_demand = True
+        self.unsharded.state.columnwise_on_demand, self.unsharded.state.name = True, self.name
         self.unsharded.state.freshness = self.freshness
 
     # -- unsharded
@@ -349,11 +351,11 @@ class FSDPWeight:
         self.freshness.cast += 1  # what was derived from earlier bytes is old
         if self.one_direction:
             self.unsharded.state.gathered_direction = "columnwise" if self._sent_columnwise else "rowwise"
-        with torch_fsdp.unversioned(self.inner):
-            for fill in self._fills:
-                if not self.one_direction or fill.side == self._sent_columnwise:
-                    fill()
+        self.group.fill(self.name, [fill for fill in self._fills if self._is_sent(fill)])
         return self.unsharded, self.inner
+
+    def _is_sent(self, fill: ScaleFill) -> bool:
+        return not self.one_direction or fill.side == self._sent_columnwise
 
     def _gather_again(self, outputs: Sequence[Tensor]) -> None:
         """Gather in place of what FSDP2 gathered."""

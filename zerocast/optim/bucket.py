@@ -78,6 +78,11 @@ class Bucket:
         """Elements of all shards, padding included."""
         return self.shard_numel * self.ranks
 
+    @property
+    def is_one_gradient(self) -> bool:
+        """Whether one parameter fills it without padding: its gradient is sent as it lies."""
+        return self.slots[0].numel == self.numel
+
     def shard(self, rank: int) -> Span:
         """The bucket's elements that `rank` owns."""
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)

@@ -21,6 +21,9 @@ class ZeroConfig:
         backend: a name from `zerocast.backends`; None chooses.
         moment_dtype: dtype that both moments are stored in; with bf16 an update computes with FP32
             values, and what it keeps of them is rounded to nearest even. 4 bytes an element less.
+        keep_columnwise: keep the columnwise copies of quantized weights, 0.5 to 1 byte an element,
+            and make them once a step. Else each product that reads a copy makes it and drops it,
+            in every micro-batch. Changes no bit.
         verify_every: after every so many steps compare all live bytes with an unsharded cast of the
             masters (`zerocast.verify`) and raise VerificationError on every rank if any differ.
             None never does. The masters are gathered for it, and cast by the slow reference.
@@ -32,6 +35,7 @@ class ZeroConfig:
     grad_dtype: torch.dtype | None = None
     backend: str | None = None
     moment_dtype: torch.dtype = torch.float32
+    keep_columnwise: bool = False
     verify_every: int | None = None
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ class WeightGather:
     ) -> None:
         self._buffers = list(reversed(buffers))
         self._group, self._freshness, self._overlap = group, freshness, overlap
-        self._columnwise = {id(b): ColumnwiseCopies([] if b.is_plain else b.weights, backend) for b in buffers}
+        self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
         self._home = {id(weight.state): b for b in buffers for weight in b.weights}
         self._flying: dict[int, BucketBytes] = {}
         self._arrivals: dict[int, Arrival] = {}

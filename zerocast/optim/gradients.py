@@ -3,8 +3,8 @@
 Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket
 order, on every rank, whatever parameters got a gradient there; what did not counts as zero. Hooks
 start a bucket as soon as it and all before it are complete, the end of the backward pass starts the
-rest. Two buffers alternate: one fills while the other is being reduced. Afterwards the gradient of
-every parameter is a `ReducedGradient`, whether it took part or not, so that all ranks find the
+rest. One bucket is on its way while the gradients of the next one arrive. Afterwards the gradient
+of every parameter is a `ReducedGradient`, whether it took part or not, so that all ranks find the
 same.
 
 A backward pass that dies takes its end with it. That is noticed, and refused until `zero_grad` of
@@ -25,7 +25,7 @@ from zerocast.optim.bucket import Bucket
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.reduced_gradient import GradientPart
-from zerocast.optim.reduction import Buffers, Filling, IdleParameters, Reduction
+from zerocast.optim.reduction import Filling, IdleParameters, Reduction
 from zerocast.optim.validate import TAKEN_OVER
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
@@ -56,9 +56,9 @@ class _End:
 class GradientReducer:
     """Reduces gradients of `buckets`; `gradients` holds this rank's sums of means since `reset`.
 
-    With `stage` 2 a gradient is freed as soon as it is in a bucket and every round adds to what was
-    reduced. With stage 1 the gradients of this rank are kept, each backward pass adds to them in
-    their own dtype, and a round reduces the sum anew; once what was reduced has been changed
+    With `stage` 2 a gradient is freed as soon as its bucket is reduced and every round adds to what
+    was reduced. With stage 1 the gradients of this rank are kept, each backward pass adds to them
+    in their own dtype, and a round reduces the sum anew; once what was reduced has been changed
     (clipped, for one), it stays as it was changed, and later rounds add to it as with stage 2.
     """
 
@@ -83,7 +83,6 @@ class GradientReducer:
             for index, bucket in enumerate(buckets)
             for slot, part in zip(bucket.slots, self._parts[index], strict=True)
         }
-        self._spare, self._results = Buffers(self._buckets, device), Buffers(self._buckets, device)
         self._flying: list[Reduction] = []
         self._filling: dict[int, Filling] = {}
         self._launched: int | None = None  # buckets started in this round; None between rounds
@@ -145,8 +144,6 @@ class GradientReducer:
         if self._stage == 1 or self._unreduced or self._launched is not None:
             self.gradients.drop_local()
         self._reduced = self._unreduced = False
-        for filling in self._filling.values():
-            self._spare.give(filling.buffer)
         self._filling.clear()
         self._launched, self._adds_from = None, self._stage
         self._look()
@@ -241,25 +238,14 @@ class GradientReducer:
         self._launch_complete()
 
     def _fill(self, index: int, part: GradientPart) -> None:
-        filling = self._filling.get(index)
-        if filling is None:
-            buffer = self._spare.take(self._buckets[index], self._buckets[index].numel).zero_()
-            filling = self._filling[index] = Filling(buffer)
+        filling = self._filling.setdefault(index, Filling(self._buckets[index]))
         if part.forgotten:
             filling.forgotten.append(part)
             part.forgotten = False
         gradient = part.local
         self._idle.note(part.name, gradient is not None)
         if gradient is not None:
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {part.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
-                )
-            target = filling.buffer[part.offset : part.offset + part.numel]
-            # a nested backward pass brought the first part
-            more = self._adds and part.offset in filling.arrived
-            target.add_(gradient.detach().reshape(-1)) if more else target.copy_(gradient.detach().reshape(-1))
-            filling.arrived.add(part.offset)
+            filling.put(part, gradient, more=self._adds)
             if self._adds:
                 part.local = None
 
@@ -267,7 +253,7 @@ class GradientReducer:
         assert self._launched is not None
         while self._launched < len(self._buckets):
             filling = self._filling.get(self._launched)
-            if filling is None or len(filling.arrived) < len(self._buckets[self._launched].slots):
+            if filling is None or not filling.is_complete:
                 return
             self._launch(filling)
 
@@ -277,19 +263,18 @@ class GradientReducer:
         del self._filling[index]
         self._land(wait=not self._company)
         bucket = self._buckets[index]
-        result = filling.buffer
-        if self._group.size > 1:
-            parts = self._group.size if self._deterministic else 1
-            result = self._results.take(bucket, parts * bucket.shard_numel)
+        target = self.gradients.flat[bucket.start : bucket.start + bucket.shard_numel]
+        # beside another optimizer reductions outlive the pass, and the next one adds to what stays
+        copied = bool(self._company) and not self._adds
         adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
-        self._flying.append(Reduction(bucket, self._group, filling, result, self._deterministic, adds, what))
+        self._flying.append(Reduction(filling, self._group, target, copied, self._deterministic, adds, what))
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""
         assert self._launched is not None
         for index in range(self._launched, len(self._buckets)):
-            present = self._filling[index].arrived if index in self._filling else set()
+            present = self._filling[index].gradients if index in self._filling else ()
             for part in self._parts[index]:
                 if part.offset not in present:
                     self.gradients.collect(part, self._reduced)
@@ -302,11 +287,7 @@ class GradientReducer:
 
     def _land(self, wait: bool) -> None:
         while self._flying and (wait or self._flying[0].is_complete()):
-            reduction = self._flying.pop(0)
-            reduction.land(self.gradients.flat)
-            self._spare.give(reduction.full)
-            if reduction.result is not reduction.full:
-                self._results.give(reduction.result)
+            self._flying.pop(0).land()
 
 
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # all that are alive

@@ -1,10 +1,11 @@
-"""Reductions of buckets: the buffer that fills, the collective on its way, and its result.
+"""Reductions of buckets: gradients that have arrived, the collective on its way, and its result.
 
-While buckets fill, `IdleParameters` counts which parameters get no gradient.
+A gradient stays where autograd put it until its bucket is complete. One that fills a bucket alone
+is sent from there; others are packed into a buffer that lives as long as the collective. While
+buckets fill, `IdleParameters` counts which parameters get no gradient.
 """
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,24 +18,90 @@ logger = logging.getLogger(__name__)
 PATIENCE = 100  # backward passes without a gradient, until a parameter is called idle
 
 
+class Filling:
+    """The gradients of a bucket that have arrived, by their offset in it.
+
+    What was reduced before of `forgotten` parts is not added to.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.gradients: dict[int, Tensor] = {}
+        self.forgotten: list[GradientPart] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter of the bucket has a gradient."""
+        return len(self.gradients) == len(self.bucket.slots)
+
+    def put(self, part: GradientPart, gradient: Tensor, more: bool) -> None:
+        """Take a gradient; with `more` it is added to the one that a nested backward pass
+        brought.
+        """
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {part.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
+            )
+        gradient = gradient.detach()
+        before, dtype = self.gradients.get(part.offset), self.bucket.storage.grad_dtype
+        if more and before is not None:
+            gradient = (before.to(dtype) + gradient).to(dtype)
+        self.gradients[part.offset] = gradient
+
+    def packed(self, copied: bool) -> Tensor:
+        """The gradients end to end, `[bucket.numel]`, zero where there is none. Unless it must be
+        `copied`, a gradient that fills the bucket alone is given as it is.
+        """
+        bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
+        alone = self.gradients.get(0)
+        if bucket.is_one_gradient and not copied and alone is not None and _is_plain(alone, dtype):
+            return alone.view(-1)
+        full = torch.empty(bucket.numel, dtype=dtype, device=bucket.slots[0].parameter.device)
+        gaps, targets, start = [], [], 0
+        for slot in bucket.slots:
+            if slot.offset in self.gradients:
+                gaps.append(full[start : slot.offset])
+                start = slot.offset + slot.numel
+                targets.append(full[slot.offset : start])
+        gaps = [gap for gap in (*gaps, full[start:]) if gap.numel()]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        if targets:
+            torch._foreach_copy_(targets, [self.gradients[slot].reshape(-1) for slot in sorted(self.gradients)])
+        return full
+
+
+def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a collective can read the memory of a gradient as it lies."""
+    return gradient.dtype is dtype and gradient.is_contiguous() and not gradient.is_neg()
+
+
 class Reduction:
-    """One bucket on its way: the filled buffer, and this rank's part of the result."""
+    """One bucket on its way into `target`, this rank's part of the flat f32 shard.
+
+    Args:
+        copied: the gradients may change before the collective has read them.
+        deterministic: add the parts of the ranks in rank order, in FP32.
+        adds: the mean is added to what lies in `target`.
+    """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        group: Group,
-        filling: "Filling",
-        result: Tensor,
-        deterministic: bool,
-        adds: bool,
-        what: str,
+        self, filling: Filling, group: Group, target: Tensor, copied: bool, deterministic: bool, adds: bool, what: str
     ) -> None:
-        full = filling.buffer
-        self.bucket, self.full, self.result, self.adds, self._forgotten = bucket, full, result, adds, filling.forgotten
-        self._ranks, self._deterministic = group.size, deterministic
+        self._bucket, self._forgotten = filling.bucket, filling.forgotten
+        self._target, self._adds, self._ranks, self._deterministic = target, adds, group.size, deterministic
+        full = self._full = self._result = filling.packed(copied)
+        filling.gradients.clear()
+        self._work: Flight | None = None
+        if group.size == 1:
+            return
+        if deterministic:
+            self._result = torch.empty_like(full)
+        else:
+            in_place = not adds and full.dtype is target.dtype
+            self._result = target if in_place else full.new_empty(target.numel())
         collective = group.all_to_all if deterministic else group.reduce_scatter_mean
-        self._work: Flight | None = collective(result, full, async_op=True, what=what)
+        self._work = collective(self._result, full, async_op=True, what=what)
 
     def is_complete(self) -> bool:
         """Whether `wait` would return at once."""
@@ -45,56 +112,23 @@ class Reduction:
         if self._work is not None:
             self._work.wait()
         if not self._deterministic:
-            return self.result
-        first, *others = self.result.view(self._ranks, -1).unbind()
+            return self._result
+        first, *others = self._result.view(self._ranks, -1).unbind()
         total = first.float()
         for part in others:
             total = total + part.float()
         return total / self._ranks
 
-    def land(self, flat: Tensor) -> None:
-        """Put the result into this rank's flat shard, or add it to what is there."""
+    def land(self) -> None:
+        """Put the mean into its place, or add it to what is there."""
         mean = self.wait()
-        target = flat[self.bucket.start : self.bucket.start + self.bucket.shard_numel]
+        if not self._adds:
+            self._target.copy_(mean)  # of itself nothing
+            return
         for part in self._forgotten:
-            flat[part.start : part.start + part.span.numel].zero_()
-        target.add_(mean) if self.adds else target.copy_(mean)
-
-
-class Filling:
-    """A bucket that backward hooks are filling. What was reduced before of `forgotten` parts is
-    not added to.
-    """
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self.arrived: set[int] = set()
-        self.forgotten: list[GradientPart] = []
-
-
-class Buffers:
-    """Spare buffers of buckets, by dtype."""
-
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
-        self._buckets, self._device = buckets, device
-        self._spare: list[Tensor] = []
-
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back, which is free again."""
-        self._spare.append(buffer)
-
-    def take(self, bucket: Bucket, numel: int) -> Tensor:
-        """The first `numel` elements of a spare buffer; a new one has room for any bucket of the
-        dtype, so that all are alike.
-        """
-        dtype = bucket.storage.grad_dtype
-        largest = (
-            max(b.shard_numel for b in self._buckets if b.storage.grad_dtype == dtype) * numel // bucket.shard_numel
-        )
-        for index, buffer in enumerate(self._spare):
-            if buffer.dtype == dtype:
-                return self._spare.pop(index).as_strided((numel,), (1,), 0)
-        return torch.empty(largest, dtype=dtype, device=self._device)[:numel]
+            start = part.start - self._bucket.start
+            self._target[start : start + part.span.numel].zero_()
+        self._target.add_(mean)
 
 
 class IdleParameters:

@@ -38,6 +38,7 @@ class ShardedWeights:
                 shards.append(views["master"])
                 starts.append(span.start)
                 param_groups.append(slot.param_group)
+                weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
             into_flat_buffer([w for w in weights.values() if w.state.buffers[name] is not None], name)
         self._masters, self._group = masters, group

@@ -140,6 +140,14 @@ class WeightState:
         self.columnwise_cast = freshness.cast if fresh else -1
         moved()
 
+    def set_columnwise_on_demand(self, on_demand: bool) -> None:
+        """Let each product make the columnwise copy that it reads, and free the one that is kept;
+        or read one that is kept.
+        """
+        self.columnwise_on_demand = on_demand
+        if on_demand:
+            self.drop_columnwise()
+
     def drop_columnwise(self) -> None:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
         if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:

@@ -285,7 +285,7 @@ class QuantizedWeight(WeightBuffers):
         initial = self.high_precision_init_val
         initial = None if initial is None else copy(initial)
         fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, cast
-        return *fixed, self.state.copies(copy), initial
+        return *fixed, self.state.copies(copy), initial, self.state.columnwise_on_demand
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and
@@ -345,9 +345,11 @@ def _restore(
     cast: bool,
     buffers: dict[str, Tensor],
     initial: Tensor | None,
+    columnwise_on_demand: bool = False,  # files of older versions have none
 ) -> QuantizedWeight:
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
     weight.state.was_cast = cast
+    weight.state.columnwise_on_demand = columnwise_on_demand
     weight.high_precision_init_val = initial
     if is_parameter:
         weight._is_param = True  # what torch.nn.Parameter sets on a subclass
