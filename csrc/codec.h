@@ -194,24 +194,36 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
   return usable ? scale : 1.0f;
 }
 
-// E8M0 (docs/formats/mxfp8.md): the biased exponent of the next power of two at or above amax /
-// 448, at most 254; 255 for NaN.
-//
-// Adding ones to all mantissa bits carries into the exponent unless the mantissa is zero.
-// Subnormals up to half the smallest normal have exponent 0.
-ZC_HD int32_t e8m0_exponent(float amax) {
-  const uint32_t bits = static_cast<uint32_t>(bits_of(amax * float_of(0x3B124925)));
-  const int32_t up = smaller(static_cast<int32_t>((bits + 0x7FFFFFu) >> 23), 254);
-  return bits <= 0x400000u ? 0 : up;
-}
+// E8M0 scales (docs/formats/mxfp8.md and mxfp4.md): biased exponents, at most 254; 255 for NaN.
+constexpr int32_t kScaleSpread = 14;  // SCALE_SPREAD of zerocast/formats/spec.py
 
-ZC_HD int32_t e8m0_code(float amax) { return is_nan(amax) ? 255 : e8m0_exponent(amax); }
+struct PowerOfTwoScale {
+  float inverse;     // 1 / the largest value of the element
+  int32_t exponent;  // of the largest value
+  bool rounds_down;
 
-// 2**(127 - exponent), including the subnormal 2**-127.
-ZC_HD float e8m0_multiplier(float amax) {
-  const int32_t bits = larger((254 - e8m0_exponent(amax)) << 23, 0x00400000);
-  return float_of(is_nan(amax) ? kNaN : bits);
-}
+  ZC_HD PowerOfTwoScale(bool is_fp4, bool down)
+      : inverse(float_of(is_fp4 ? 0x3E2AAAAB : 0x3B124925)), exponent(is_fp4 ? 2 : 8), rounds_down(down) {}
+
+  // The exponent of the next power of two at or above amax / largest. Adding ones to all mantissa
+  // bits carries into the exponent unless the mantissa is zero; subnormals up to half the smallest
+  // normal have exponent 0. Rounding down, the exponent of amax less that of the largest value.
+  ZC_HD int32_t code(float amax) const {
+    const uint32_t bits = static_cast<uint32_t>(bits_of(amax * inverse));
+    const int32_t up = bits <= 0x400000u ? 0 : smaller(static_cast<int32_t>((bits + 0x7FFFFFu) >> 23), 254);
+    const int32_t down = larger((bits_of(amax) >> 23) - exponent, 0);
+    const int32_t finite = rounds_down && bits_of(amax) < kInfinity ? down : up;
+    return is_nan(amax) ? 255 : finite;
+  }
+  // The same for a block in a group whose largest amax is `group`.
+  ZC_HD int32_t code(float amax, float group) const { return larger(code(amax), code(group) - kScaleSpread); }
+
+  // 2**(127 - code), including the subnormal 2**-127.
+  ZC_HD static float multiplier(int32_t code) {
+    const int32_t bits = larger((254 - code) << 23, 0x00400000);
+    return float_of(code == 255 ? kNaN : bits);
+  }
+};
 
 ZC_HD float e8m0_value(int32_t code) {
   const int32_t bits = larger(code << 23, 0x00400000);

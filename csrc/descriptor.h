@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "codec.h"
 #include "platform.h"
 
 namespace zerocast {
@@ -76,6 +77,8 @@ struct Format {
   AmaxPolicy amax_policy;
   Block block;
   Block columnwise_block;
+  Block scale_group;  // the blocks whose E8M0 scales depend on each other
+  bool scale_rounds_down;
   bool power_of_2_scale;
   bool most_recent;  // the algorithm that chooses an amax from the history; else the maximum
   float amax_epsilon;
@@ -86,6 +89,7 @@ struct Format {
     return scale_rule == ScaleRule::kTwoLevel || (amax_policy != AmaxPolicy::kNone && !block);
   }
   ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
+  ZC_HD PowerOfTwoScale power_of_two_scale() const { return {element == Element::kE2M1, scale_rounds_down}; }
   ZC_HD float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
 };
 

@@ -28,6 +28,8 @@ FORMATS = (
     "fp8_block:power_of_2_scale=False",
     "mxfp8",
     "mxfp8:block=32x32",
+    "mxfp4",
+    "mxfp4:exact_in_fp8=False,scale_rounding=floor",
     "nvfp4",
     "identity",
 )

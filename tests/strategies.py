@@ -32,6 +32,7 @@ LARGE = {
     "fp8_current": (70_001, 3),
     "fp8_block": (3, 128 * 1030 + 5),
     "mxfp8": (64, 32 * 1030),
+    "mxfp4": (160, 32 * 1030),
     "nvfp4": (48, 16 * 1030),
     "identity": (1, 200_003),
 }
@@ -40,6 +41,7 @@ LARGE_INTERPRETED = {
     "fp8_current": (3001, 3),
     "fp8_block": (3, 128 * 2 + 5),
     "mxfp8": (64, 32 * 9),
+    "mxfp4": (160, 32 * 9),
     "nvfp4": (32, 16 * 19),
     "identity": (1, 9001),
 }
@@ -60,8 +62,8 @@ def shapes(draw: st.DrawFn, fmt: str) -> tuple[int, ...]:
     if draw(st.booleans()):
         return rows, columns
     experts = draw(st.integers(1, 3))
-    if spec.block == (128, 128):  # blocks end where an expert ends
-        return experts, 128, min(columns, 40)
+    if spec.exchange_block == (128, 128):  # blocks end where an expert ends
+        return experts, 128, min(columns, 40 // column * column)
     return experts, min(rows, 64 // row * row), columns
 
 

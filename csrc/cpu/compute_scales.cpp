@@ -10,6 +10,7 @@
 
 #include "codec.h"
 #include "cpu/parallel.h"
+#include "cpu/scale_groups.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 #include "scale_buffer.h"
@@ -20,7 +21,8 @@ namespace {
 struct ScaleLoops {
   float (*grid_amax)(Dtype dtype, const void* packed, int64_t n);
   void (*load_amaxes)(Dtype dtype, const void* packed, float* amaxes, int64_t n);
-  void (*stored_scales)(const Format& format, float tensor_amax, const float* amaxes, void* out, int64_t n);
+  void (*stored_scales)(const Format& format, float tensor_amax, const float* amaxes, const float* groups, void* out,
+                        int64_t n);
 };
 
 }  // namespace
@@ -72,12 +74,18 @@ struct Stage {
       return;
     }
     const float tensor = format.scale_rule == ScaleRule::kTwoLevel ? *amax(band.weight) : 0.0f;
-    alignas(64) std::array<float, kChunk> amaxes;
-    for (int64_t i = 0; i < n; i += kChunk) {
-      const int64_t m = std::min(kChunk, n - i);
+    alignas(64) std::array<float, kChunk> amaxes, groups;
+    const GridShape& grid = band.buffer.grid;
+    for (int64_t i = 0, m = 0; i < n; i += m) {
+      m = std::min(kChunk, n - i);
+      if (format.scale_group) {  // row by row
+        const int64_t row = (first + i) / grid.across, column = (first + i) % grid.across;
+        m = std::min(m, grid.across - column);
+        group_amaxes(format, {{band.amaxes, packed.dtype}, 0, grid, loops.load_amaxes}, row, column, m, groups.data());
+      }
       const auto* source = reinterpret_cast<const void*>(band.amaxes + (first + i) * size_of(packed.dtype));
       loops.load_amaxes(packed.dtype, source, amaxes.data(), m);
-      loops.stored_scales(format, tensor, amaxes.data(), out + i * band.buffer.entry, m);
+      loops.stored_scales(format, tensor, amaxes.data(), groups.data(), out + i * band.buffer.entry, m);
     }
   }
 

@@ -13,6 +13,7 @@
 #include "cpu/master.h"
 #include "cpu/panels.h"
 #include "cpu/parallel.h"
+#include "cpu/scale_groups.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 
@@ -25,7 +26,8 @@ struct CastLoops {
                      uint8_t* column_codes, int64_t n);
   void (*pack)(const uint8_t* codes, uint8_t* bytes, int64_t n);
   void (*load_amaxes)(Dtype dtype, const void* packed, float* amaxes, int64_t n);
-  void (*multipliers)(const Format& format, float tensor_amax, const float* amaxes, float* out, int64_t n);
+  void (*multipliers)(const Format& format, float tensor_amax, const float* amaxes, const float* groups, float* out,
+                      int64_t n);
   void (*repeat)(const float* values, int64_t width, float* line, int64_t n);
 };
 
@@ -105,12 +107,17 @@ class GridMultipliers {
     const int64_t index = panel_.weight[first_amax_] + band_ / block_.rows * across + panel_.first_column / block_.columns;
     const int64_t n = blocks_ * (row_stride_ ? next_band_ - band_ : 1);
     const int64_t size = size_of(in_.packed.dtype);
-    std::array<float, kPieceColumns> amaxes;
+    std::array<float, kPieceColumns> amaxes, groups;
     for (int64_t i = 0; i < n; i += kPieceColumns) {
       const int64_t m = std::min(kPieceColumns, n - i);
       const auto* packed = reinterpret_cast<const void*>(in_.packed.address + (index + i) * size);
       loops_.load_amaxes(in_.packed.dtype, packed, amaxes.data(), m);
-      loops_.multipliers(in_.format, tensor_amax_, amaxes.data(), values_.data() + i, m);
+      if (in_.format.scale_group) {
+        const GridShape shape = grid_shape(block_, panel_.weight.rows(), panel_.pitch);
+        const PackedGrid grid{in_.packed, panel_.weight[first_amax_], shape, loops_.load_amaxes};
+        group_amaxes(in_.format, grid, band_ / block_.rows, panel_.first_column / block_.columns + i, m, groups.data());
+      }
+      loops_.multipliers(in_.format, tensor_amax_, amaxes.data(), groups.data(), values_.data() + i, m);
     }
   }
 

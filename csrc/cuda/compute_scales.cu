@@ -55,7 +55,7 @@ struct StoredScale {
   TwoLevel two_level;
 
   __device__ uint32_t of(float amax) const {
-    if constexpr (kRule == ScaleRule::kE8M0) return e8m0_code(amax);
+    if constexpr (kRule == ScaleRule::kE8M0) return format.power_of_two_scale().code(amax);
     if constexpr (kRule == ScaleRule::kTwoLevel) return two_level.stored(amax);
     return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
   }
@@ -73,6 +73,24 @@ __device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count,
 #pragma unroll
     for (int c = 0; c < kScaleEntries; ++c) amaxes[c] = c < count ? Packed::widen(at[c]) : 0.0f;
   }
+}
+
+// The largest amax of the group of 4 x 4 blocks that `row` of the grid has four of, `count` of them
+// existing, from `column` on.
+template <class Packed>
+__device__ float group_amax(const Amaxes& packed, int64_t first_amax, const GridShape& grid, uint32_t row, uint32_t column,
+                            uint32_t count) {
+  float most = 0.0f;
+#pragma unroll
+  for (uint32_t r = 0; r < kScaleEntries; ++r) {
+    const uint32_t down = row / kScaleEntries * kScaleEntries + r;
+    float amaxes[kScaleEntries];
+    read_amaxes<Packed>(packed, first_amax + static_cast<int64_t>(down) * grid.across + column,
+                        down < grid.down ? count : 0u, amaxes);
+#pragma unroll
+    for (int c = 0; c < kScaleEntries; ++c) most = fmaxf(most, amaxes[c]);
+  }
+  return most;
 }
 
 // Four columns of some rows of a buffer, including padding. With repeated columns all four are of
@@ -103,6 +121,16 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
       read_amaxes<Packed>(packed, grid_row + column, count, amaxes);
 #pragma unroll
       for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count ? scale.of(amaxes[c]) : kPadding;
+      if constexpr (kRule == ScaleRule::kE8M0) {
+        if (scale.format.scale_group && count) {  // of these four columns
+          const float most = group_amax<Packed>(packed, first_amax, buffer.grid, down, column, count);
+          const PowerOfTwoScale power = scale.format.power_of_two_scale();
+#pragma unroll
+          for (int c = 0; c < kScaleEntries; ++c) {
+            if (c < count) entries[c] = power.code(amaxes[c], most);
+          }
+        }
+      }
     }
     uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * row_bytes;
     for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_entries(buffer, row, column, entries);

@@ -92,6 +92,9 @@ inline bool is(const Block& block, int64_t rows, int64_t columns) { return block
 template <class Body>
 void for_grid(const Format& format, const Body& body) {
   const Block &block = format.block, &own = format.columnwise_block;
+  if (format.scale_group && !(is(block, 32, 32) && is(format.scale_group, 128, 128))) {
+    throw std::invalid_argument("the CUDA kernels have no scale groups of this shape");
+  }
   if (!block && !own) return body(GridConstant<Grid::kTensor>{});
   if (is(block, 1, 32) && is(own, 32, 1)) return body(GridConstant<Grid::kRowsAndColumns>{});
   if (is(block, 16, 16) && !own) return body(GridConstant<Grid::kSquare16>{});

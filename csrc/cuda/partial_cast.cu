@@ -102,7 +102,7 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
   const Format& f = in.format;
   if (f.amax_policy == AmaxPolicy::kDelayed) return scalar(in.scales, w, column::SCALE_BASE, column::SCALE_OFFSET);
   const float block = in.packed.load(amax);
-  if (f.scale_rule == ScaleRule::kE8M0) return e8m0_multiplier(block);
+  if (f.scale_rule == ScaleRule::kE8M0) return PowerOfTwoScale::multiplier(f.power_of_two_scale().code(block));
   if (f.scale_rule == ScaleRule::kTwoLevel) {
     return TwoLevel(scalar(in.amaxes, w, column::AMAX_BASE, column::AMAX_OFFSET)).encode_multiplier(block);
   }
@@ -118,6 +118,24 @@ __device__ int64_t amax_of(const CastLane& lane, const Weight& w) {
     constexpr int kSide = side_of(kGrid);
     return w[column::ROW_AMAX] + lane.row / kSide * ((lane.columns + kSide - 1) / kSide) + lane.column / kSide;
   }
+}
+
+// The multiplier of the elements of a lane's 32 x 32 block, whose scale depends on its group of 4 x 4
+// blocks. A warp covers eight blocks side by side: a lane reads one amax of their two groups.
+__device__ inline float group_multiplier(const CastInputs& in, const Weight& w, const CastLane& lane) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  const int l = threadIdx.x % kWarpLanes;
+  const int64_t down = (lane.rows + 31) / 32, across = (lane.columns + 31) / 32;
+  const int64_t i = lane.row / 128 * 4 + l / 8, j = lane.column / 32 - l / 4 + l % 8;
+  const float mine = i < down && j < across ? in.packed.load(w[column::ROW_AMAX] + i * across + j) : 0.0f;
+  float most = mine;  // over the lanes of this group: bits 0 and 1 are its columns, 3 and 4 its rows
+#pragma unroll
+  for (int step = 1; step <= 16; step *= 2) {
+    if (step != 4) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+  }
+  const float block = __shfl_sync(kAll, mine, static_cast<int>(lane.row / 32 % 4) * 8 + l / 4);
+  const float group = __shfl_sync(kAll, most, l / 16 * 4);
+  return PowerOfTwoScale::multiplier(in.format.power_of_two_scale().code(block, group));
 }
 
 __device__ inline uint64_t data_origin(const BaseList& bases, const Weight& w, column::Column base, column::Column offset) {
@@ -141,12 +159,15 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
   const CastLane lane = cast_lane<kGrid>(in, w, item);
+  // Lanes beyond the weight hold amaxes of their group, so these are read before any lane leaves.
+  const bool grouped = kGrid == Grid::kSquare32 && in.format.scale_group;
+  const float in_group = grouped ? group_multiplier(in, w, lane) : 0.0f;
   if (lane.empty()) return;
   constexpr int kRows = panel_rows(kGrid);
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kRows);
   const uint64_t data = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
   const CodeWriter<E> writer(lane, data, kRows);
-  const float multiplier = multiplier_of(in, w, amax_of<kGrid>(lane, w));
+  const float multiplier = grouped ? in_group : multiplier_of(in, w, amax_of<kGrid>(lane, w));
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kStep) {
     CastRow x[kStep];
@@ -172,7 +193,11 @@ class RowMultipliers {
       of_[k] = there ? in.packed.load(w[column::ROW_AMAX] + row * across + block) : 0.0f;
     }
 #pragma unroll
-    for (int k = 0; k < 8; ++k) of_[k] = e8m0_multiplier(of_[k]);
+    for (int k = 0; k < 8; ++k) of_[k] = multiplier(in, of_[k]);
+  }
+
+  __device__ static float multiplier(const CastInputs& in, float amax) {
+    return PowerOfTwoScale::multiplier(in.format.power_of_two_scale().code(amax));
   }
 
   // The multiplier of row 8 * step + r for this lane; the whole warp calls it, with a constant `r`.
@@ -201,7 +226,7 @@ __global__ void __launch_bounds__(kCastShape.threads(), 4)
   const int64_t first_amax = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
-    columns[c] = lane.column + c < lane.columns ? e8m0_multiplier(in.packed.load(first_amax + c)) : 0.0f;
+    columns[c] = lane.column + c < lane.columns ? RowMultipliers::multiplier(in, in.packed.load(first_amax + c)) : 0.0f;
   }
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kRows);
   const CodeWriter<E> rowwise(lane, data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), kRows);
@@ -286,6 +311,7 @@ void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
     constexpr Grid kGrid = decltype(grid)::value;
     if constexpr (kGrid == Grid::kSquare32) {
       if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid>);
+      if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kSquare16) {
       if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kRowsAndColumns) {

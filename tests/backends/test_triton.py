@@ -24,7 +24,7 @@ from zerocast.distributed.group import ONE_PROCESS
 REASON = backends.why_not("triton", CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"triton: {REASON}")
 
-SHAPES = {"mxfp8": (64, 160), "nvfp4": (48, 288), "fp8_block": (150, 133)}
+SHAPES = {"mxfp8": (64, 160), "mxfp4": (160, 192), "nvfp4": (48, 288), "fp8_block": (150, 133)}
 
 
 CONTENTS = ("wide", "bits", "normal", "nan")
@@ -42,7 +42,7 @@ def bench_of(fmt: str, nominal: torch.dtype, seed: int, nominal_master: bool) ->
     return Bench(tuple(weights), seed, separate_shards=nominal_master)
 
 
-EVERY_RUN = ("fp8_delayed:amax_history_len=4", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+EVERY_RUN = ("fp8_delayed:amax_history_len=4", "fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
 
 
 @pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in casts.FORMATS}, *EVERY_RUN))

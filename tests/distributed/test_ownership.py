@@ -147,6 +147,8 @@ def test_a_mistake_on_one_rank_is_named_on_all(world: int, mistake: str) -> None
     assert type(found[0]) is kind and text in str(found[0]) and named in str(found[0]), found[0]
     assert len(log) < 8
     assert max(nbytes for _, nbytes in log) < 1000, "what goes round does not grow with the ranks"
+    if spoil is everything_everywhere:
+        assert ("all-gather", 24) in log, "the spans of the first weight show what is wrong"
 
 
 @pytest.mark.parametrize("world", WORLDS)

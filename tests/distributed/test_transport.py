@@ -27,6 +27,7 @@ SILENT = {
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "HashStore",  # a store of one process
     "group",
     "init_process_group",  # the command line's, not a library's
     "is_available",

@@ -113,9 +113,9 @@ def scale_from_amax(amax: F32, fp8_max: float, pow2: bool, eps: float) -> F32:
     return np.where(np.isinf(a) | (a == 0), ONE, s)
 
 
-def e8m0(amax: F32) -> U8:
+def e8m0(amax: F32, inverse: int = 0x3B124925) -> U8:
     """`e8m0_roundup(amax * fp32(1/448))` of section 1.5, as the exponent of the next power of two."""
-    t = amax * np.array(0x3B124925, np.uint32).view(np.float32)
+    t = amax * np.array(inverse, np.uint32).view(np.float32)
     mantissa, exponent = np.frexp(t.astype(np.float64))
     code = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) + 127, 0, 254)
     return np.where(t == 0, 0, np.where(np.isinf(t), 254, code)).astype(np.uint8)
@@ -167,6 +167,8 @@ class Settings:
     power_of_2_scale: bool = False
     amax_epsilon: float = 0.0
     block: str = "1x32"
+    scale_rounding: str = "up"
+    exact_in_fp8: bool = True
     scale: float = 1.0  # delayed scaling: the scale on entry
 
 
@@ -197,6 +199,10 @@ class Cast:
             element, block = "e2m1", (1, 16)  # tile rows are repeated in the buffer
             data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
             stored = (decode("e4m3", stored) * buffers["amax"]) * np.float32(1 / 2688)
+        elif self.name == "mxfp4":
+            element, block = "e2m1", (1, 32)
+            data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
+            stored = np.ldexp(ONE, stored.astype(np.int32) - 127)
         elif self.name == "mxfp8":  # also of 32x32 blocks, whose scales are repeated in the buffers
             block = (32, 1) if columnwise else (1, 32)
             stored = np.ldexp(ONE, stored.astype(np.int32) - 127)
@@ -257,6 +263,28 @@ class Cast:
             buffers[f"{direction}wise_data"] = encode("e4m3", x * spread(enc, block, x.shape))
             buffers[f"{direction}wise_scale_inv"] = padded(code, sizes[direction], 0)
         return buffers
+
+    def mxfp4(self, x: F32) -> Buffers:
+        rows, columns = x.shape
+        amax = block_amax(x, (32, 32))
+        code = e8m0(amax, 0x3E2AAAAB).astype(np.int32)
+        if self.settings.scale_rounding == "floor":
+            exponent = np.frexp(amax.astype(np.float64))[1] - 1 - 2 + 127
+            finite = np.where((amax == 0) | (exponent < 0), 0, np.minimum(exponent, 254))
+            code = np.where(np.isinf(amax), 254, finite).astype(np.int32)
+        if self.settings.exact_in_fp8:
+            for r in range(0, code.shape[0], 4):
+                for c in range(0, code.shape[1], 4):
+                    group = code[r : r + 4, c : c + 4]
+                    np.maximum(group, group.max() - 14, out=group)
+        codes = encode("e2m1", x * spread(np.ldexp(ONE, 127 - code), (32, 32), x.shape))
+        byte = code.astype(np.uint8)
+        return {
+            "rowwise_data": pack(codes),
+            "rowwise_scale_inv": padded(byte.repeat(32, 0), (up(rows, 128), up(columns // 32, 4)), 0),
+            "columnwise_data": pack(codes.T),
+            "columnwise_scale_inv": padded(byte.T.repeat(32, 0), (up(columns, 128), up(rows // 32, 4)), 0),
+        }
 
     def nvfp4(self, x: F32) -> Buffers:
         rows, columns = x.shape

@@ -27,6 +27,8 @@ CASES: tuple[tuple[str, model.Settings], ...] = (
     ("fp8_block", model.Settings(element="e5m2", amax_epsilon=2.0)),
     ("mxfp8", model.Settings()),
     ("mxfp8", model.Settings(block="32x32")),
+    ("mxfp4", model.Settings()),
+    ("mxfp4", model.Settings(scale_rounding="floor", exact_in_fp8=False)),
     ("nvfp4", model.Settings()),
 )
 SHAPE = (160, 192)

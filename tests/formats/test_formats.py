@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8_current": {"element": "e4m3", "power_of_2_scale": False, "amax_epsilon": 0.0},
     "fp8_block": {"element": "e4m3", "power_of_2_scale": True, "amax_epsilon": 0.0},
     "mxfp8": {"block": "1x32"},
+    "mxfp4": {"scale_rounding": "up", "exact_in_fp8": True},
     "nvfp4": {},
     "identity": {},
 }
@@ -29,9 +30,9 @@ def test_the_names() -> None:
 def test_defaults(name: str) -> None:
     fmt = get_format(name)
     for option, value in OPTIONS[name].items():
-        found = getattr(fmt, option)
-        text = {"element": lambda element: element.name, "block": lambda block: "{}x{}".format(*block)}
-        assert text.get(option, lambda plain: plain)(found) == value
+        read: dict[str, Any] = {"element": lambda: fmt.element and fmt.element.name}
+        read |= {"block": lambda: "{}x{}".format(*fmt.block or ()), "exact_in_fp8": lambda: fmt.scale_group is not None}
+        assert (read[option]() if option in read else getattr(fmt, option)) == value
     assert get_format(name, **OPTIONS[name]) == fmt
     assert str(fmt) == name
 
@@ -74,6 +75,7 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("nvfp4", {"element": "e5m2"}, ValueError, "nvfp4 has no option 'element'; it has: none"),
     ("mxfp8", {"power_of_2_scale": True}, ValueError, "mxfp8 has no option"),
     ("mxfp8:block=32x32,element=e5m2", {}, ValueError, "mxfp8 has no option 'element'; it has: block"),
+    ("mxfp4", {"scale_rounding": "down"}, ValueError, "scale_rounding must be one of .*, got 'down'"),
     ("mxfp8:block=16x16", {}, ValueError, "block must be one of .*, got '16x16'"),
     ("fp8_current", {"margin": 1}, ValueError, "it has: element, power_of_2_scale, amax_epsilon"),
     ("fp8_delayed", {"amax_epsilon": 0.1}, ValueError, "no option 'amax_epsilon'"),

@@ -97,6 +97,25 @@ def test_mxfp8(backend_anywhere: str) -> None:
     assert found == [golden[key] for key in ("data_sha", "scale_sha", "cdata_sha", "cscale_sha")]
 
 
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+def test_mxfp4_is_exact_in_fp8(rounding: str) -> None:
+    """Every code under every exponent, the clamp included, is an E4M3 number under one scale a 128x128 block."""
+    master = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).repeat(160, 18)
+    exponents = torch.arange(5 * 9).view(5, 9) * 6 - 130  # of tiles: the whole range of f32
+    master *= torch.exp2(exponents.float().clamp(-126, 125)).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    weight = casts.cast_whole(f"mxfp4:scale_rounding={rounding}", master, torch.float32)
+    assert weight.rowwise_scale_inv is not None
+    b = weight.rowwise_scale_inv[:160:32, :9].int()
+    for rows in (slice(0, 4), slice(4, 5)):
+        for columns in (slice(0, 4), slice(4, 8), slice(8, 9)):
+            part = weight.read(columnwise=False, dtype=torch.float32).view(5, 32, 9, 32)[rows, :, columns]
+            e = int(b[rows, columns].max())
+            assert int(b[rows, columns].min()) >= e - 14
+            operand = part.double() / 2.0 ** (e - 127 - 6)
+            assert torch.equal(operand.float().to(torch.float8_e4m3fn).double(), operand)
+            assert operand.abs().max() <= 384
+
+
 def test_nvfp4(backend_anywhere: str) -> None:
     golden = GOLDENS["nvfp4_2d_32x80"]
     weight = casts.cast_whole("nvfp4", lcg(32, 80, 2), backend=backend_anywhere)

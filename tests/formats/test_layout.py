@@ -21,7 +21,7 @@ from zerocast.formats.layout import (
     round_up,
 )
 
-BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0}
+BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0, "mxfp4": 0.5}
 
 
 @given(value=st.integers(0, 10**12), multiple=st.integers(1, 10**6))

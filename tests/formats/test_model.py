@@ -79,7 +79,7 @@ def test_own_goldens_are_what_the_model_gives() -> None:
 @given(data=st.data())
 def test_reference_equals_the_model(data: st.DataObject) -> None:
     name, settings = data.draw(st.sampled_from(own_goldens.CASES))
-    multiple = {"mxfp8": 32, "nvfp4": 16}.get(name, 1)
+    multiple = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(name, 1)
     side = st.integers(1, 272 // multiple).map(lambda k: k * multiple)
     content, nominal = data.draw(st.sampled_from(sorted(CONTENTS))), data.draw(st.sampled_from(own_goldens.NOMINAL))
     if settings.element == "e4m3" and name != "mxfp8":

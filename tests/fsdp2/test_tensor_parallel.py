@@ -66,6 +66,7 @@ def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]
 SLICED = [
     ("nvfp4", 192),
     ("nvfp4", 160),
+    ("mxfp4", 256),
     ("mxfp8", 192),
     ("mxfp8:block=32x32", 192),
     ("fp8_block", 256),
@@ -160,6 +161,11 @@ def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
     ("fmt", "hidden", "text"),
     [
         ("fp8_block", 192, "a block of fp8_block would span two tensor-parallel slices"),
+        (
+            "mxfp4",
+            192,
+            "a block of mxfp4 would span two tensor-parallel slices: a slice is [96, 128] and a block [128, 128]",
+        ),
         ("mxfp8:block=32x32", 96, "mxfp8:block=32x32 needs rows that are a multiple of 32, got 48"),
     ],
 )

@@ -16,6 +16,7 @@ PER_ELEMENT = {
     "fp8_block": 1.0003,
     "mxfp8": 2.0625,
     "mxfp8:block=32x32": 1.001,
+    "mxfp4": 0.501,
     DELAYED: 1.0,
 }
 

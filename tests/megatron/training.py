@@ -41,7 +41,7 @@ FORMATS = {
     "half": {"layers.[01].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {
-        "layers.0.*": "nvfp4",
+        "layers.0.*": "mxfp4",
         "layers.1.*": "mxfp8:block=32x32",
         "layers.2.*": "nvfp4",
         "layers.3.*": "fp8_block",

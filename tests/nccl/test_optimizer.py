@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.devices import gpu_params, gpus
-from tests.optim.runs import DETERMINISTIC, Run, check
+from tests.optim.runs import ADAM, DETERMINISTIC, Run, check
+from tests.optim.test_gathered_scales import WHOLE
 from zerocast import ZeroConfig
 
 pytestmark = gpus(2)
@@ -18,6 +19,9 @@ RUNS = {
     "overlap": Run(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
     "fp32 gradients": Run(config=dataclasses.replace(DETERMINISTIC, grad_dtype=torch.float32)),
     "stage 1": Run(stage=1, accumulate=2),
+    "gathered scales": Run(
+        specs=WHOLE, options=(ADAM,), steps=3, config=ZeroConfig(bucket_size=40_000, deterministic=True)
+    ),
     "small buckets": Run(config=ZeroConfig(bucket_size=1, deterministic=True), steps=3),
 }
 

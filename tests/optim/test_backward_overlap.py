@@ -1,6 +1,9 @@
 """Reduction runs during the backward pass: it starts before the last gradient exists, and in one order on every rank."""
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from torch import nn
 import zerocast
 from tests.optim.traffic import recorded
 from zerocast import ZeroAdamW, ZeroConfig
+from zerocast.distributed.group import Group
+from zerocast.optim.reduction import Reduction
 
 LAYERS = 6
 
@@ -54,3 +59,33 @@ def test_the_first_reduction_starts_before_the_last_gradient_exists(ranks, fmt, 
 def test_one_bucket_waits_for_all(ranks):
     for found in ranks(2)(events, None, ZeroConfig(), 2):
         assert found.index("reduce-scatter") == len(found) - 1 == 2 * LAYERS
+
+
+def overtaken() -> torch.Tensor:
+    """The gradient of a pass whose reductions overtake those of the pass before, which nobody has waited for."""
+    reduce, number = Group.reduce_scatter_mean, itertools.count()
+
+    def call(group: Group, out: torch.Tensor, full: torch.Tensor, async_op: bool = False, what: str = "") -> Any:
+        if next(number):
+            return reduce(group, out, full)
+        return SimpleNamespace(wait=lambda: reduce(group, out, full))  # the first one runs when it is waited for
+
+    first, second = (nn.Linear(16, 16, bias=False) for _ in range(2))
+    optimizer, beside = (ZeroAdamW(model.named_parameters()) for model in (first, second))
+    with (
+        mock.patch.object(Reduction, "is_complete", return_value=False),
+        mock.patch.object(Group, "reduce_scatter_mean", call),
+    ):
+        for factor in (1.0, 2.0):
+            optimizer.zero_grad()
+            (first(torch.ones(1, 16)).sum() * factor).backward()  # type: ignore[no-untyped-call]
+        assert first.weight.grad is not None
+        whole: torch.Tensor = first.weight.grad.full_tensor()  # type: ignore[attr-defined]
+    del beside
+    return whole
+
+
+def test_reductions_of_two_passes_in_flight_land_in_order(ranks):
+    """Beside another optimizer a reduction outlives its pass; FP32 is otherwise reduced into the shard itself."""
+    for whole in ranks(2)(overtaken):
+        assert torch.equal(whole, torch.full((16, 16), 2.0))

@@ -4,13 +4,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
-from zerocast import ZeroConfig
+from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim.bucket import fill_buckets
 
 STORAGE_BYTES = {"fp8_current": 1.0, "fp8_block": 1.0, "fp8_delayed": 1.0, "nvfp4": 0.5, "mxfp8": 2.0, "plain": 2.0}
@@ -146,3 +149,35 @@ def evaluation() -> int:
 
 def test_reading_does_not_communicate(ranks):
     assert ranks(2)(evaluation) == [0, 0]
+
+
+class Names(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(layers: int) -> tuple[Counter[str], int]:
+    """Those of clip and step, and the copies of a backward pass, of a model with so many weights in one bucket."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers))).bfloat16()
+    optimizer = ZeroAdamW(model.named_parameters())
+    loss = model(torch.randn(2, 32, dtype=torch.bfloat16)).sum()
+    with Names() as arrival:
+        loss.backward()  # type: ignore[no-untyped-call]
+    with Names() as names:
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return names.found, arrival.found["aten.copy_.default"]
+
+
+def test_nothing_is_launched_for_each_gradient(ranks):
+    """A bucket is packed and lands by operators over all of it; norm, clip and Adam are over flat shards."""
+    for (few, landed), (many, copies) in zip(ranks(2)(operators, 3), ranks(2)(operators, 9), strict=True):
+        assert few == many
+        assert landed == copies

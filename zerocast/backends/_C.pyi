@@ -12,6 +12,8 @@ class Format:
         amax_policy: str,
         block: tuple[int, int],
         columnwise_block: tuple[int, int],
+        scale_group: tuple[int, int],
+        scale_rounds_down: bool,
         power_of_2_scale: bool,
         most_recent: bool,
         amax_epsilon: float,

@@ -50,6 +50,8 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
         amax_policy=fmt.amax_policy.name,
         block=fmt.block or (0, 0),
         columnwise_block=fmt.columnwise_block or (0, 0),
+        scale_group=fmt.scale_group or (0, 0),
+        scale_rounds_down=fmt.scale_rounding == "floor",
         power_of_2_scale=fmt.power_of_2_scale,
         most_recent=fmt.amax_compute_algo == "most_recent",
         amax_epsilon=fmt.amax_epsilon,

@@ -18,7 +18,7 @@ from zerocast.cast.plan import CastPlan
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import whole_sums
-from zerocast.formats.layout import BUFFERS
+from zerocast.formats.layout import BUFFERS, elements_per_scale
 from zerocast.weight import QuantizedWeight
 
 
@@ -52,10 +52,11 @@ class Shard:
     """Weights of random bytes, and random masters of the owned spans, on `place.device`.
 
     A flat workload has all masters in `flat` and each kind of weight buffer in one tensor; a
-    scattered one has separate tensors for each weight.
+    scattered one has separate tensors for each weight. With `gathers_scales` the plan makes the
+    scales of the owned elements only, where the format allows it.
     """
 
-    def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
+    def __init__(self, workload: Workload, fmt: str, place: Place, gathers_scales: bool = False) -> None:
         random = place.generator()
         self.spans = list(workload.spans(workload.rank))
         self.weights = [QuantizedWeight.empty(shape, fmt, NOMINAL, place.device) for shape in workload.shapes]
@@ -68,7 +69,12 @@ class Shard:
         parts = self.flat.split([span.numel for span in self.spans])
         self.masters = [part if workload.flat else part.clone() for part in parts]
         starts = [span.start for span in self.spans]
-        self.plan = CastPlan(self.weights, self.masters, starts, Seat.at(workload), backend=place.backend)
+        cuts = [
+            cuts if gathers_scales and elements_per_scale(weight.format, weight.matrix_shape) else None
+            for weight, cuts in zip(self.weights, workload.cuts(), strict=True)
+        ]
+        seat = Seat.at(workload)
+        self.plan = CastPlan(self.weights, self.masters, starts, seat, backend=place.backend, scale_cuts=cuts)
 
     @property
     def packed(self) -> Tensor:

@@ -3,7 +3,8 @@
 A master is read once for the amaxes and once for the cast, and rounded to the nominal dtype in
 registers. Work that every rank repeats counts in full: the packed amaxes of all weights (stored and
 read) and their scale buffers (written). An element of the shard takes 9 bytes for FP8, 8.5 for
-nvfp4 and 10 for mxfp8; an element of the whole model adds 0.3125 for mxfp8 and 0.078 for nvfp4.
+nvfp4 and 10 for mxfp8; an element of the whole model adds 0.3125 for mxfp8 and 0.078 for nvfp4. A
+rank whose scales are gathered from their owners has those bytes for its own elements alone.
 """
 
 import math
@@ -92,6 +93,12 @@ class Traffic:
     def cast(self) -> int:
         """A whole cast: masters twice, packed amaxes stored and read, scales and codes out."""
         return 2 * self.masters + 2 * self.packed + self.scales + self.codes
+
+    @property
+    def cast_of_own_scales(self) -> int:
+        """A cast whose amaxes and scales are those of the owned elements."""
+        of_all = 2 * self.packed + self.scales
+        return 2 * self.masters + of_all * self.workload.owned // self.workload.numel + self.codes
 
     @property
     def adam(self) -> int:

@@ -20,6 +20,14 @@ def cast(workload: Workload, fmt: str, place: Place) -> Job:
     return Job(shard.plan.cast, shard.written)
 
 
+def cast_of_own_scales(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of the same where scales are gathered with the codes: each rank makes those of its own
+    elements.
+    """
+    shard = Shard(workload, fmt, place, gathers_scales=True)
+    return Job(shard.plan.cast, shard.written)
+
+
 def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
     shard = Shard(workload, fmt, place)

@@ -51,6 +51,13 @@ class Workload:
             yield Span(own.start - start, own.stop - start) if own.numel else Span(0, 0)
             start += rows * columns
 
+    def cuts(self) -> Iterator[range]:
+        """Where shards meet within each weight; `world` divides the workload."""
+        chunk, start = self.numel // self.world, 0
+        for rows, columns in self.shapes:
+            yield range(chunk - start % chunk, rows * columns, chunk)
+            start += rows * columns
+
     @property
     def owned(self) -> int:
         """The number of elements in the shard."""

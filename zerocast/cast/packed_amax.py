@@ -9,8 +9,15 @@ write the whole of it, so each needs the other's element. Non-owners send -Inf. 
 MAX; it is sent as a flag.
 
 Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is
-there on any rank goes into the same reduction. Last come two numbers by which ranks that are in
+there on any rank goes into the same reduction. Then come two numbers by which ranks that are in
 different calls find out (`SameCall`).
+
+Where the caller gathers scales, a rank needs only the amaxes of the rows around its span. These lie
+last, different ones on every rank, and are not reduced. The rows of blocks that a cut divides are
+copied to places among the reduced amaxes that all ranks know, and back.
+
+    | all amaxes of a weight, ... | cut rows of blocks | boundary bytes | call |  own amaxes  |
+    |<------------------------- reduced ------------------------------------->|<- not reduced ->|
 """
 
 import itertools
@@ -25,7 +32,8 @@ from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.agreement import SameCall
 from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Ownership
-from zerocast.formats.layout import amax_counts
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
+from zerocast.formats.layout import amax_counts, amax_grid
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
 
 
 class PackedAmax(AmaxReduction):
-    """The buffer, the place of each weight's amaxes in it (`offsets`), the boundary bytes behind
-    them, and `same_call`.
+    """The buffer, the place in it of the amaxes of each weight that this rank computes scales of
+    (`offsets`), the boundary bytes behind them, and `same_call`.
 
     `boundary_elements` are (weight, element, slot) of the elements of other ranks that this rank
     writes beside its own; `received` holds them after a reduction, f32 by slot.
@@ -58,25 +66,26 @@ class PackedAmax(AmaxReduction):
 
     def __init__(self, partition: Partition, cast: Sequence[int], device: torch.device, group: Group) -> None:
         self._shards, self._group = partition.shards, group
-        self.offsets: dict[int, tuple[int, int]] = {}
         self.boundary_bytes: list[BoundaryByte] = []
         self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
-        size, dtypes = 0, set()
-        for index in cast:
-            weight = self._shards[index].weight
-            rowwise, columnwise = amax_counts(weight.format, *weight.matrix_shape)
-            self.offsets[index] = (size, size + rowwise)
-            size += rowwise + columnwise
-            if rowwise:
-                dtypes.add(torch.float32 if index in self._external else weight.dtype)
+        everywhere = [index for index in cast if self._shards[index].cuts is None]
+        gathered = [index for index in cast if self._shards[index].cuts is not None]
+        self.offsets, size = self._place(everywhere, 0)
+        dtypes = {self._dtype(index) for index in cast if self._has_amaxes(index)}
+        for index in everywhere:
             self.boundary_bytes += boundary_bytes(index, partition.ownership)
+        rows = [row for index in gathered for row in _cut_rows_of(self._shards[index])]
+        cut_size = sum(row.cuts.numel() * row.across for row in rows)
+        numel = size + cut_size + 4 * len(self.boundary_bytes)
+        slots = 2 if dtypes and group.size > 1 else 0
+        own, end = self._place([i for i in gathered if self._shards[i].span.numel], numel + slots)
+        self.offsets |= own
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
-        numel = size + 4 * len(self.boundary_bytes)
-        has_slots = bool(numel) and group.size > 1
-        self.buffer = torch.zeros(numel + 2 * has_slots, dtype=dtype, device=device)
-        self.same_call = SameCall(group, self.buffer[numel:]) if has_slots else None
-        self._cast = self.buffer[:numel]  # what a cast begins with zeros in
-        self._values, self._is_nan = self.buffer[size:numel].view(2, -1)
+        self.buffer = torch.zeros(end, dtype=dtype, device=device)
+        self._reduced = self.buffer[: numel + slots]
+        self.same_call = SameCall(group, self.buffer[numel : numel + slots]) if slots else None
+        self._cast = [part for part in (self.buffer[:numel], self.buffer[numel + slots :]) if part.numel()]
+        self._values, self._is_nan = self.buffer[size + cut_size : numel].view(2, -1)
         self.received = torch.zeros(2 * len(self.boundary_bytes), dtype=torch.float32, device=device)
         self.boundary_elements = [
             (byte.index, byte.element + side, 2 * slot + side)
@@ -85,10 +94,12 @@ class PackedAmax(AmaxReduction):
             if byte.owners[1 - side] == group.rank
         ]
         self._external_slots = torch.tensor([self.offsets[index][0] for index in self._external], device=device)
+        self._here, self._there = (place.to(device) for place in self._cut_places(gathered, size))
 
     def begin(self) -> None:
         """Forget the amaxes of the last cast."""
-        self._cast.zero_()
+        for part in self._cast:
+            part.zero_()
         if self.boundary_bytes:
             self._values.fill_(-torch.inf)
 
@@ -96,12 +107,50 @@ class PackedAmax(AmaxReduction):
         """The one collective of a cast."""
         self._put_external()
         self._put_boundary()
-        if self.buffer.numel():
-            self._group.all_reduce_max(self.buffer, "the packed amaxes of a cast")
+        if self._here.numel():
+            self.buffer[self._there] = self.buffer[self._here]
+        if self._reduced.numel():
+            self._group.all_reduce_max(self._reduced, "the packed amaxes of a cast")
         if self.same_call:
             self.same_call.reduced()
+        if self._here.numel():
+            self.buffer[self._here] = self.buffer[self._there]
         if self.boundary_elements:
             self.received.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
+
+    def _place(self, weights: Sequence[int], size: int) -> tuple[dict[int, tuple[int, int]], int]:
+        """(where the rowwise and the columnwise amaxes of each begin, the end) from `size` on."""
+        offsets = {}
+        for index in weights:
+            rowwise, columnwise = _counts(self._shards[index])
+            offsets[index] = (size, size + rowwise)
+            size += rowwise + columnwise
+        return offsets, size
+
+    def _has_amaxes(self, index: int) -> bool:
+        """Whether any rank has, so that all agree."""
+        return self._shards[index].weight.format.amax_policy is not AmaxPolicy.NONE
+
+    def _dtype(self, index: int) -> torch.dtype:
+        return torch.float32 if index in self._external else self._shards[index].weight.dtype
+
+    def _cut_places(self, gathered: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+        """(places of own amaxes, places from `size` on where they are reduced) of cut rows of
+        blocks that this rank has a part of.
+        """
+        here, there = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for index in gathered:
+            shard = self._shards[index]
+            for row, first in zip(_cut_rows_of(shard), self.offsets.get(index, (0, 0)), strict=False):
+                if shard.span.numel:
+                    unit = row.height * shard.weight.matrix_shape[1]
+                    ours = (row.cuts * unit < shard.span.stop) & ((row.cuts + 1) * unit > shard.span.start)
+                    across = torch.arange(row.across)
+                    places = (row.cuts[ours] - shard.rows.start // row.height).view(-1, 1) * row.across
+                    here.append((first + places + across).view(-1))
+                    there.append((size + ours.nonzero() * row.across + across).view(-1))
+                size += row.cuts.numel() * row.across
+        return torch.cat(here), torch.cat(there)
 
     def _put_boundary(self) -> None:
         """Enter this rank's elements of the boundary bytes, rounded to the nominal dtype."""
@@ -119,6 +168,39 @@ class PackedAmax(AmaxReduction):
             amaxes = [self._shards[index].weight.amax for index in self._external]
             grown = torch.cat([amax for amax in amaxes if amax is not None])
             self.buffer[self._external_slots] = self.buffer[self._external_slots].maximum(grown)
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """The rows of blocks, i64 `cuts`, that a cut divides in one grid of a weight; each has `height`
+    rows of elements and `across` amaxes.
+    """
+
+    cuts: Tensor
+    height: int
+    across: int
+
+
+def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
+    """The rows of blocks that cuts divide in the rowwise grid, and in an own columnwise one."""
+    rows, columns = matrix
+    grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
+    places, found = torch.tensor(cuts, dtype=torch.int64), []
+    for height, width in (block for block in grids if block):
+        inside = places % (width if height == 1 else height * columns) != 0
+        divided = torch.unique(places[inside] // (height * columns))
+        found.append(CutRows(divided, height, amax_grid((height, width), rows, columns)[1]))
+    return found
+
+
+def _cut_rows_of(shard: MasterShard) -> list[CutRows]:
+    assert shard.cuts is not None
+    return cut_rows(shard.weight.format, shard.weight.matrix_shape, shard.cuts)
+
+
+def _counts(shard: MasterShard) -> tuple[int, int]:
+    """How many amaxes this rank has of a weight, rowwise and columnwise."""
+    return amax_counts(shard.weight.format, shard.rows.numel, shard.weight.matrix_shape[1])
 
 
 def _element(shard: MasterShard, element: int) -> Tensor:

@@ -7,7 +7,7 @@ hang. Last they find out who owns what (`zerocast.distributed.ownership`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,22 +18,37 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Item, Ownership, exchange_spans
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Span, byte_range
+from zerocast.formats.layout import Span, byte_range, elements_per_scale, round_up
 from zerocast.weight import QuantizedWeight
 
 ShardData = Tensor | tuple[Tensor, Tensor]
+ROW_PADDING = 128
 
 
 @dataclass(frozen=True)
 class MasterShard:
     """A weight, the flat master of the span owned here (None when empty), and separate shard
     storage if there is any.
+
+    `cuts` are the elements at which spans of ranks meet, where the caller gathers scales too.
     """
 
     weight: QuantizedWeight
     master: Tensor | None
     span: Span
     shard_data: ShardData | None = None
+    cuts: range | None = None
+
+    @property
+    def rows(self) -> Span:
+        """The rows of which this rank computes scales: all, or those around its span where scales
+        are gathered. Scale buffers are padded to so many rows at most, so none ends inside.
+        """
+        height, columns = self.weight.matrix_shape
+        if self.cuts is None:
+            return Span(0, height)
+        first, last = self.span.start // columns, -(-self.span.stop // columns)
+        return Span(first // ROW_PADDING * ROW_PADDING, min(round_up(last, ROW_PADDING), height))
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class Partition:
         moved = []
         for index, (shard, master, part) in enumerate(zip(self.shards, master_weights, data, strict=True)):
             try:
-                moved.append(_check_shard(shard.weight, master, shard.span.start, part))
+                moved.append(replace(_check_shard(shard.weight, master, shard.span.start, part), cuts=shard.cuts))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"weight {index} ({_fingerprint(shard.weight)}): {error}") from None
             if moved[-1].span.numel != shard.span.numel:
@@ -80,6 +95,7 @@ def partition(
     start_offsets: Sequence[int | None],
     shard_data: Sequence[ShardData | None] | None,
     backend: str | None,
+    scale_cuts: Sequence[range | None] | None = None,
 ) -> Partition:
     """Check the arguments of a plan on all ranks; the only communication that a plan does before
     its casts.
@@ -90,12 +106,12 @@ def partition(
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""
     try:
-        shards = _check(model_weights, master_weights, start_offsets, shard_data)
+        shards = _check(model_weights, master_weights, start_offsets, shard_data, scale_cuts)
         device = shards[0].weight.device if shards else torch.device("cpu")
         chosen = backends.choose(device, backend)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    lines = [_fingerprint(shard.weight) for shard in shards]
+    lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]
     validate_across_ranks(group, lines, problem, "builds a CastPlan")
     weights = [shard.weight for shard in shards]
     items = [Item(w.numel(), w.format.elements_per_byte, line) for w, line in zip(weights, lines, strict=True)]
@@ -106,23 +122,29 @@ def _fingerprint(weight: QuantizedWeight) -> str:
     return f"{weight.format} {tuple(weight.shape)} {weight.dtype}"
 
 
+def _gathered(cuts: range | None) -> str:
+    return "" if cuts is None else f" with gathered scales, cut at {cuts}"
+
+
 def _check(
     model_weights: Sequence[Any],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     shard_data: Sequence[ShardData | None] | None,
+    scale_cuts: Sequence[range | None] | None,
 ) -> list[MasterShard]:
     data = [None] * len(model_weights) if shard_data is None else shard_data
-    counts = {len(model_weights), len(master_weights), len(start_offsets), len(data)}
+    cuts = [None] * len(model_weights) if scale_cuts is None else scale_cuts
+    counts = {len(model_weights), len(master_weights), len(start_offsets), len(data), len(cuts)}
     if len(counts) > 1:
         raise ValueError(
             f"lists differ in length: {len(model_weights)} model weights, {len(master_weights)} master weights, "
-            f"{len(start_offsets)} start offsets, {len(data)} shard tensors"
+            f"{len(start_offsets)} start offsets, {len(data)} shard tensors, {len(cuts)} scale cuts"
         )
     seen: dict[int, int] = {}
     shards = []
-    for index, (weight, master, start, part) in enumerate(
-        zip(model_weights, master_weights, start_offsets, data, strict=True)
+    for index, (weight, master, start, part, cut) in enumerate(
+        zip(model_weights, master_weights, start_offsets, data, cuts, strict=True)
     ):
         if not isinstance(weight, QuantizedWeight) or weight.transposed_of is not None:
             raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
@@ -130,7 +152,7 @@ def _check(
         if first != index:
             raise ValueError(f"model weights {first} and {index} are the same weight")
         try:
-            shards.append(_check_shard(weight, master, start, part))
+            shards.append(_with_cuts(_check_shard(weight, master, start, part), cut))
         except (TypeError, ValueError) as error:
             raise type(error)(f"weight {index} ({_fingerprint(weight)}): {error}") from None
     devices = {shard.weight.device for shard in shards}
@@ -139,6 +161,18 @@ def _check(
     if torch.device("meta") in devices:
         raise ValueError("the weights are on the meta device: give them storage before the plan is built")
     return shards
+
+
+def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:
+    if cuts is None:
+        return shard
+    weight, span = shard.weight, shard.span
+    entries = elements_per_scale(weight.format, weight.matrix_shape)
+    if not entries or any(cut % n for n in entries.values() for cut in (cuts.start, cuts.step)):
+        raise ValueError(f"these scales cannot be gathered in parts cut at {cuts}")
+    if not {span.start, span.stop} <= {0, weight.numel(), *cuts}:
+        raise ValueError(f"elements [{span.start}, {span.stop}) do not lie between the cuts {cuts} of gathered scales")
+    return replace(shard, cuts=cuts)
 
 
 def _check_shard(

@@ -47,6 +47,10 @@ class CastPlan:
         param_groups: for each, its row of the scalars of an AdamUpdate; None for casts without one.
         names: what the weights are called in states and reports; None for `weight 0`, `weight 1`
             and so on.
+        scale_cuts: for each, None, or where the spans of ranks meet, if the caller gathers the
+            scale buffers as it gathers the codes, each rank's part in proportion to its span. Such
+            a rank computes no other scales, and amaxes are reduced only of blocks that a cut
+            divides. For mxfp8 with rows and columns in multiples of 128, cut at multiples of 32.
         guard: shared with what else is written together with these weights; None for one of their
             own.
 
@@ -66,12 +70,13 @@ class CastPlan:
         backend: str | None = None,
         param_groups: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
+        scale_cuts: Sequence[range | None] | None = None,
         guard: WriteGuard | None = None,
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
         self._partition = partition(
-            self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend
+            self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend, scale_cuts
         )
         self._call = _numbered(self.group) + (
             " {}" if given.caller else ""
@@ -253,6 +258,8 @@ class CastPlan:
         tables = WeightTables(device, self.backend)
         for index in self._cast:
             shard = self._partition.shards[index]
+            if index not in self.packed.offsets:
+                continue  # others compute its scales
             master = torch.float32 if shard.master is None else shard.master.dtype
             table = tables.of(shard.weight, master)
             table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])

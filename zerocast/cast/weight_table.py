@@ -13,7 +13,7 @@ from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.storage import StorageTable
-from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, byte_range
 from zerocast.weight import QuantizedWeight
 
@@ -91,6 +91,23 @@ class WeightTable:
         row = self.add(shard.weight, place, group)
         if shard.master is not None:
             self.set_span(row, shard, shard.span, shard.master)
+        if shard.cuts is not None:
+            self._narrow(row, shard)
+
+    def _narrow(self, row: list[int], shard: MasterShard) -> None:
+        """Let a row stand for the rows of a weight whose scales this rank computes, as if they were
+        a weight of their own.
+        """
+        (rows, columns), narrow = shard.weight.matrix_shape, shard.rows
+        row[Column.ROWS] = narrow.numel
+        row[Column.START] -= narrow.start * columns
+        names = ["rowwise_data", "rowwise_scale_inv"]
+        if shard.weight.format.columnwise is Columnwise.OWN_GRID:
+            names += ["columnwise_data", "columnwise_scale_inv"]
+        for name in names:
+            tensor = shard.weight.state.buffers[name]
+            assert tensor is not None, name
+            row[_BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
 
     def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
         """Fill in the columns of an owned span, and of separate shard storage, whose first byte

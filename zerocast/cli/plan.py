@@ -114,6 +114,8 @@ def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
         lines.append(f"{first.kept} linear weights stay in bf16: {first.format} cannot take their shape")
     lines += ["", *_table("GiB a rank, without activations", [(f.format, f.memory) for f in found], GIB)]
     lines += ["", *_table("GB that a rank sends in a step", [(f.format, f.wire) for f in found], GB)]
+    reduced = ", ".join(f"{f.format} {f.all_amaxes / GB:.3f}" for f in found)
+    lines += ["", f"GB in the all-reduce of a host that gathers codes alone: {reduced}"]
     return "\n".join(lines)
 
 

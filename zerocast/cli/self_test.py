@@ -30,6 +30,7 @@ FORMATS = (
     "fp8_block:power_of_2_scale=False",
     "mxfp8",
     "mxfp8:block=32x32",
+    "mxfp4",
     "nvfp4",
     "identity",
 )

@@ -51,6 +51,8 @@ class Footprint:
         kept: linear weights that stay bf16 because `format` cannot take their shape.
         memory: bytes by purpose.
         wire: bytes that one rank sends in a step, by collective.
+        all_amaxes: bytes that it would send in the all-reduce of a cast whose host gathers codes
+            alone (Megatron, Apex, TransformerEngine's calls).
     """
 
     format: str
@@ -59,6 +61,7 @@ class Footprint:
     kept: int
     memory: dict[str, int]
     wire: dict[str, int]
+    all_amaxes: int
 
     @property
     def total_memory(self) -> int:
@@ -93,6 +96,7 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         0 if spec.element is None else linear - len(quantized),
         memory,
         wire,
+        2 * sharding.all_amaxes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
     )
 
 

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.flat_buffer import ALIGNMENT
+from zerocast.cast.packed_amax import cut_rows
 from zerocast.footprint.shapes import ROOT
 from zerocast.formats import Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, Span, amax_counts, amax_grid, buffers, byte_range, round_up
 from zerocast.optim import ZeroConfig
-from zerocast.optim.bucket import Bucket, fill_buckets, flat_numel
+from zerocast.optim.bucket import Bucket, FlatBuffer, fill_buckets, flat_numel
 from zerocast.weight import QuantizedWeight
 
 FP32 = torch.float32.itemsize
@@ -41,13 +42,15 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
     buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
     shard = flat_numel(buckets)
     weights = _quantized(tensor for _, tensor, _ in tensors)
-    packed = _packed_amaxes(weights, ranks)
+    computed = _quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
+    gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
+    reduced, own = _packed_amaxes(buckets, ranks)
     kept = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors) if stage == 1 else 0
     copies = list(map(_copied, weights)) or [0]
     memory = {
-        "weights": sum(map(_gathered, buckets)),
+        "weights": sum(_flat(bucket, bucket.storage.codes) for bucket in buckets),
         "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
-        "scales": sum(map(_scales, weights)) + packed,
+        "scales": sum(map(_scales, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
         "moments": 2 * shard * config.moment_dtype.itemsize,
         "gradients": shard * FP32 + kept,
@@ -56,17 +59,15 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
     others = ranks - 1
     wire = {
         "reduce-scatter": sum(bucket.shard_numel * bucket.storage.grad_dtype.itemsize for bucket in buckets) * others,
-        "all-reduce": 2 * packed * others // ranks,
-        "all-gather": sum(_gathered(bucket) // ranks for bucket in buckets) * others,
+        "all-reduce": 2 * reduced * others // ranks,
+        "all-gather": sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets) * others,
     }
     return memory, wire
 
 
-def _gathered(bucket: Bucket) -> int:
-    """The bytes of the flat buffers of a bucket, padding included."""
-    storage = bucket.storage
-    directions = 2 if storage.both_directions else 1
-    return directions * bucket.numel // storage.elements_per_byte * storage.dtype.itemsize
+def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
+    """The bytes of these flat buffers of a bucket, padding included."""
+    return sum(bucket.numel // elements * dtype.itemsize for _, dtype, elements in buffers)
 
 
 def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
@@ -188,10 +189,11 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     for weight in weights:
         rows, columns = weight.matrix_shape
         cut_rows = 0
-        for block in (weight.format.block, weight.format.columnwise_block):
-            cuts = range(_rows(weight, shards), rows, _rows(weight, shards))
-            if block:
-                cut_rows += sum(bool(cut % block[0]) for cut in cuts) * amax_grid(block, rows, columns)[1]
+        fmt, cuts = weight.format, range(_rows(weight, shards), rows, _rows(weight, shards))
+        for block, exchanged in ((fmt.block, fmt.exchange_block), (fmt.columnwise_block, fmt.columnwise_block)):
+            if block and exchanged:
+                amaxes = exchanged[0] // block[0] * amax_grid(block, rows, columns)[1]
+                cut_rows += sum(bool(cut % exchanged[0]) for cut in cuts) * amaxes
         total += 2 * (cut_rows + weight.format.has_tensor_amax)
     return total
 
@@ -219,12 +221,27 @@ def _copied(weight: QuantizedWeight) -> int:
     return sum(_in_flat_buffer(found[name]) for name in names)
 
 
-def _packed_amaxes(weights: Iterable[QuantizedWeight], ranks: int) -> int:
-    """The bf16 bytes of the one all-reduce: amaxes, and two numbers that compare the ranks'
-    calls.
-    """
-    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
+def all_amaxes(tensors: Iterable[Tensor], ranks: int) -> int:
+    """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
+    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in _quantized(tensors))
     return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
+
+
+def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
+    """(the bf16 bytes of the one all-reduce with two numbers that compare the ranks' calls, those
+    of amaxes that only their rank has): where scales are gathered, only cut blocks are reduced.
+    """
+    reduced = own = 0
+    for bucket in buckets:
+        for slot in bucket.slots:
+            matrix, cuts = slot.matrix_shape, bucket.cuts(slot)
+            amaxes = sum(amax_counts(slot.format, *matrix))
+            if cuts is None:
+                reduced += amaxes
+            else:
+                reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
+                own += -(-amaxes // ranks)
+    return 2 * (reduced + (2 if reduced + own and ranks > 1 else 0)), 2 * own
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:

@@ -37,7 +37,7 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
-    for block in (fmt.block, fmt.columnwise_block):
+    for block in (fmt.exchange_block, fmt.columnwise_block):
         if block and len(shape) > 2 and shape[-2] % block[0]:
             raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
 
@@ -178,6 +178,27 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
         return rowwise_scale_inv(fmt, columns, rows)
     down, across = amax_grid(fmt.columnwise_block or fmt.block, rows, columns)
     return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), torch.uint8)
+
+
+def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
+    """How many elements lie to each entry of the scale buffers that a cast fills, by name.
+
+    Rows of blocks then lie in a buffer in proportion to their elements: one that ends at element e
+    of the weight ends at entry e / n. So the buffer can be cut where the codes are. Empty where it
+    cannot: a buffer is padded or repeated, or a scale depends on the amax of the tensor.
+    """
+    by_name = {"rowwise_scale_inv": (fmt.block, rowwise_scale_inv(fmt, *matrix))}
+    if fmt.columnwise is Columnwise.OWN_GRID:
+        by_name["columnwise_scale_inv"] = fmt.columnwise_block, columnwise_scale_inv(fmt, *matrix)
+    found = {}
+    for name, (block, buffer) in by_name.items():
+        if block is None or buffer is None or fmt.has_tensor_amax:
+            return {}
+        whole_blocks = all(extent % size == 0 for extent, size in zip(matrix, block, strict=True))
+        if not whole_blocks or buffer.shape != amax_grid(block, *matrix):
+            return {}
+        found[name] = math.prod(block)
+    return found
 
 
 BUFFERS = (

@@ -14,6 +14,7 @@ from typing import Any
 from zerocast.formats.element import Element
 
 Block = tuple[int, int]
+SCALE_SPREAD = 14  # E2M1 values times 2**6 to 2**-8 are E4M3 numbers
 
 
 class ScaleRule(enum.IntEnum):
@@ -50,6 +51,9 @@ class FormatSpec:
         element: type of the codes; None stores values of the nominal dtype.
         block: (rows, columns) that share one rowwise scale; None for the whole tensor.
         columnwise_block: the same for a columnwise grid of its own; None where there is none.
+        scale_group: (rows, columns) of the blocks none of whose E8M0 scales is below
+            2**-SCALE_SPREAD of the largest; None where scales are independent.
+        scale_rounding: "up" or "floor", of the exponent of E8M0 scales.
         multiple: (rows, columns) of a weight must be divisible by it.
         key: the text that builds this format, as `str()` returns it.
     """
@@ -61,6 +65,8 @@ class FormatSpec:
     amax_policy: AmaxPolicy
     block: Block | None = None
     columnwise_block: Block | None = None
+    scale_group: Block | None = None
+    scale_rounding: str = "up"
     multiple: Block = (1, 1)
     power_of_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -81,6 +87,15 @@ class FormatSpec:
     def elements_per_byte(self) -> int:
         """How many codes a byte holds: 2 for 4-bit codes, else 1."""
         return 2 if self.bits == 4 else 1
+
+    @property
+    def exchange_block(self) -> Block | None:
+        """(rows, columns) of the elements that rowwise scales depend on.
+
+        A boundary that cuts it has amaxes to reduce, and a slice of tensor parallelism holds whole
+        ones.
+        """
+        return self.scale_group or self.block
 
     def scale_repeat(self, columnwise: bool = False) -> Block:
         """(rows, columns) of a scale buffer that one scale fills.

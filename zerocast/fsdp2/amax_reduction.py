@@ -88,8 +88,9 @@ class BoundaryAmaxes(AmaxReduction):
                 for index, block in enumerate(cut):
                     if touched.start <= block < touched.stop:
                         row = block - geometry.first_row // height
-                        here.append(torch.arange(across) + first + offset + row * across)
-                        there.append(torch.arange(across) + begin + index * across)
+                        held = torch.arange(min(across, sum(geometry.amax_counts) - offset - row * across))
+                        here.append(held + first + offset + row * across)
+                        there.append(held + begin + index * across)
                 size += self._reduction.tp_size * len(cut) * across
         none = [torch.empty(0, dtype=torch.int64)]
         self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)

@@ -125,20 +125,21 @@ class ShardGeometry:
         return layout.amax_counts(self.format, self.cast_rows, self.columns) if self.takes_part else (0, 0)
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """(height, across, first amax among this weight's) of each grid whose block rows a
-        boundary can cut.
+        """(height, amaxes, first amax among this weight's) of the rows of exchange blocks of each
+        grid, which a boundary can cut; the last row may have fewer amaxes.
         """
         found = []
-        if self.format.block:
-            height = self.format.block[0]
-            found.append((height, layout.amax_grid(self.format.block, self.rows, self.columns)[1], 0))
+        if self.format.block and self.format.exchange_block:
+            height = self.format.exchange_block[0]
+            across = layout.amax_grid(self.format.block, self.rows, self.columns)[1]
+            found.append((height, height // self.format.block[0] * across, 0))
         if self.format.columnwise_block:
             found.append((self.format.columnwise_block[0], self.columns, self.amax_counts[0]))
         return found
 
     @property
     def _blocks(self) -> list[int]:
-        return [block[0] for block in (self.format.block, self.format.columnwise_block) if block]
+        return [block[0] for block in (self.format.exchange_block, self.format.columnwise_block) if block]
 
     @property
     def _height(self) -> int:

@@ -149,7 +149,7 @@ class FSDPWeight:
     def _check_slice(self, weight_mesh: DeviceMesh | None) -> None:
         held, whole_weight = matrix_shape(self.shape), matrix_shape(self.param().sharded_param.shape)
         ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
-        for block in (self.format.block, self.format.columnwise_block):
+        for block in (self.format.exchange_block, self.format.columnwise_block):
             if block and any(end % side for end, side in zip(ends, block, strict=True)):
                 raise ValueError(
                     f"a block of {self.format} would span two tensor-parallel slices: a slice is "

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec, ScaleRule
+from zerocast.formats.element import E4M3
 from zerocast.gemm import inputs, torch_api
 from zerocast.gemm.case import Case
 from zerocast.gemm.swizzle import of_weight, swizzle
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """Formats with E8M0 block scales."""
-    return fmt.scale_rule is ScaleRule.E8M0
+    """E4M3 codes with E8M0 block scales."""
+    return fmt.scale_rule is ScaleRule.E8M0 and fmt.element is E4M3
 
 
 def hardware(case: Case) -> Iterator[str]:

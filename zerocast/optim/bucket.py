@@ -7,16 +7,27 @@ multiples of it: no block row of 16, no byte and no vector load is ever cut.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerocast.formats import Columnwise, FormatSpec, get_format
-from zerocast.formats.layout import Shape, Span, round_up
+from zerocast.formats import Block, Columnwise, FormatSpec, get_format
+from zerocast.formats.layout import Shape, Span, buffers, elements_per_scale, matrix_shape, round_up
 from zerocast.weight import QuantizedWeight
 
 ALIGNMENT = 128
 IDENTITY = get_format("identity")
+
+
+class FlatBuffer(NamedTuple):
+    """The buffers `name` of a bucket's weights, end to end, with an entry for every so many
+    elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,18 @@ class Storage:
     elements_per_byte: int
     both_directions: bool  # columnwise bytes are gathered too
     grad_dtype: torch.dtype
+    scales: tuple[FlatBuffer, ...] = ()  # gathered too; else every rank computes all scales
+
+    @property
+    def codes(self) -> tuple[FlatBuffer, ...]:
+        """The flat buffers of codes, one for each direction that is gathered."""
+        names = ("rowwise_data", "columnwise_data")[: 2 if self.both_directions else 1]
+        return tuple(FlatBuffer(name, self.dtype, self.elements_per_byte) for name in names)
+
+    @property
+    def gathered(self) -> tuple[FlatBuffer, ...]:
+        """The flat buffers that are cut into shards and gathered: codes, then scales."""
+        return *self.codes, *self.scales
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,11 @@ class Slot:
     def shape(self) -> Shape:
         """Logical shape; that of a scalar is (1,)."""
         return tuple(self.parameter.shape) or (1,)
+
+    @property
+    def matrix_shape(self) -> Block:
+        """(rows, columns), with leading dimensions folded into the rows."""
+        return matrix_shape(self.shape)
 
     @property
     def format(self) -> FormatSpec:
@@ -87,6 +115,14 @@ class Bucket:
         """The bucket's elements that `rank` owns."""
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
+    def cuts(self, slot: Slot) -> range | None:
+        """Where shards meet within a parameter whose scales are gathered, in its elements; None for
+        any other.
+        """
+        if not self.storage.scales:
+            return None
+        return range(self.shard_numel - slot.offset % self.shard_numel, slot.numel, self.shard_numel)
+
     def owned(self, slot: Slot, rank: int) -> tuple[Span, int]:
         """The elements of a parameter that `rank` owns, and where they start in that rank's flat
         FP32 tensors.
@@ -102,8 +138,14 @@ def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
     if not isinstance(parameter, QuantizedWeight):
         return Storage(parameter.dtype, 1, False, grad_dtype)
     fmt = parameter.format
-    data = parameter.rowwise_data
-    return Storage(data.dtype, fmt.elements_per_byte, fmt.columnwise is Columnwise.OWN_GRID, grad_dtype)
+    data, matrix = parameter.rowwise_data, parameter.matrix_shape
+    scales = []
+    for name, elements in elements_per_scale(fmt, matrix).items():
+        buffer = buffers(fmt, matrix, parameter.dtype)[name]
+        if buffer is not None and ALIGNMENT % elements == 0:
+            scales.append(FlatBuffer(name, buffer.dtype, elements))
+    both = fmt.columnwise is Columnwise.OWN_GRID
+    return Storage(data.dtype, fmt.elements_per_byte, both, grad_dtype, tuple(scales))
 
 
 def fill_buckets(

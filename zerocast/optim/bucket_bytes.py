@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Flight, Group
+from zerocast.formats import layout
 from zerocast.optim.bucket import IDENTITY, Bucket, Slot
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
@@ -43,19 +44,24 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A QuantizedWeight, its storage, and the places of its data in the flat buffers."""
+    """A QuantizedWeight, its storage, and the places of its buffers in the flat ones, by name."""
 
     slot: Slot
     weight: QuantizedWeight
     state: WeightState
-    places: list[Tensor]
+    places: dict[str, Tensor]
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(data as it lies now, its place) of what `rebind` moved."""
-        held = [self.state.buffers[name] for name in ("rowwise_data", "columnwise_data")]
-        for tensor, place in zip(held, self.places, strict=False):
+        """(buffer as it lies now, its place) of what was moved."""
+        for name, place in self.places.items():
+            tensor = self.state.buffers[name]
             if tensor is None or tensor.data_ptr() != place.data_ptr():
                 yield place if tensor is None else tensor, place
+
+    def move_home(self) -> None:
+        """Let the weight lie in its places, with the bytes that it holds."""
+        self.weight.wait()
+        self.state.move_to(self.places)
 
     def differs(self) -> bool:
         """Whether it holds other bytes than its place."""
@@ -72,10 +78,8 @@ class BucketBytes:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        storage = bucket.storage
-        directions = 2 if storage.both_directions else 1
-        numel = bucket.numel // storage.elements_per_byte
-        self.flats = [torch.zeros(numel, dtype=storage.dtype, device=device) for _ in range(directions)]
+        gathered = bucket.storage.gathered
+        self.flats = [torch.zeros(bucket.numel // n, dtype=dtype, device=device) for _, dtype, n in gathered]
         self._plain: list[_Plain] = []
         self._quantized: list[_Quantized] = []
         self.weights = [self._place(slot) for slot in bucket.slots]
@@ -90,10 +94,15 @@ class BucketBytes:
         views = self._views(slot, self.flats)
         weight = slot.parameter
         if isinstance(weight, QuantizedWeight):
-            rows, columns = weight.matrix_shape
-            places = [view.view(rows, columns // self.bucket.storage.elements_per_byte) for view in views]
-            weight.rebind(*places)
-            self._quantized.append(_Quantized(slot, weight, weight.state, places))
+            shapes = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)
+            places = {}
+            for (name, _, _), view in zip(self.bucket.storage.gathered, views, strict=True):
+                shape = shapes[name]
+                assert shape is not None, name
+                places[name] = view.view(shape.shape)
+            quantized = _Quantized(slot, weight, weight.state, places)
+            quantized.move_home()
+            self._quantized.append(quantized)
             return weight
         view = views[0].view(weight.shape).copy_(weight.detach())
         weight.data = view
@@ -102,8 +111,12 @@ class BucketBytes:
         return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
 
     def _views(self, slot: Slot, flats: Sequence[Tensor]) -> list[Tensor]:
-        scale = self.bucket.storage.elements_per_byte
-        return [flat[slot.offset // scale : (slot.offset + slot.numel) // scale] for flat in flats]
+        gathered = zip(self.bucket.storage.gathered, flats, strict=True)
+        return [flat[slot.offset // n : (slot.offset + slot.numel) // n] for (_, _, n), flat in gathered]
+
+    def gathers(self, name: str) -> bool:
+        """Whether the weights' buffers `name` lie in a flat buffer here."""
+        return any(flat.name == name for flat in self.bucket.storage.gathered)
 
     def note(self) -> None:
         """What the parameters hold now is what the optimizer left there."""
@@ -166,7 +179,7 @@ class BucketBytes:
                 _check_alike(q.weight.rowwise_data, q.state.rowwise_data)
                 q.weight.restate(q.state)
             if any(q.moved()):
-                q.weight.rebind(*q.places)
+                q.move_home()
         self._generation = weight_state.generation()
         self.note()
 

@@ -264,11 +264,10 @@ class GradientReducer:
         self._land(wait=not self._company)
         bucket = self._buckets[index]
         target = self.gradients.flat[bucket.start : bucket.start + bucket.shard_numel]
-        # beside another optimizer reductions outlive the pass, and the next one adds to what stays
-        copied = bool(self._company) and not self._adds
+        direct = not self._company  # beside another optimizer reductions outlive the pass
         adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
-        self._flying.append(Reduction(filling, self._group, target, copied, self._deterministic, adds, what))
+        self._flying.append(Reduction(filling, self._group, target, direct, self._deterministic, adds, what))
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""

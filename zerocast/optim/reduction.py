@@ -48,13 +48,13 @@ class Filling:
             gradient = (before.to(dtype) + gradient).to(dtype)
         self.gradients[part.offset] = gradient
 
-    def packed(self, copied: bool) -> Tensor:
-        """The gradients end to end, `[bucket.numel]`, zero where there is none. Unless it must be
-        `copied`, a gradient that fills the bucket alone is given as it is.
+    def packed(self, as_it_lies: bool) -> Tensor:
+        """The gradients end to end, `[bucket.numel]`, zero where there is none; `as_it_lies` lets a
+        gradient that fills the bucket alone be given without a copy.
         """
         bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
         alone = self.gradients.get(0)
-        if bucket.is_one_gradient and not copied and alone is not None and _is_plain(alone, dtype):
+        if bucket.is_one_gradient and as_it_lies and alone is not None and _is_plain(alone, dtype):
             return alone.view(-1)
         full = torch.empty(bucket.numel, dtype=dtype, device=bucket.slots[0].parameter.device)
         gaps, targets, start = [], [], 0
@@ -80,17 +80,18 @@ class Reduction:
     """One bucket on its way into `target`, this rank's part of the flat f32 shard.
 
     Args:
-        copied: the gradients may change before the collective has read them.
+        direct: it lands before the next pass begins, so it may read a gradient where it lies and
+            write its result into `target`.
         deterministic: add the parts of the ranks in rank order, in FP32.
         adds: the mean is added to what lies in `target`.
     """
 
     def __init__(
-        self, filling: Filling, group: Group, target: Tensor, copied: bool, deterministic: bool, adds: bool, what: str
+        self, filling: Filling, group: Group, target: Tensor, direct: bool, deterministic: bool, adds: bool, what: str
     ) -> None:
         self._bucket, self._forgotten = filling.bucket, filling.forgotten
         self._target, self._adds, self._ranks, self._deterministic = target, adds, group.size, deterministic
-        full = self._full = self._result = filling.packed(copied)
+        full = self._full = self._result = filling.packed(direct)
         filling.gradients.clear()
         self._work: Flight | None = None
         if group.size == 1:
@@ -98,7 +99,7 @@ class Reduction:
         if deterministic:
             self._result = torch.empty_like(full)
         else:
-            in_place = not adds and full.dtype is target.dtype
+            in_place = direct and not adds and full.dtype is target.dtype
             self._result = target if in_place else full.new_empty(target.numel())
         collective = group.all_to_all if deterministic else group.reduce_scatter_mean
         self._work = collective(self._result, full, async_op=True, what=what)

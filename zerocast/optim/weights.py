@@ -30,7 +30,7 @@ class ShardedWeights:
 
     def __init__(self, buckets: Sequence[Bucket], masters: Masters, group: Group, config: ZeroConfig) -> None:
         self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
-        weights, shards, starts, param_groups = {}, [], [], []
+        weights, shards, starts, param_groups, cuts = {}, [], [], [], []
         for buffer in self.buffers:
             for slot, weight in zip(buffer.bucket.slots, buffer.weights, strict=True):
                 span, views = masters.owned(buffer.bucket, slot)
@@ -38,9 +38,12 @@ class ShardedWeights:
                 shards.append(views["master"])
                 starts.append(span.start)
                 param_groups.append(slot.param_group)
+                cuts.append(buffer.bucket.cuts(slot))
                 weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
-            into_flat_buffer([w for w in weights.values() if w.state.buffers[name] is not None], name)
+            gathered = {id(w) for b in self.buffers if b.gathers(name) for w in b.weights}
+            held = [w for w in weights.values() if w.state.buffers[name] is not None and id(w) not in gathered]
+            into_flat_buffer(held, name)
         self._masters, self._group = masters, group
         self.plan = CastPlan(
             list(weights.values()),
@@ -50,6 +53,7 @@ class ShardedWeights:
             backend=config.backend,
             param_groups=param_groups,
             names=list(weights),
+            scale_cuts=cuts,
             guard=WriteGuard(RELOAD),
         )
         self.plan.delayed.broadcast(group)

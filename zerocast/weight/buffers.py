@@ -30,8 +30,9 @@ class WeightBuffers(Tensor):
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
         """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for
-        identity.
+        identity. Waits for a gather in flight, which may bring them.
         """
+        self.wait()
         return self.state.buffers["rowwise_scale_inv"]
 
     @property

@@ -4,6 +4,7 @@ Every line of a rule is one f32 operation on a tensor; the order of operations i
 format.
 """
 
+import math
 import struct
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from zerocast.backends.reference.codec import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
 from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, amax_grid
+from zerocast.formats.spec import SCALE_SPREAD
 
 
 def block_amax(x: Tensor, block: Block | None) -> Tensor:
@@ -66,6 +68,7 @@ def divide(numerator: float, x: Tensor) -> Tensor:
 ONE_448TH = f32(0x3B124925)
 ONE_6TH = f32(0x3E2AAAAB)
 ONE_2688TH = f32(0x39C30C31)
+ONE_OVER = {"e4m3": ONE_448TH, "e2m1": ONE_6TH}
 
 
 def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
@@ -99,6 +102,25 @@ def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
     return torch.where(sd > 0, divide(1.0, sd * s_dec).clamp(max=FLT_MAX), torch.full_like(sd, FLT_MAX))
 
 
+def _e8m0_bytes(fmt: FormatSpec, amaxes: Tensor) -> Tensor:
+    """The stored biased exponent of each block of `[down, across]` amaxes.
+
+    Where scales come in groups, `amaxes` holds whole ones, except at the edges of the weight.
+    """
+    assert fmt.element
+    if fmt.scale_rounding == "floor":
+        exponent = (amaxes.contiguous().view(torch.int32) >> 23) - int(math.log2(fmt.element.max))
+        code = torch.where(amaxes.isinf(), 254, exponent.clamp(0, 254)).to(torch.uint8)
+    else:
+        code = encode_e8m0(amaxes * ONE_OVER[fmt.element.name])
+    if fmt.scale_group is None:
+        return code
+    assert fmt.block
+    blocks = fmt.scale_group[0] // fmt.block[0], fmt.scale_group[1] // fmt.block[1]
+    largest = expand(block_amax(code.float(), blocks), blocks, *code.shape)
+    return torch.maximum(code, (largest - SCALE_SPREAD).clamp(min=0).to(torch.uint8))
+
+
 def _e8m0_encode(code: Tensor) -> Tensor:
     """2**(127 - code), including the subnormal 2**-127."""
     return decode_e8m0(254 - code)
@@ -109,7 +131,7 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
     if fmt.scale_rule is ScaleRule.NONE:
         return torch.ones_like(amaxes)
     if fmt.scale_rule is ScaleRule.E8M0:
-        return _e8m0_encode(encode_e8m0(amaxes * ONE_448TH))
+        return _e8m0_encode(_e8m0_bytes(fmt, amaxes))
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
         return _nvfp4_encode(amaxes, tensor_amax)
@@ -122,7 +144,7 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
     """The entry of the scale buffer for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
     if fmt.scale_rule is ScaleRule.E8M0:
-        return encode_e8m0(amaxes * ONE_448TH)
+        return _e8m0_bytes(fmt, amaxes)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
         return _nvfp4_byte(amaxes, tensor_amax)

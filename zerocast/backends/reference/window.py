@@ -25,7 +25,7 @@ class Window:
         if row[Column.NUMEL] == 0:
             return None
         rows, columns = row[Column.ROWS], row[Column.COLUMNS]
-        height = max(rows if b is None else b[0] for b in (fmt.block, fmt.columnwise_block or (1, 1)))
+        height = max(rows if b is None else b[0] for b in (fmt.exchange_block, fmt.columnwise_block or (1, 1)))
         start, stop = row[Column.START], row[Column.START] + row[Column.NUMEL]
         first = start // columns // height * height
         last = min(rows, round_up(round_up(stop, columns) // columns, height))

@@ -68,6 +68,29 @@ def grid_cells(
 
 
 @triton.jit
+def group_amaxes(
+    packed,
+    row,
+    PLACE: tl.constexpr,
+    first_row,
+    first_column,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    ACROSS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+):
+    """The largest amax `[1, ACROSS]` of the scale group of each block of a tile in one row of
+    groups.
+    """
+    top = first_row // (GROUP_ROWS * ROWS_A) * (GROUP_ROWS * ROWS_A)
+    cell, exists = grid_cells(row, top, first_column, ROWS_A, COLUMNS_A, GROUP_ROWS, ACROSS)
+    amax = load_amax(packed, tl.load(row + PLACE) + cell, exists)
+    groups = tl.max(tl.max(tl.reshape(amax, (GROUP_ROWS, ACROSS // GROUP_COLUMNS, GROUP_COLUMNS)), 2), 0)
+    return tl.reshape(tl.broadcast_to(groups[:, None], (ACROSS // GROUP_COLUMNS, GROUP_COLUMNS)), (1, ACROSS))
+
+
+@triton.jit
 def store_blocks(
     packed,
     row,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from zerocast.backends.triton.amaxes import grid_cells, load_amax
+from zerocast.backends.triton.amaxes import grid_cells, group_amaxes, load_amax
 from zerocast.backends.triton.codec import encode
 from zerocast.backends.triton.launch import address
 from zerocast.backends.triton.scales import encode_scale
@@ -34,6 +34,9 @@ def tile_scales(
     LARGEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    ROUNDS_DOWN: tl.constexpr,
 ):
     """Encode scales `[down, across]` of the blocks of a tile; a block may be higher than the
     tile.
@@ -41,7 +44,13 @@ def tile_scales(
     down: tl.constexpr = HEIGHT // ROWS_A if HEIGHT > ROWS_A else 1
     cell, exists = grid_cells(row, top, left, ROWS_A, COLUMNS_A, down, WIDTH_A // COLUMNS_A)
     amax = load_amax(packed, tl.load(row + PLACE) + cell, exists)
-    return encode_scale(amax, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON)
+    group = amax
+    if GROUP_ROWS:
+        across: tl.constexpr = WIDTH_A // COLUMNS_A
+        group = group_amaxes(
+            packed, row, PLACE, top, left, ROWS_A, COLUMNS_A, across, GROUP_ROWS, GROUP_COLUMNS
+        )  # fmt: skip
+    return encode_scale(amax, group, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON, GROUP_ROWS > 0, ROUNDS_DOWN)
 
 
 @triton.jit

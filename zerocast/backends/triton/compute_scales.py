@@ -28,7 +28,14 @@ from zerocast.backends.triton.launch import (
     tiling,
 )
 from zerocast.backends.triton.scale_buffers import ScaleBuffer, buffer_tile, store_scales
-from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, stored_scale, two_level_global
+from zerocast.backends.triton.scales import (
+    TWO_LEVEL,
+    group_constants,
+    rule_constants,
+    scale_from_amax,
+    stored_scale,
+    two_level_global,
+)
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
 from zerocast.formats.layout import amax_grid
 
@@ -66,7 +73,7 @@ def compute_scales(
         tiles = tiling(table, buffer)
         head = words, table, tiles.firsts, tiles.rows, addresses(buffers, device)
         largest = maxima, runs.firsts, tensor_amaxes, flag
-        constants = buffer.constants() | rule | {"PLACE": place.value, "BASE": base.value}
+        constants = buffer.constants() | rule | group_constants(fmt) | {"PLACE": place.value, "BASE": base.value}
         launch(_blocks, tiles.total, device, *head, *largest, **constants, num_warps=8)
 
 
@@ -153,6 +160,9 @@ def _blocks(
     LARGEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    ROUNDS_DOWN: tl.constexpr,
 ):
     """One scale for each block: fill a tile of a scale buffer, padding included."""
     if tl.load(skip) != 0:
@@ -172,7 +182,15 @@ def _blocks(
         s_enc = two_level_global(largest)
         if tile == 0:
             tl.store(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32)), largest)
-    scale = stored_scale(amax, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON)
+    group = amax
+    if GROUP_ROWS:
+        down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+        for r in tl.static_range(GROUP_ROWS):
+            for c in tl.static_range(GROUP_COLUMNS):
+                near_i, near_j = i // GROUP_ROWS * GROUP_ROWS + r, j // GROUP_COLUMNS * GROUP_COLUMNS + c
+                near = in_grid & (near_i < down) & (near_j < across)
+                group = tl.maximum(group, load_amax(packed, tl.load(row + PLACE) + near_i * across + near_j, near))
+    scale = stored_scale(amax, group, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON, GROUP_ROWS > 0, ROUNDS_DOWN)
     store_scales(bases, row, BASE, at, scale, in_buffer, in_grid, RULE)
 
 

@@ -28,7 +28,13 @@ from zerocast.backends.triton.launch import (
     skip_flag,
     tiling,
 )
-from zerocast.backends.triton.scales import TWO_LEVEL, rule_constants, scale_from_amax, two_level_global
+from zerocast.backends.triton.scales import (
+    TWO_LEVEL,
+    group_constants,
+    rule_constants,
+    scale_from_amax,
+    two_level_global,
+)
 from zerocast.backends.triton.tiles import (
     Bands,
     Flat,
@@ -76,7 +82,7 @@ def partial_cast(
     constants |= rule_constants(fmt) | {"ELEMENT": fmt.element.name}
     words = as_integers(packed)
     if shape:
-        constants |= shape.constants()
+        constants |= shape.constants() | group_constants(fmt)
         del constants["STEPS"]
         columnwise, tensor_amaxes = addresses(column_data, device), addresses(amaxes, device)
         launch(
@@ -230,6 +236,9 @@ def _blocks(
     LARGEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    ROUNDS_DOWN: tl.constexpr,
 ):
     """Encode a tile with one scale for each block, rowwise and in a columnwise grid of its own."""
     if tl.load(skip) != 0:
@@ -247,14 +256,15 @@ def _blocks(
     out = code_address(row_data, row, ROW_DATA, first, ELEMENT)
     full = is_owned(row, top, left, HEIGHT, WIDTH_A) & (at % 16 == 0) & (out % 16 == 0) & (columns % 32 == 0)
     scale = tile_scales(
-        packed, row, ROW_AMAX, top, left, s_enc, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A, RULE, LARGEST, POWER_OF_2, EPSILON
-    )
+        packed, row, ROW_AMAX, top, left, s_enc, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A,
+        RULE, LARGEST, POWER_OF_2, EPSILON, GROUP_ROWS, GROUP_COLUMNS, ROUNDS_DOWN,
+    )  # fmt: skip
     if OWN_ROWS:
         own_out = code_address(column_data, row, COLUMN_DATA, first, ELEMENT)
         full = full & (own_out % 16 == 0)
         own_scale = tile_scales(
             packed, row, COLUMN_AMAX, top, left, s_enc,
-            HEIGHT, WIDTH_A, OWN_ROWS, OWN_COLUMNS, RULE, LARGEST, POWER_OF_2, EPSILON,
+            HEIGHT, WIDTH_A, OWN_ROWS, OWN_COLUMNS, RULE, LARGEST, POWER_OF_2, EPSILON, 0, 0, ROUNDS_DOWN,
         )  # fmt: skip
     if full:
         i = offsets(columns, HEIGHT, WIDTH_A, True)

@@ -12,11 +12,13 @@ import triton.language as tl
 
 from zerocast.backends.triton.codec import INF, as_f32, decode, decode_e8m0, encode, encode_e8m0
 from zerocast.formats import FormatSpec, ScaleRule
+from zerocast.formats.spec import SCALE_SPREAD
 
 FP32 = tl.constexpr(int(ScaleRule.FP32))
 E8M0 = tl.constexpr(int(ScaleRule.E8M0))
 TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
 
+SPREAD = tl.constexpr(SCALE_SPREAD)
 FLT_MIN = tl.constexpr(2.0**-126)
 FLT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 ONE_448TH = tl.constexpr(0x124925 * 2.0**-32 + 2.0**-9)  # 0x3B124925
@@ -32,6 +34,16 @@ def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
         "POWER_OF_2": fmt.power_of_2_scale,
         "EPSILON": struct.unpack("<I", struct.pack("<f", fmt.amax_epsilon))[0],
     }
+
+
+def group_constants(fmt: FormatSpec) -> dict[str, Any]:
+    """The scale groups of a format in blocks, 0 where there are none, and its rounding of E8M0
+    exponents.
+    """
+    assert fmt.block
+    rows, columns = fmt.scale_group or (0, 0)
+    down, across = rows // fmt.block[0], columns // fmt.block[1]
+    return {"GROUP_ROWS": down, "GROUP_COLUMNS": across, "ROUNDS_DOWN": fmt.scale_rounding == "floor"}
 
 
 @triton.jit
@@ -68,27 +80,64 @@ def two_level_encode(amax, s_enc):
 
 
 @triton.jit
+def _e8m0_alone(amax, LARGEST: tl.constexpr, ROUNDS_DOWN: tl.constexpr):
+    if ROUNDS_DOWN:
+        bits = amax.to(tl.int32, bitcast=True)
+        drop: tl.constexpr = 2 if LARGEST == 6.0 else 8
+        return tl.where(bits >= INF, 254, tl.maximum((bits >> 23) - drop, 0))
+    else:
+        return encode_e8m0(amax * (ONE_6TH if LARGEST == 6.0 else ONE_448TH))
+
+
+@triton.jit
+def e8m0_byte(amax, group, LARGEST: tl.constexpr, GROUPED: tl.constexpr, ROUNDS_DOWN: tl.constexpr):
+    """The stored exponent of each block; `group` holds the largest amax of its scale group."""
+    code = _e8m0_alone(amax, LARGEST, ROUNDS_DOWN)
+    if GROUPED:
+        code = tl.maximum(code, _e8m0_alone(group, LARGEST, ROUNDS_DOWN) - SPREAD)
+    return code
+
+
+@triton.jit
 def encode_scale(
-    amax, s_enc, RULE: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr
+    amax,
+    group,
+    s_enc,
+    RULE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ROUNDS_DOWN: tl.constexpr,
 ):
-    """The factor for the elements of each block before encoding; `s_enc` is for two-level rules."""
+    """The factor for the elements of each block before encoding; `group` is for E8M0 scales,
+    `s_enc` for two-level ones.
+    """
     if RULE == TWO_LEVEL:
         return two_level_encode(amax, s_enc)
     elif RULE == E8M0:
-        return decode_e8m0(254 - encode_e8m0(amax * ONE_448TH))
+        return decode_e8m0(254 - e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN))
     else:
         return scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON)
 
 
 @triton.jit
 def stored_scale(
-    amax, s_enc, RULE: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr
+    amax,
+    group,
+    s_enc,
+    RULE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ROUNDS_DOWN: tl.constexpr,
 ):
     """The entry of the scale buffer: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
     if RULE == TWO_LEVEL:
         return two_level_byte(amax, s_enc)
     elif RULE == E8M0:
-        return encode_e8m0(amax * ONE_448TH)
+        return e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN)
     else:
         return tl.div_rn(1.0, scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON))
 

@@ -1,0 +1,135 @@
+"""mxfp8 whose scales are gathered with its codes: the bits of the undistributed cast on any ranks, and a small all-reduce."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.optim.probe import FP16, FP32, Spec
+from tests.optim.runs import ADAM, MIXED, Run, Trainer, check
+from tests.optim.traffic import recorded
+from tests.selection import some, worlds
+from tests.workers import Ranks
+from zerocast import CastPlan, QuantizedWeight, ZeroConfig, verify
+
+# rows and columns in multiples of 128: nothing is padded, and the scales of every span are its part of the buffers
+WHOLE = (
+    Spec("even", (128, 128), "mxfp8"),
+    Spec("wide", (128, 384), "mxfp8"),
+    Spec("tall", (384, 128), "mxfp8", FP16),
+    Spec("even_fp32", (256, 128), "mxfp8", FP32),
+    Spec("padded", (64, 96), "mxfp8"),
+    Spec("never", (128, 256), "mxfp8", used="never"),
+)
+RUNS = {
+    "one bucket": Run(specs=WHOLE, config=ZeroConfig(deterministic=True), options=(ADAM,), steps=3),
+    "small buckets": Run(specs=WHOLE, options=(ADAM,), steps=3, max_norm=0.1),
+    "tiny buckets": Run(specs=WHOLE, config=ZeroConfig(bucket_size=1, deterministic=True), options=(ADAM,), steps=3),
+    "overlap": Run(
+        specs=WHOLE,
+        config=ZeroConfig(bucket_size=40_000, deterministic=True, overlap_all_gather=True),
+        options=(ADAM,),
+        steps=3,
+    ),
+    "experts": Run(specs=(Spec("experts", (2, 128, 128), "mxfp8"),), options=(ADAM,), steps=2, assign=True),
+    "among others": Run(specs=(*MIXED, *WHOLE), steps=3),
+}
+
+
+@pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4, 5)))
+@pytest.mark.parametrize("run", some(RUNS, "one bucket", "overlap", "experts", "among others"))
+def test_bits_of_the_undistributed_update(ranks: Ranks, world: int, run: Run) -> None:
+    assert ranks(world)(check, run) == [0] * world
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_process_without_a_process_group(name: str) -> None:
+    check(RUNS[name])
+
+
+def traffic_of_a_step(run: Run) -> list[tuple[str, int]]:
+    trainer = Trainer(run)
+    trainer.step(0)
+    with recorded() as log:
+        trainer.step(1)
+    return [(kind, nbytes) for kind, nbytes in log if kind in ("all-reduce", "all-gather")]
+
+
+def test_what_is_reduced_and_gathered(ranks: Ranks) -> None:
+    """Of 256 x 384 over three ranks: two cuts, in rows of blocks of their own, each with a columnwise amax a column."""
+    run = Run(specs=(Spec("w", (256, 384), "mxfp8"),), options=(ADAM,), config=ZeroConfig())
+    numel = 256 * 384
+    for traffic in ranks(3)(traffic_of_a_step, run):
+        (norm, amaxes), gathers = [n for kind, n in traffic if kind == "all-reduce"], traffic[-4:]
+        assert (norm, amaxes) == (8, 2 * (2 * 384 + 2)), "bf16, and two numbers that compare the ranks' calls"
+        assert gathers == [("all-gather", n) for n in (numel, numel, numel // 32, numel // 32)]
+
+
+def cast_with_wrong_cuts() -> list[str]:
+    """What a rank is told of cuts that are not those of its span, that differ between ranks, or that no scales can be cut at."""
+    rank, told = dist.get_rank(), []
+    weight, half = QuantizedWeight.empty((128, 128), "mxfp8"), 64 * 128
+    padded = QuantizedWeight.empty((64, 96), "mxfp8")
+    tries: list[tuple[QuantizedWeight, int, Any]] = [
+        (weight, half, range(128, 128 * 128, half)),
+        (weight, half, range(half, 128 * 128, half // (1 + rank))),
+        (weight, half, range(half + 16, 128 * 128, half)),
+        (padded, 32 * 96, range(32 * 96, 64 * 96, 32 * 96)),
+    ]
+    for one, part, cuts in tries:
+        try:
+            CastPlan([one], [torch.ones(part)], [part * rank], scale_cuts=[cuts])
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_wrong_cuts_raise_on_all_ranks(ranks: Ranks) -> None:
+    for elsewhere, different, inside, padded in ranks(2)(cast_with_wrong_cuts):
+        assert (
+            "rank 0: weight 0 (mxfp8 (128, 128) torch.bfloat16): elements [0, 8192) do not lie between the cuts"
+            in elsewhere
+        )
+        assert "cut at range(8192, 16384, 8192) on rank 0 and mxfp8" in different
+        assert "these scales cannot be gathered in parts cut at range(8208" in inside
+        assert "these scales cannot be gathered in parts" in padded
+
+
+def one_rank_has_a_weight() -> list[bool]:
+    """A weight of another nominal dtype, which rank 1 has nothing of, beside one that is cut within a row of blocks."""
+    rank, numel = dist.get_rank(), 128 * 128
+    cut_at = 40 * 128
+    weights = [QuantizedWeight.empty((128, 128), "mxfp8"), QuantizedWeight.empty((128, 128), "mxfp8", FP16)]
+    halves = torch.randn(numel, generator=torch.Generator().manual_seed(0)).split([cut_at, numel - cut_at])
+    masters = [halves[rank].clone(), torch.randn(numel) if rank == 0 else None]
+    cuts = [range(cut_at, numel, numel), range(numel, numel, numel)]
+    plan = CastPlan(weights, masters, [cut_at * rank, 0], scale_cuts=cuts)
+    plan.cast()
+    for name in ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv"):
+        for weight, end in zip(weights, (cut_at, numel), strict=True):
+            buffer = getattr(weight, name).view(-1)
+            end = end * buffer.numel() // numel
+            dist.broadcast(buffer[:end], 0)
+            dist.broadcast(buffer[end:], 1)
+    return [verify(plan).ok, plan.packed.buffer.dtype is torch.float32, plan.packed.same_call is not None]
+
+
+def test_a_weight_that_one_rank_has_alone(ranks: Ranks) -> None:
+    """All agree on the dtype of the buffer, whoever has what."""
+    assert ranks(2)(one_rank_has_a_weight) == [[True, True, True]] * 2
+
+
+def moved_scales(world: int) -> bool:
+    """Scale buffers that somebody moved are brought back before the next gather writes them."""
+    trainer = Trainer(Run(specs=WHOLE, options=(ADAM,)))
+    trainer.step(0)
+    for name in ("even", "tall"):
+        weight = trainer.probe.get_parameter(name)
+        weight.state.move_to({"rowwise_scale_inv": torch.empty_like(weight.rowwise_scale_inv)})
+    trainer.step(1)
+    return verify(trainer.optimizer).ok
+
+
+def test_moved_scales(ranks: Ranks) -> None:
+    assert all(ranks(2)(moved_scales, 2))
