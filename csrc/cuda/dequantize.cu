@@ -36,12 +36,18 @@ struct Factors {
   // Columns of eight neighbours begin at a multiple of eight.
   __device__ bool is_same_for_eight() const { return column_bits >= 3; }
 
-  __device__ float of(int32_t row, int32_t column) const {
+  // What is stored for an element, and what it stands for: a thread asks for all that it needs
+  // before it waits for any.
+  __device__ uint32_t load(int32_t row, int32_t column) const {
     const int64_t index = (row >> row_bits) * stride + (column >> column_bits) * column_stride;
-    if (rule == ScaleRule::kE8M0) return e8m0_value(buffer[index]);
-    if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], *tensor_amax);
-    return reinterpret_cast<const float*>(buffer)[index];
+    return rule == ScaleRule::kFP32 ? reinterpret_cast<const uint32_t*>(buffer)[index] : buffer[index];
   }
+  __device__ float value(uint32_t stored) const {
+    if (rule == ScaleRule::kE8M0) return e8m0_value(static_cast<int32_t>(stored));
+    if (rule == ScaleRule::kTwoLevel) return two_level_value(static_cast<int32_t>(stored), *tensor_amax);
+    return float_of(static_cast<int32_t>(stored));
+  }
+  __device__ float of(int32_t row, int32_t column) const { return value(load(row, column)); }
 };
 
 // Extents of blocks are powers of two.
@@ -98,12 +104,13 @@ struct Words {
 };
 
 template <class E, class Out>
-__device__ Words<Out> dequantized(typename Codes8<E>::Word codes, const Factors& factors, int32_t row, int32_t column) {
+__device__ Words<Out> dequantized(typename Codes8<E>::Word codes, const Factors& factors, uint32_t stored, int32_t row,
+                                  int32_t column) {
   float2 y[kEight / 2];
   Decoder<E>::decode8(codes, y);
   Words<Out> words;
   if (factors.is_same_for_eight()) {
-    const float factor = factors.of(row, column);
+    const float factor = factors.value(stored);
 #pragma unroll
     for (int i = 0; i < kEight / 2; ++i) words.set(i, {y[i].x * factor, y[i].y * factor});
   } else {
@@ -128,12 +135,14 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t first_row = down * Of::kRows, first_column = (blockIdx.x - down * across) * Of::kColumns;
   const int32_t l = threadIdx.x % Of::kAcross, first_r = threadIdx.x / Of::kAcross, column = first_column + l * kEight;
   Eight codes[Of::kPasses] = {};
+  uint32_t stored[Of::kPasses] = {};
   if (whole) {
 #pragma unroll
     for (int i = 0; i < Of::kPasses; ++i) {
       const int64_t row = first_row + first_r + i * Of::kDown;
       if (row < rows && column < columns) {
         codes[i] = *reinterpret_cast<const Eight*>(data + (row * columns + column) * E::kBits / 8);
+        stored[i] = factors.load(row, column);
       }
     }
   }
@@ -154,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       continue;
     }
-    const Words<Out> words = dequantized<E, Out>(codes[i], factors, row, column);
+    const Words<Out> words = dequantized<E, Out>(codes[i], factors, stored[i], row, column);
     if constexpr (kTransposed) {
 #pragma unroll
       for (int c = 0; c < kEight; ++c) tile[l * kEight + c][r] = words.word[c];
