@@ -121,8 +121,8 @@ def test_products_of_buffers_pass_opcheck(fmt: str, on_demand: bool) -> None:
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in casts.FORMATS if get_format(fmt).columnwise is Columnwise.TRANSPOSE])
 def test_columnwise_copies_on_demand(fmt: str, backend: str) -> None:
-    weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(48, 160, 0)), backend=backend)
-    arguments = backend, fmt, weight.rowwise_data, weight.rowwise_scale_inv, 48, 160
+    weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(64, 160, 0)), backend=backend)
+    arguments = backend, fmt, weight.rowwise_data, weight.rowwise_scale_inv, 64, 160
     torch.library.opcheck(ops.transposed, arguments)
     data, scale = ops.transposed(*arguments)
     assert torch.equal(data, weight.columnwise_data)

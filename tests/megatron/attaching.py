@@ -15,6 +15,7 @@ from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats import Columnwise
 from zerocast.integrations import host_adapter
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
@@ -202,7 +203,8 @@ def forced_sync() -> SimpleNamespace:
         run = _built(Case(MIXED, overlap=True))
         _attach(run)
         run.step(0)
-        stale = [not weight.state.columnwise_is_fresh() for weight in run.weights.values()]
+        copied = [w.state for w in run.weights.values() if w.format.columnwise is Columnwise.TRANSPOSE]
+        stale = [not state.columnwise_is_fresh() for state in copied]
         run.force_sync()
         first = run.stale_bytes()
         run.step(1)
