@@ -21,7 +21,7 @@ from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends import reference
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.element import E4M3, FP8
-from zerocast.gemm import inputs
+from zerocast.gemm import inputs, scaling
 from zerocast.gemm.swizzle import of_weight, swizzle
 
 FINITE = [name for name in CONTENTS if name not in ("nan", "all_nan", "inf", "minus_inf", "bits")]
@@ -145,7 +145,7 @@ def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], 
             turned, turned_scale_inv = inputs.groups(filled.t().contiguous(), 128, E4M3, power_of_2)
             found = quantizers.groups_both_ways(x, 128, E4M3, power_of_2, False)
             assert_like(
-                found, (*of_rows, turned[:, :padded], turned_scale_inv), inputs.both_ways_like(x, 128, E4M3, False)
+                found, (*of_rows, turned[:, :padded], turned_scale_inv), scaling.both_ways_like(x, 128, E4M3, False)
             )
             found = quantizers.groups_both_ways(x, 128, E4M3, power_of_2, True)
             assert_like(found[:2], of_rows, of_rows)
@@ -157,7 +157,7 @@ def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], 
                     (weight.rowwise_scale_inv[:, :bands], torch.zeros(shape[1] // 128, -bands % 4)), 1
                 )
                 codes = weight.rowwise_data.view(E4M3.dtype)[:, :padded]
-                assert_like(found[2:], (codes, scale_inv.t()), inputs.both_ways_like(x, 128, E4M3, True)[2:])
+                assert_like(found[2:], (codes, scale_inv.t()), scaling.both_ways_like(x, 128, E4M3, True)[2:])
             else:
                 assert found[3].isnan().nonzero().tolist() == [[rows // 2 // 128, 0]]
 
@@ -179,8 +179,8 @@ def test_a_tensor_in_both_directions(quantizers: Any, shape: tuple[int, int], el
     for dtype in DTYPES:
         x = drawn("wide", shape, dtype, seed)
         codes, scale_inv = inputs.per_tensor(x, FP8[element])
-        expected = codes, scale_inv, inputs.turned(codes)
-        assert_like(both_ways(x, FP8[element]), expected, inputs.tensor_both_ways_like(x, FP8[element]))
+        expected = codes, scale_inv, scaling.turned(codes)
+        assert_like(both_ways(x, FP8[element]), expected, scaling.tensor_both_ways_like(x, FP8[element]))
         x[0, 0] = -torch.inf
         assert all(t.float()[:, : shape[0]].isnan().all() for t in both_ways(x, FP8[element])[::2])
 
@@ -207,7 +207,7 @@ def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, mo
     def found() -> list[Tensor]:
         of_tensor = [t for element in FP8.values() for t in inputs.per_tensor(x, element)]
         of_groups = [t for p in (False, True) for t in inputs.groups(x, 128, E4M3, p)]
-        return [*of_tensor, *of_groups, inputs.turned(of_tensor[0])]
+        return [*of_tensor, *of_groups, scaling.turned(of_tensor[0])]
 
     expected = found()
     monkeypatch.setattr(inputs, "is_traced", lambda x: True)

@@ -21,8 +21,8 @@ from zerocast.gemm.choice import (
     ways,
     weight_gradients_of,
 )
-from zerocast.gemm.inputs import is_traced
 from zerocast.gemm.operands import forget, of_input
+from zerocast.gemm.scaling import is_traced
 
 __all__ = [
     "GRADIENTS",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3
-from zerocast.gemm import inputs, torch_api
+from zerocast.gemm import inputs, scaling, torch_api
 from zerocast.gemm.case import Case
 
 BLOCK = 128
@@ -54,7 +54,7 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     """(codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded
     with zeros to a multiple of 16.
     """
-    rows = inputs.padded(x.reshape(-1, x.shape[-1]), inputs.ROWS)
+    rows = scaling.padded(x.reshape(-1, x.shape[-1]), scaling.ROWS)
     codes, scale_inv = inputs.groups(rows, BLOCK, E4M3, fmt.power_of_2_scale)
     return codes, scale_inv.t().contiguous().t()
 

@@ -89,8 +89,8 @@ _weight_gradients = "nominal"
 
 
 class Choice(NamedTuple):
-    """The name of a path, None for a wish that cannot be met; `reason` says why it is not one on
-    tensor cores.
+    """The name of a path, None if the one asked of `use` cannot run here; `reason` says why it is
+    not one on tensor cores.
     """
 
     path: str | None

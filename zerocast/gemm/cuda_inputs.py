@@ -11,8 +11,7 @@ from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.extension import typed, why_no_kernels
 from zerocast.formats import Element
-from zerocast.gemm import inputs
-from zerocast.gemm.inputs import tensor_both_ways_like
+from zerocast.gemm import scaling
 
 ALIGNMENT = 16
 
@@ -41,11 +40,11 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
     """
     x = _aligned(x)
     amax = _amax(x) if amax is None else amax
-    made = codes, scale_inv, turned = tensor_both_ways_like(x, element)
+    made = codes, scale_inv, turned = scaling.tensor_both_ways_like(x, element)
     results = codes.data_ptr(), scale_inv.data_ptr()
     if x.dtype is torch.float32 or x.shape[1] % ALIGNMENT:
         _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
-        return codes, scale_inv, inputs.turned(codes)
+        return codes, scale_inv, scaling.turned(codes)
     rowwise, columnwise = (x.shape[0], *results), (turned.shape[1], turned.data_ptr(), 0)
     _C.cuda.quantize_tensor_both_ways(
         typed(x), *x.shape, element.name, rowwise, columnwise, amax.data_ptr(), stream_of(x)
@@ -71,13 +70,13 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return codes, scale_inv.t()
 
 
-def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> inputs.BothWays:
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> scaling.BothWays:
     """`inputs.groups_both_ways`, `width` being `GROUP`; f32 takes a launch for each direction."""
     assert width == GROUP, width
     if x.dtype is torch.float32:
-        return inputs.both_ways_by(groups, x, width, element, power_of_2, is_square)
+        return scaling.both_ways_by(groups, x, width, element, power_of_2, is_square)
     x = _aligned(x)
-    made = codes, scale_inv, turned, turned_scale_inv = inputs.both_ways_like(x, width, element, is_square)
+    made = codes, scale_inv, turned, turned_scale_inv = scaling.both_ways_like(x, width, element, is_square)
     rowwise = codes.shape[0], codes.data_ptr(), scale_inv.data_ptr()
     columnwise = turned.shape[1], turned.data_ptr(), turned_scale_inv.data_ptr()
     _C.cuda.quantize_groups_both_ways(

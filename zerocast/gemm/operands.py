@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerocast.formats import FormatSpec
 from zerocast.gemm.choice import GRADIENTS, PATHS, Operands
-from zerocast.gemm.inputs import is_traced
+from zerocast.gemm.scaling import is_traced
 
 
 class _Shared(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zerocast.formats import Element, FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3, E5M2
-from zerocast.gemm import inputs
+from zerocast.gemm import inputs, scaling
 from zerocast.gemm.case import Case
 
 FIRST_CAPABILITY = (8, 9)
@@ -61,10 +61,10 @@ def quantize_both_ways(
     """What `quantize` gives, and for the weight gradient, which sums over tokens, the same codes as
     `[k, tokens]`, padded with zeros to a multiple of 16.
     """
-    if inputs.is_traced(x) and not gradient:
+    if scaling.is_traced(x) and not gradient:
         # plain operations, which the backward pass of a graph repeats: their codes need not be kept
         codes, scale_inv = quantize(x, fmt, gradient)
-        return (codes, scale_inv), (inputs.turned(codes), scale_inv)
+        return (codes, scale_inv), (scaling.turned(codes), scale_inv)
     rows = x.reshape(-1, x.shape[-1])
     codes, scale_inv, turned = inputs.per_tensor_both_ways(rows, _element(fmt, gradient))
     return (codes, scale_inv), (turned, scale_inv)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.formats import Element
-from zerocast.gemm import inputs
+from zerocast.gemm import scaling
 
 MANTISSA = {"e4m3": 3, "e5m2": 2}
 ROWS = 32
@@ -45,7 +45,7 @@ def _load(x, at, mask):
 
 @triton.jit
 def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`inputs.encode_scale`, from the bits of the amax."""
+    """`scaling.encode_scale`, from the bits of the amax."""
     s = tl.div_rn(LARGEST, amax_bits.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     s = tl.minimum(s, FLT_MAX)
     if POWER_OF_2:
@@ -143,12 +143,12 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     return codes.view(element.dtype), scale_inv.t()
 
 
-def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> inputs.BothWays:
+def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> scaling.BothWays:
     """`inputs.groups_both_ways`, a launch for each direction."""
-    return inputs.both_ways_by(groups, x, width, element, power_of_2, is_square)
+    return scaling.both_ways_by(groups, x, width, element, power_of_2, is_square)
 
 
 def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
     """`inputs.per_tensor_both_ways`; a known `amax` is worked out again."""
     codes, scale_inv = per_tensor(x, element)
-    return codes, scale_inv, inputs.turned(codes)
+    return codes, scale_inv, scaling.turned(codes)

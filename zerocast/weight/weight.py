@@ -17,7 +17,7 @@ from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
-from zerocast.gemm import inputs
+from zerocast.gemm import scaling
 from zerocast.weight import linear as compute
 from zerocast.weight import owners, unsupported
 from zerocast.weight import state as weight_state
@@ -109,7 +109,7 @@ class QuantizedWeight(WeightBuffers):
     @property
     def is_traced(self) -> bool:
         """Whether its buffers stand for those of a later call, as while a compiler traces."""
-        return inputs.is_traced(self.state.rowwise_data)
+        return scaling.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a
