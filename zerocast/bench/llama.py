@@ -61,7 +61,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward layer of a block."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MLP(nn.Module):
         self.w2 = nn.Linear(shape.ffn, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `w2(silu(w1(x)) * w3(x))`."""
+        """The layer's output, `w2(silu(w1(x)) * w3(x))`."""
         out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 

@@ -115,7 +115,7 @@ class StepMeasurement:
 
     @property
     def ms(self) -> float:
-        """The median of `step_ms`."""
+        """The median of `step_ms`, in milliseconds."""
         return median(self.step_ms)
 
     @property

@@ -103,8 +103,8 @@ class DelayedScaling:
             self.unseeded.add(name)
 
     def seed(self, roll: Callable[[], None]) -> None:
-        """Scale the unseeded weights by the amaxes of the present cast, with which `roll` rolls
-        all.
+        """Scale the unseeded weights by the amaxes of the present cast: `roll` rolls all
+        weights, then those that were seeded before get their values back.
         """
         known = [tensor for name in self._weights if name not in self.unseeded for tensor in self._tensors(name)]
         values = _read(known) if known else None

@@ -1,4 +1,4 @@
-"""PackedAmax: every amax of every weight of every format in one buffer, reduced once.
+"""PackedAmax: the amaxes of every weight of every format in one buffer, reduced once.
 
 MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when
 every nominal dtype is, else FP32. The NVFP4 tensor amax is the maximum of the reduced block amaxes

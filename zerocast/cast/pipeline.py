@@ -2,8 +2,9 @@
 together.
 
 Hosts differ in what has to be reduced and in nothing else. A plan, whose ranks hold any spans of a
-weight, reduces every amax (`PackedAmax`); FSDP2, whose ranks hold whole rows, reduces those of the
-block rows that a boundary between ranks cuts (`zerocast.fsdp2.amax_reduction`).
+weight, reduces every amax, or those of cut block rows where scales are gathered (`PackedAmax`);
+FSDP2, whose ranks hold whole rows, reduces those of the block rows that a boundary between ranks
+cuts (`zerocast.fsdp2.amax_reduction`).
 """
 
 import contextlib

@@ -60,8 +60,8 @@ class MasterParameter(Tensor):
         """A wrapper of another tensor, or of a view, for the same weight."""
         return MasterParameter(plain, self.weight, self.manager)
 
-    # One argument: with five FSDP2 asserts on short ranks alone that packed bytes have the size of
-    # the unpacked shard.
+    # Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
+    # bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """FSDP2's hook: quantized bytes, scales and a header."""
         if self.weight.is_first_of_gather:

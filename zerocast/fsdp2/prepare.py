@@ -241,7 +241,7 @@ class PickledHook:
     def __init__(self, *_: Any) -> None: ...
 
     def __call__(self, *_: Any) -> None:
-        """Do nothing."""
+        """Do nothing, with any arguments."""
 
     before = after = __call__  # as files of earlier versions name it
 

@@ -119,7 +119,7 @@ class BucketBytes:
         return any(flat.name == name for flat in self.bucket.storage.gathered)
 
     def note(self) -> None:
-        """What the parameters hold now is what the optimizer left there."""
+        """Remember what the parameters hold now, so that what others write later shows."""
         self._versions = [tensor._version for tensor in self._watched]
         recording = self.flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
         self._copies = [flat.clone() for flat in self.flats] if debugging() and not recording else []

@@ -67,8 +67,9 @@ class WeightGather:
             self._finish(buffer)
 
     def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written parameters since the last cast; what is in
-        flight nobody has.
+        """RuntimeError if anybody else has written parameters since the last cast.
+
+        A bucket whose gather still runs is passed over: nobody can have written it yet.
         """
         for buffer in self._buffers:
             if id(buffer) not in self._flying:

@@ -17,7 +17,9 @@ SMALLEST_PART = 2**16
 
 
 def square_sum(shard: Tensor, group: Group) -> Tensor:
-    """Sum of squares of all ranks' gradients, f64[]; in the order of the libraries.
+    """Sum of squares of all ranks' gradients, f64[].
+
+    Torch and NCCL choose the order, so the last bits may differ between numbers of ranks.
 
     On a GPU one read of the shard: this norm widens in registers, where `vector_norm` makes an f64
     copy first.

@@ -40,7 +40,8 @@ class Claim:
         held: the weights' states, with the elements of each.
         parameters: what the owner trains through hooks: these objects, not others over the same
             storage.
-        by: what makes several claims that may overlap, such as one plan attached to two optimizers.
+        by: the object behind the claim, such as a plan attached to two optimizers; claims by one
+            object may overlap.
     """
 
     def __init__(self, who: str, held: Held, parameters: Iterable[Tensor] = (), by: object = None) -> None:

@@ -42,11 +42,11 @@ class WeightState:
     fresh they are.
 
     `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is
-    not that of all others; `was_cast` says that the bytes are somebody's, apart from casts that its
-    present freshness counts; `is_cast` that it counts those of this weight, which has a master.
-    With `columnwise_on_demand` a copy that derives from the rowwise bytes is made by each product
-    that reads it, and not kept. `gathered_direction` names the one that is there, where just one
-    is. `initial` is the high-precision value of these bytes, until somebody has made masters of it.
+    not that of all others; `was_cast` says that the bytes were valid before the weight joined its
+    present plan; `is_cast` that it counts those of this weight, which has a master. With
+    `columnwise_on_demand` a copy that derives from the rowwise bytes is made by each product that
+    reads it, and not kept. `gathered_direction` names the one that is there, where just one is.
+    `initial` is the high-precision value of these bytes, until somebody has made masters of it.
     `choices` keeps what `zerocast.gemm` decided for the storage as it lies now. `name` is the
     parameter's, where it is known.
     """

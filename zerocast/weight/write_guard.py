@@ -51,7 +51,7 @@ class WriteGuard:
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
-        """Let a reader that is going to overwrite everything read what is partial."""
+        """Inside, partial weights may be read: for a reader that will overwrite everything."""
         before, self._is_open = self._is_open, True
         try:
             yield
