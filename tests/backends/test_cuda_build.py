@@ -67,13 +67,15 @@ def test_every_kernel_is_there_for_every_target() -> None:
 
 
 def memory_accesses_of_callees(code: str) -> Iterator[str]:
-    """Instructions that reach memory, between an address that is called and the return."""
+    """Instructions that reach global or shared memory, between an address that is called and the return. The stack (LDL and
+    STL) is left out: a division that ptxas calls may spill a register to it.
+    """
     for kernel in re.split(r"Function : ", code)[1:]:
         called = {int(address, 16) for address in re.findall(r"CALL\.REL\S* (?:R\d+ )?0x([0-9a-f]+)", kernel)}
         inside = False
         for address, instruction in re.findall(r"/\*([0-9a-f]{4,6})\*/ +([^;]+);", kernel) if called else ():
             inside |= int(address, 16) in called
-            if inside and re.search(r"\b(LD|ST|ATOM|RED)[GSL]?\b", instruction):
+            if inside and re.search(r"\b(LD|ST|ATOM|RED)[GS]?\b", instruction):
                 yield f"{kernel.split(maxsplit=1)[0]} at {address}: {instruction}"
             inside &= not instruction.startswith("RET")
 

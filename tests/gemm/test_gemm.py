@@ -130,7 +130,7 @@ def test_block_weight_gradients(power_of_2: bool, tokens: int, monkeypatch: pyte
         assert (error.norm(dim=1) <= 0.15 * exact.norm(dim=1)).all(), "no row is lost to the scale of another"
         errors.append(error.norm(dim=0) / exact.norm(dim=0))
     assert errors[0].mean() > 0.001 and not torch.equal(*errors)
-    assert abs(errors[1].mean() / errors[0].mean() - 1) < 0.12 and errors[1].max() < 1.2 * errors[0].max()
+    assert abs(errors[1].mean() / errors[0].mean() - 1) < 0.12 and errors[1].max() < 2 * errors[0].max()
 
 
 @pytest.mark.usefixtures("scaled_mm")
