@@ -35,7 +35,6 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the parameters are."""
     if request.param == "cuda":
         _need_kernels()
     return str(request.param)

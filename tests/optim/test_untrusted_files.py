@@ -33,7 +33,7 @@ def saved(path: Path) -> None:
 
 
 def plant_metadata(path: Path, trap: Path) -> None:
-    """Code instead of metadata."""
+    """Put a pickle that runs code in the place of the metadata."""
     (path / ".metadata").write_bytes(pickle.dumps(Runs(trap)))
 
 
