@@ -13,7 +13,7 @@ from tests import casts
 from tests.optim.runs import Run, Trainer, snapshot
 from tests.optim.test_resume import train
 from zerocast import optim
-from zerocast.checkpoint.sources import manifest
+from zerocast.checkpoint import manifest
 
 
 class Runs:
