@@ -84,8 +84,8 @@ class CastMeter:
     `identity` have no codes and are left out.
 
     Attributes:
-        gathered_into: the buffers that a gather of the weights may write to; None under FSDP2, where a
-            step gathers into temporary memory.
+        gathered_into: the buffers that a gather of the weights may write to; None under FSDP2,
+            where a step gathers into temporary memory.
         device: the device of the weights.
 
     Raises TypeError for an object that owns no masters.
