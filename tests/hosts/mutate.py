@@ -6,7 +6,7 @@ The guards of a host are asked of the shared tests of hosts alone, those of plan
     python -m tests.hosts.mutate --only step --hosts FSDP2 Apex
 
 Prints a table, mutants by hosts: `killed` by a test, or `survived`; `not found` where the text of a guard has changed, so that this
-list must. Ends with status 1 unless all are killed. Only the tests of every run are asked. `README.md` has the last table.
+list must. Ends with status 1 unless all are killed. Only the tests of every run are asked. `mutants.md` has the last table.
 """
 
 import argparse
