@@ -13,6 +13,7 @@ from zerocast.backends.reference.stages import (
     partial_cast,
     roll_history,
     transpose,
+    upcast,
 )
 
 DEVICES = None
@@ -29,4 +30,5 @@ __all__ = [
     "quantize",
     "roll_history",
     "transpose",
+    "upcast",
 ]
