@@ -136,11 +136,11 @@ class QuantizedWeight(WeightBuffers):
         """(E4M3 codes uint8, scale_inv f32 a 128x128 block) of the same values, laid out as the
         `direction` of an fp8_block weight; for formats that are exact in FP8.
         """
-        data, scale_inv = self.direction(columnwise and not self._makes_columnwise)
-        rows, columns = self.matrix_shape[::-1] if columnwise and not self._makes_columnwise else self.matrix_shape
-        transposed = columnwise and self._makes_columnwise
+        from_copy = columnwise and not self._makes_columnwise  # which lies as a rowwise weight does
+        data, scale_inv = self.direction(columnwise=from_copy)
+        shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
         backend, key = backends.choose(data.device), str(self.format)
-        made: tuple[Tensor, Tensor] = ops.upcast(backend, key, data, scale_inv, rows, columns, transposed)
+        made: tuple[Tensor, Tensor] = ops.upcast(backend, key, data, scale_inv, *shape, columnwise and not from_copy)
         return made
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
