@@ -203,7 +203,7 @@ def test_quantizing_in_both_directions_are_ops(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("content", FINITE)
 def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other operations, which fuse."""
+    """A compiled graph quantizes with plain operators, which it can fuse."""
     x = drawn(content, (256, 384), torch.bfloat16, seed)
 
     def found() -> list[Tensor]:
