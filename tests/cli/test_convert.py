@@ -11,7 +11,7 @@ from torch import nn
 
 import zerocast
 from tests.checkpoint.sources.written import KINDS, values
-from tests.checkpoint.test_export import compressed, deepseek, modelopt
+from tests.checkpoint.test_export import compressed, compressed_mx, deepseek, modelopt
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import train
@@ -72,6 +72,7 @@ def test_masters_of_either_dtype(capsys: Any, tmp_path: Path, dtype: str) -> Non
 
 NAMINGS = [
     ("compressed-tensors", "nvfp4", compressed),
+    ("compressed-tensors", "mxfp4", compressed_mx),
     ("modelopt", "nvfp4", modelopt),
     ("deepseek", "fp8_block", deepseek),
 ]

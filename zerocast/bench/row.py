@@ -86,6 +86,10 @@ AMAX_AND_CAST = Work(
 TRANSPOSE = Work(
     "transpose", work.transpose, lambda traffic: traffic.transpose, "columnwise copies of all weights, once gathered"
 )
+UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast, "weights dequantized to bf16, for a product")
+UPCAST_TRANSPOSED = Work(
+    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same of the columnwise copies"
+)
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam, "AdamW on the shard, without a cast")
 QUANTIZE_GRADIENT = Work(
     "quantize gradient",
@@ -109,6 +113,7 @@ CAST_LIMIT = {
 FORMATS = tuple(CAST_LIMIT)
 OWN_SCALES_LIMIT = 1.08
 TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
+UPCAST_LIMIT = 1.1
 STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06}
 ADAM_LIMIT, MANY_LIMIT, SHARE_LIMIT, GRADIENT_LIMIT = 1.04, 1.15, 1.3, 1.1
 HOST_MS = 0.1
@@ -134,6 +139,8 @@ def all_rows() -> Iterator[Row]:
         yield Row(C, AMAX_AND_CAST, fmt, Target(SHARE_LIMIT, row=whole.name, share=A.world / C.world))
     for fmt, limit in TRANSPOSE_LIMIT.items():
         yield Row(A, TRANSPOSE, fmt, Target(limit))
+    for upcast in (UPCAST, UPCAST_TRANSPOSED):
+        yield Row(A, upcast, "mxfp4", Target(UPCAST_LIMIT))
     for fmt in FORMATS:
         yield from (Row(A, stage, fmt) for stage in (PARTIAL_AMAX, COMPUTE_SCALES, PARTIAL_CAST))
 
