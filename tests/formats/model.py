@@ -104,7 +104,7 @@ def spread(grid: F32, block: Block, shape: tuple[int, int]) -> F32:
 
 
 def scale_from_amax(amax: F32, fp8_max: float, pow2: bool, eps: float) -> F32:
-    """Section 1.2."""
+    """scale_from_amax of docs/formats, in FP32 arithmetic."""
     a = np.where(amax < np.float32(eps), np.float32(eps), amax)
     with np.errstate(divide="ignore", over="ignore"):
         s = np.minimum(np.float32(fp8_max) / a, FLT_MAX)

@@ -43,7 +43,6 @@ class Run:
         return 0.5 + 0.5 * math.cos(step / 5) if self.schedule else 1.0
 
     def options_at(self, step: int) -> list[dict[str, Any]]:
-        """Hyper-parameters by group."""
         return [{**options, "lr": options["lr"] * self.factor(step)} for options in self.options]
 
     def local(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
@@ -94,7 +93,6 @@ class Trainer:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def step(self, step: int) -> None:
-        """One whole step."""
         self.backward(step)
         if self.run.max_norm is not None:
             self.optimizer.clip_grad_norm_(self.run.max_norm)

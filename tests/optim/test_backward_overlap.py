@@ -19,7 +19,6 @@ LAYERS = 6
 
 
 def model(fmt: str | None) -> nn.Sequential:
-    """Linear layers with biases."""
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
     if fmt is not None:
         zerocast.quantize_(layers, zerocast.Recipe({"*.weight": fmt}))

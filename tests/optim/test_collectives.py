@@ -152,8 +152,6 @@ def test_reading_does_not_communicate(ranks):
 
 
 class Names(TorchDispatchMode):
-    """The operators that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
