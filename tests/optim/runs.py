@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests import casts
+from tests.formats import model
 from tests.optim.probe import MIXED, PLAIN, Probe, Spec
 from tests.optim.undistributed import F32, Undistributed, mean
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
@@ -56,10 +57,18 @@ class Run:
         return None if total is None else total.to(self.config.grad_dtype or spec.dtype)
 
     def rounds(self, spec: Spec, step: int, ranks: int) -> list[F32]:
-        """Each round's mean over the ranks."""
+        """Each round's mean over the ranks, of what arrives of each contribution."""
         passes = range(step * self.accumulate, (step + 1) * self.accumulate)
         parts = [passes] if self.no_sync or self.stage == 1 else [range(p, p + 1) for p in passes]
-        return [mean([self.local(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
+        return [mean([self.sent(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
+
+    def sent(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
+        """What an owner decodes of a rank's gradient; groups of 128 begin where a parameter begins, however it is cut."""
+        local = self.local(spec, passes, rank)
+        if local is None or self.config.grad_wire is None:
+            return local
+        message = model.gradient_message(local.float().reshape(-1).numpy())
+        return torch.from_numpy(model.gradient_mean([message], local.numel(), 1)).view(local.shape)
 
 
 class Trainer:

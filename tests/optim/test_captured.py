@@ -25,6 +25,7 @@ CASES = {
     "not clipped": Case(max_norm=None),
     "overlap": Case(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
     "library order": Case(config=ZeroConfig(bucket_size=4096)),
+    "fp8 wire": Case(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")),
     "stage 1": Case(stage=1),
     "kept columnwise copies": Case(config=KEPT),
     "bf16 moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),

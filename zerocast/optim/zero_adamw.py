@@ -117,7 +117,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         names = [name for name, _, _ in named]
         order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
         norms = ParameterNorms(buckets, reduction_group, order, device)
-        self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device, norms)
+        self._reducer = GradientReducer(buckets, reduction_group, stage, config, device, norms)
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         flat = self._reducer.gradients.flat
         self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group)
