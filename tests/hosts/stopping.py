@@ -3,9 +3,9 @@
 It is killed (SIGKILL), or stopped (SIGSTOP) and continued (SIGCONT) once the others have raised, or runs out of memory there. All
 but the killed one leave an outcome: when and what they raised, and whether anything that they tried after that went through.
 
-A rank that runs out of memory outside of a collective has left the transport whole. So all ranks try together, as a user would, once
-all have raised: nothing goes through where a collective of somebody has timed out, and all of it does, on every rank, where all have
-raised the same and nothing has changed (a file that was not written).
+A rank that runs out of memory outside of a collective has left the transport whole. So all ranks try together, as a user
+would, once all have raised. Nothing goes through where a collective of somebody has timed out; all of it does, on every rank,
+where all have raised the same and nothing has changed (a file that was not written).
 """
 
 import contextlib
