@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, quantize_
 from zerocast.checkpoint import export
 from zerocast.distributed.group import ONE_PROCESS, Group
@@ -719,32 +719,26 @@ def attached_on_ranks() -> list[str]:
     rank 0 alone has let its optimizer go, and all build another plan.
     """
     group = Group.of(None)
-    said, w = [], weight()
+    w = weight()
     first, last = [(0, 512), (512, 1024), (0, 0)][group.rank]
     master = nn.Parameter(torch.randn(last - first))
     plan = CastPlan([w], [master], [first], group)
     wrong = torch.optim.SGD([nn.Parameter(torch.randn(4))]) if group.rank == 1 else torch.optim.SGD([master])
-    try:
-        plan.attach(wrong)
-    except ValueError as error:
-        said.append(str(error))
+    said = [error_of(lambda: plan.attach(wrong))]
     optimizer = torch.optim.SGD([master])
     plan.attach(optimizer)
     if group.rank == 0:
         del optimizer
         gc.collect()
-    try:
-        CastPlan([w], [master], [first], group)
-    except ValueError as error:
-        said.append(str(error))
+    said.append(error_of(lambda: CastPlan([w], [master], [first], group)))
     return said
 
 
 def test_every_rank_raises_what_one_has_found(ranks: Callable[[int], Ranks]) -> None:
     (said,) = {tuple(said) for said in ranks(3)(attached_on_ranks)}
     assert len(said) == 2
-    assert said[0].startswith("rank 1: this CastPlan casts 1 masters")
-    assert said[1].startswith("rank 1: a CastPlan that is attached to SGD writes weights of this CastPlan")
+    assert said[0].startswith("ValueError: rank 1: this CastPlan casts 1 masters")
+    assert said[1].startswith("ValueError: rank 1: a CastPlan that is attached to SGD writes weights of this CastPlan")
 
 
 # A ZeroAdamW that was taken over
