@@ -167,7 +167,7 @@ class StepReport:
         return {m.row: m for m in self.measurements}
 
     def tokens_per_second(self, m: StepMeasurement) -> float:
-        """Of all ranks together, in free-running steps."""
+        """The tokens of all ranks in a second of free-running steps."""
         return self.tokens / m.free_ms * 1e3
 
     @property
