@@ -244,7 +244,7 @@ def test_a_wish_that_cannot_be_met_ends_with_its_reason(
 def test_options_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in (
         ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"threshold": -1.0}, "cannot be negative"),
+        ({"threshold": -1.0}, "threshold must be between 0 and inf, got -1.0"),
         ({"text": Path("x"), "vocabulary": 128}, "a vocabulary of at least 256, got 128"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
