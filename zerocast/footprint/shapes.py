@@ -1,6 +1,6 @@
 """The parameters of a model as names and shapes, from the fields of a Hugging Face `config.json`.
 
-Three published models are known by name. A file may hold any dense Llama-like, GPT-2-like or
+Four published models are known by name. A file may hold any dense Llama-like, GPT-2-like or
 DeepSeek-V3-like config, or a list of parameters:
 `{"parameters": [{"name": "up", "shape": [4096, 1024], "quantized": true, "count": 12}, ...]}`.
 """
@@ -41,6 +41,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "llama3-405b": {
+        "model_type": "llama",
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
