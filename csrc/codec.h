@@ -194,6 +194,16 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
   return usable ? scale : 1.0f;
 }
 
+// The same for values that pass by (inputs of products, gradients between ranks), whose amax is given
+// as its bits: NaN for one that is not finite, so that all values of the group come out as NaN.
+ZC_HD float scale_or_nan(int32_t amax_bits, float fp8_max, bool power_of_2) {
+  const float scale = fp32_scale(float_of(amax_bits), fp8_max, 0.0f, power_of_2);
+  return amax_bits < kInfinity ? scale : float_of(kNaN);
+}
+
+// 1 / scale; NaN keeps its bits.
+ZC_HD float inverse_of(float scale) { return is_nan(scale) ? scale : 1.0f / scale; }
+
 // E8M0 scales (docs/formats/mxfp8.md and mxfp4.md): biased exponents, at most 254; 255 for NaN.
 constexpr int32_t kScaleSpread = 14;  // SCALE_SPREAD of zerocast/formats/spec.py
 
@@ -229,6 +239,17 @@ ZC_HD float e8m0_value(int32_t code) {
   const int32_t bits = larger(code << 23, 0x00400000);
   return float_of(code == 255 ? kNaN : bits);
 }
+
+// E2M1 codes with E8M0 scales as E4M3 codes with one scale a group of blocks (docs/formats/mxfp4.md).
+constexpr int32_t kUpcastExponent = 6;  // UPCAST_EXPONENT of zerocast/formats/spec.py
+constexpr int32_t kMostSpread = 31;     // from here on every code is a zero
+
+// `spread` is the exponent of the group's largest scale less that of the code's own.
+ZC_HD int32_t upcast_code(int32_t code, int32_t spread) {
+  return encode<E4M3>(decode<E2M1>(code) * e8m0_value(127 + kUpcastExponent - smaller(spread, kMostSpread)));
+}
+
+ZC_HD float upcast_scale(int32_t largest_exponent) { return e8m0_value(largest_exponent) * (1.0f / (1 << kUpcastExponent)); }
 
 // Two-level scales (docs/formats/nvfp4.md). The order of operations is part of the format.
 struct TwoLevel {

@@ -16,6 +16,7 @@ namespace zerocast::api {
 namespace {
 
 using TypedBase = std::pair<uintptr_t, std::string>;
+using FlatArgument = std::tuple<uintptr_t, std::string, int64_t>;  // address, dtype, elements
 using TableArgument = std::pair<uintptr_t, int64_t>;
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
 using StreamArgument = std::pair<uintptr_t, int>;                         // handle, device
@@ -99,6 +100,12 @@ void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv
   cuda::dequantize(format, weight, array_of(out), stream_of(stream));
 }
 
+void upcast(const Format& format, const TypedBase& data, const TypedBase& scale_inv, int64_t rows, int64_t columns,
+            bool transposed, const TypedBase& codes, const TypedBase& group_scale_inv, const StreamArgument& stream) {
+  cuda::upcast(format, {data.first, scale_inv.first, rows, columns, transposed, codes.first, group_scale_inv.first},
+               stream_of(stream));
+}
+
 void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
                const WorkArgument& segments, uintptr_t scalars, uintptr_t clip, cuda::Flag skip,
                const StreamArgument& stream) {
@@ -112,6 +119,17 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
                uintptr_t scalars, uintptr_t clip, const TypedBase& packed, cuda::Flag skip, const StreamArgument& stream) {
   cuda::adam_amax(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
                   {scalars, clip, skip}, array_of(packed), stream_of(stream));
+}
+
+void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, const StreamArgument& stream) {
+  const auto& [address, dtype, numel] = grad;
+  cuda::quantize_gradient({address, dtype_of(dtype)}, numel, parts, messages, stream_of(stream));
+}
+
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, const FlatArgument& out,
+                   const StreamArgument& stream) {
+  const auto& [address, dtype, numel] = out;
+  cuda::add_gradients(messages, parts, divisor, adds, {address, dtype_of(dtype)}, numel, stream_of(stream));
 }
 
 void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
@@ -172,10 +190,15 @@ void register_cuda(py::module_& m) {
            "row_scales"_a, "column_data"_a, "column_scales"_a, "stream"_a);
   cuda.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
            "columnwise"_a, "out"_a, "stream"_a);
+  cuda.def("upcast", &upcast, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "rows"_a, "columns"_a, "transposed"_a,
+           "codes"_a, "group_scale_inv"_a, "stream"_a);
   cuda.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
            "scalars"_a, "clip"_a, "skip"_a, "stream"_a);
   cuda.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
            "exp_avg_sqs"_a, "work"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "skip"_a, "stream"_a);
+  cuda.def("quantize_gradient", &quantize_gradient, free, py::kw_only(), "grad"_a, "parts"_a, "messages"_a, "stream"_a);
+  cuda.def("add_gradients", &add_gradients, free, py::kw_only(), "messages"_a, "parts"_a, "divisor"_a, "adds"_a, "out"_a,
+           "stream"_a);
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
   cuda.def("quantize_groups", &quantize_groups, free);
   cuda.def("quantize_groups_both_ways", &quantize_groups_both_ways, free);

@@ -33,12 +33,26 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, int threads);
 
+// Of a weight, or of its transpose, from its rowwise codes.
+struct Upcast {
+  uintptr_t data, scale_inv;
+  int64_t rows, columns;  // of the weight
+  bool transposed;
+  uintptr_t codes, group_scale_inv;
+};
+void upcast(const Format& format, const Upcast& weight, int threads);
+
 void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
                int threads);
 
 // `states` are indexed by MASTER_BASE, `groups` by the rows of the table.
 void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, int threads);
+
+// A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
+// elements (gradient_message.h).
+void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, int threads);
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads);
 
 // For tests over every input: f32 to codes and back, one code a byte.
 void encode(Element element, const float* source, uint8_t* codes, int64_t numel);

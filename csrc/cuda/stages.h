@@ -58,6 +58,15 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, Stream stream);
 
+// Of a weight, or of its transpose, from its rowwise codes; `codes` begin at a multiple of 16 bytes.
+struct Upcast {
+  uintptr_t data, scale_inv;
+  int64_t rows, columns;  // of the weight
+  bool transposed;
+  uintptr_t codes, group_scale_inv;
+};
+void upcast(const Format& format, const Upcast& weight, Stream stream);
+
 struct AdamState {
   uintptr_t master;
   Array grad, exp_avg, exp_avg_sq;
@@ -73,6 +82,11 @@ void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int6
 // `state` are of arrays of addresses.
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);
+
+// A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
+// elements (gradient_message.h). Messages are aligned to 16 bytes.
+void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, Stream stream);
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, Stream stream);
 
 // Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are
 // `[rows, columns]`; scales of groups, which are this many elements of a row,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from examples.gpt_pretrain.model import GPTConfig
 
-Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4"]
 Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 
 
@@ -67,6 +67,8 @@ class TrainConfig:
     """Hide the all-gather of weights behind the next forward pass; does not change one bit."""
     bucket_size: int = 1 << 20
     """Parameters in one communication bucket."""
+    grad_wire: Literal["fp8_1x128"] | None = None
+    """How gradients travel between ranks: as they are added, or as FP8 with one scale for 128."""
     deterministic: bool = False
     """Repeat bit for bit at the same number of ranks, with any communication library."""
 

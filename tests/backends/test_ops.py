@@ -14,6 +14,7 @@ from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends import ops
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
+from zerocast.formats.layout import GradientMessage
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Recorded = dict[Any, list[Call]]
@@ -59,6 +60,8 @@ def calls_of_a_step(backend: str) -> Recorded:
                 False,
                 torch.float32,
             )
+            if weight.format.is_exact_in_fp8:
+                weight.upcast(columnwise=True)
         flats = {name: torch.rand(100) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
         step = {"scalars": torch.rand(1, 8), "clip": torch.ones(1)}
         ops.adam_step(backend, **flats, segments=torch.tensor([[0, 40, 0], [50, 50, 0]]), **step, skip=None)
@@ -82,6 +85,10 @@ def calls_of_a_step(backend: str) -> Recorded:
             packed=torch.zeros(4),
             skip=torch.tensor([False]),
         )
+        messages = torch.zeros(2 * GradientMessage(50).nbytes, dtype=torch.uint8)
+        ops.quantize_gradient(backend, grad=flats["grad"], parts=2, messages=messages)
+        mean = {"messages": messages, "parts": 2, "divisor": 2}
+        ops.add_gradients(backend, **mean, adds=True, out=torch.rand(50))
     return recorder.calls
 
 
@@ -153,9 +160,15 @@ def test_schemas_take_tensors_and_never_addresses() -> None:
     for name in ops.STAGES:
         schema = getattr(ops, name)._schema
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        assert written or name == "dequantize", schema
+        assert written or name in ("dequantize", "upcast"), schema
         ints = {a.name for a in schema.arguments if str(a.type) in ("int", "List[int]")} - {"nominal", "dtype"}
-        assert ints == ({"rows", "columns"} if name == "dequantize" else set()), schema
+        counts = {
+            "dequantize": {"rows", "columns"},
+            "upcast": {"rows", "columns"},
+            "quantize_gradient": {"parts"},
+            "add_gradients": {"parts", "divisor"},
+        }
+        assert ints == counts.get(name, set()), schema
 
 
 def test_unknown_names_raise() -> None:

@@ -29,6 +29,8 @@ def test_bytes_an_element_of_a_are_those_of_the_targets(fmt: str, cast: float, s
     assert traffic.cast / OWNED == pytest.approx(cast + replicated, rel=5e-4)
     assert traffic.step / OWNED == pytest.approx(step + replicated, rel=5e-4)
     assert traffic.adam == 28 * OWNED
+    assert traffic.quantize_gradient / OWNED == 2 + 33 / 32
+    assert traffic.add_gradients / OWNED == 33 / 32 + 4 / 8
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,11 @@ def test_a_small_mxfp8_cast_by_hand():
     assert traffic.scales == 2 * (2048 + 2048)
     assert traffic.codes == 2 * 49_152
     assert traffic.cast == 2 * 196_608 + 2 * 12_288 + 8_192 + 98_304
+
+
+def test_a_small_mxfp4_upcast_by_hand():
+    traffic = of(HALF, "mxfp4")  # a weight has 8 x 6 tiles, and 2 x 2 groups in a buffer of 2 x 4
+    assert traffic.upcast == 2 * (24_576 + 48 + 49_152 + 4 * 8)
 
 
 def test_per_tensor_scales_are_not_transposed():

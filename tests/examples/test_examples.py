@@ -25,7 +25,7 @@ from examples.gpt_pretrain.run_log import Record, RunLog, read_records
 ROOT = Path(__file__).resolve().parents[2]
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=128, context=32)
 TINY_ARGUMENTS = shlex.split("--model.n-layer 1 --model.n-head 2 --model.n-embd 128 --model.context 32 --batch-size 2")
-FORMATS = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+FORMATS = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_demo_writes_table_picture_and_json(text: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.timeout(200)
 def test_demo_shows_the_console_of_a_run_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert demo.main(["--out", str(tmp_path), "--steps", "0"]) == 1
+    assert demo.main(["--out", str(tmp_path), "--ranks", "1", "--steps", "0"]) == 1
     assert "steps must be at least 1, got 0" in capsys.readouterr().out
     assert not (tmp_path / "results.json").exists()
 

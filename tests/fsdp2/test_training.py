@@ -25,7 +25,7 @@ from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import CHANGES
 from tests.fsdp2.test_fused_adamw import digests
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import TrainingState
 
 SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=64, context=32)
@@ -125,7 +125,6 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def in_a_way(name: str) -> list[str]:
-    """Complaints over a step."""
     return trained(steps=1, **WAYS[name][1])
 
 
@@ -159,11 +158,7 @@ def changed_on_one() -> str:
     models.complaints(model, "")
     if dist.get_rank() == 1:
         CHANGES["write_data"](model)
-    try:
-        model.loss(*text(0, dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return error_of(lambda: model.loss(*text(0, dist.get_rank())))
 
 
 def test_a_change_on_one_rank_raises_on_all(ranks: Ranks) -> None:
@@ -202,7 +197,7 @@ def saved(path: str) -> dict[str, str]:
 
 
 def loaded(path: str) -> tuple[dict[str, str], list[str]]:
-    """Into other ranks."""
+    """A checkpoint loaded into a new model: its contents and complaints about its bytes."""
     model = gpt(MIXED)
     state = {"model": model.state_dict(), "zerocast": zerocast.fsdp2.state_dict(model)}
     dcp.load(state, checkpoint_id=path)
@@ -262,7 +257,7 @@ def loaded_whole(path: str, replicas: int) -> tuple[dict[str, str], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("saver", "loader", "replicas"), [(2, 3, 1), (4, 2, 1), (2, 4, 2)])
 def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: int, loader: int, replicas: int) -> None:
-    """Two optimizers' moments too."""
+    """Moments of two optimizers are redistributed as well."""
     expected = ranks(saver)(saved_whole, str(tmp_path / "it"))[0]
     for found, complaints in ranks(loader)(loaded_whole, str(tmp_path / "it"), replicas):
         assert found == expected

@@ -16,6 +16,7 @@ from tests.megatron.attached import METADATA, Attached
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import MIXED, Case
+from tests.workers import error_of
 from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.primary import weight_of
@@ -82,7 +83,6 @@ class Megatron(HostUnderTest):
         self._loss = self.run.forward(number)
 
     def update(self) -> None:
-        """The host's step."""
         self.run.optimizer.step()
 
     def save(self, number: int) -> None:
@@ -100,7 +100,6 @@ class Megatron(HostUnderTest):
         return number
 
     def refreshes(self) -> Calls:
-        """By hand."""
         return {"refresh": self.attachment.refresh}
 
     def mend(self) -> str:
@@ -138,7 +137,7 @@ class Megatron(HostUnderTest):
             "save": lambda: self.save(9),
             "refresh": self.attachment.refresh,
         }
-        if "attachment.refresh()" in _said(optimizer.state_dict):
+        if "attachment.refresh()" in error_of(optimizer.state_dict):
             del calls["refresh"]  # which mends it
         return calls
 
@@ -146,7 +145,7 @@ class Megatron(HostUnderTest):
         return self.run.ddp.module.sharded_state_dict(metadata=METADATA)
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Of plain parameters too."""
+        """Plain parameters are live bytes, too."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, param in self.run.ddp.named_parameters():
             held = param.state.buffers if isinstance(param, QuantizedWeight) else {"rowwise_data": param.data}
@@ -155,13 +154,4 @@ class Megatron(HostUnderTest):
 
     @property
     def verified(self) -> Any:
-        """The attachment."""
         return self.attachment
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""

@@ -39,6 +39,9 @@ STAGES = {
     "dequantize": (
         "format fmt, data data, optional scale_inv, optional amax, int rows, int columns, bool columnwise, typed out!"
     ),
+    "upcast": (
+        "format fmt, data data, data scale_inv, int rows, int columns, bool transposed, data codes!, data group_scale_inv!"
+    ),
     "adam_step": (
         "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
     ),
@@ -46,13 +49,17 @@ STAGES = {
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
         "table table, groups groups, scalars scalars, clip clip, typed packed!, skip skip"
     ),
+    "quantize_gradient": "flat grad, int parts, messages messages!",
+    "add_gradients": "messages messages, int parts, int divisor, bool adds, flat out!",
 }
 
 # The schema type of each kind. The dtype of "bases" follows from the stage; "typed" bases have one
 # of several dtypes.
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
-_TYPES |= dict.fromkeys(("typed", "data", "table", "segments", "groups", "scalars", "clip"), "Tensor")
+_TYPES |= dict.fromkeys(
+    ("typed", "flat", "data", "messages", "table", "segments", "groups", "scalars", "clip"), "Tensor"
+)
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,31 @@ def _dequantize_fake(
     return data.new_empty((rows, columns), dtype=dtype)
 
 
+def _upcast(
+    backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """New E4M3 codes and f32 scales of one weight, or of its transpose."""
+    codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, rows, columns, transposed)
+    _implementation("upcast", backend, format)(
+        data=data,
+        scale_inv=scale_inv,
+        rows=rows,
+        columns=columns,
+        transposed=transposed,
+        codes=codes,
+        group_scale_inv=group_scale_inv,
+    )
+    return codes, group_scale_inv
+
+
+def _upcast_fake(
+    backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    shape = (columns, rows) if transposed else (rows, columns)
+    codes, scales = layout.upcast_operand(get_format(format), *shape)
+    return data.new_empty(codes.shape), data.new_empty(scales.shape, dtype=scales.dtype)
+
+
 def _writes_only(*args: object, **arguments: object) -> None:
     return None
 
@@ -198,6 +230,8 @@ roll_history = _define_stage("roll_history")
 transpose = _define_stage("transpose")
 adam_step = _define_stage("adam_step")
 adam_amax = _define_stage("adam_amax")
+quantize_gradient = _define_stage("quantize_gradient")
+add_gradients = _define_stage("add_gradients")
 transposed = define(
     "transposed",
     "(str backend, str format, Tensor row_data, Tensor? row_scale, int rows, int columns) -> (Tensor, Tensor)",
@@ -210,4 +244,10 @@ dequantize = define(
     "ScalarType dtype) -> Tensor",
     _dequantize,
     _dequantize_fake,
+)
+upcast = define(
+    "upcast",
+    "(str backend, str format, Tensor data, Tensor scale_inv, int rows, int columns, bool transposed) -> (Tensor, Tensor)",
+    _upcast,
+    _upcast_fake,
 )

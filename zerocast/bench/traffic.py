@@ -16,7 +16,7 @@ import torch
 
 from zerocast.bench.workload import Workload
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.formats.layout import Buffer, amax_counts, amax_grid, buffers
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, amax_grid, buffers, upcast_operand
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize
@@ -70,6 +70,21 @@ class Traffic:
         return self.packed * self.workload.owned // self.workload.numel
 
     @property
+    def messages(self) -> int:
+        """A gradient of as many elements as the shard has, in messages for all ranks."""
+        return self.workload.world * GradientMessage(self.workload.owned // self.workload.world).nbytes
+
+    @property
+    def quantize_gradient(self) -> int:
+        """A bf16 gradient is read, its messages written."""
+        return NOMINAL.itemsize * self.workload.owned + self.messages
+
+    @property
+    def add_gradients(self) -> int:
+        """Messages are read, their mean written."""
+        return self.messages + FP32 * self.workload.owned // self.workload.world
+
+    @property
     def partial_amax(self) -> int:
         """Masters are read, their amaxes written."""
         return self.masters + self.owned_amaxes
@@ -118,6 +133,21 @@ class Traffic:
         padded.
         """
         return self._whole(self._transpose_of)
+
+    @property
+    def upcast(self) -> int:
+        """E4M3 operands of all weights: codes and a scale a tile read, codes and a scale a group
+        written.
+        """
+        return self._whole(self._upcast_of)
+
+    def _upcast_of(self, rows: int, columns: int) -> int:
+        data = nbytes(buffers(self.fmt, (rows, columns), NOMINAL)["rowwise_data"])
+        return (
+            data
+            + math.prod(amax_grid(self.fmt.block, rows, columns))
+            + sum(map(nbytes, upcast_operand(self.fmt, rows, columns)))
+        )
 
     def _transpose_of(self, rows: int, columns: int) -> int:
         found = buffers(self.fmt, (rows, columns), NOMINAL)

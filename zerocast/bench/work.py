@@ -1,5 +1,6 @@
 """The work that the rows time, as jobs: casts, their stages, columnwise copies, Adam steps."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.weight_table import WeightTable
+from zerocast.formats.layout import GradientMessage
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
@@ -70,6 +72,25 @@ def transpose(shard: Shard, table: WeightTable) -> None:
     shard.plan.post_all_gather()
 
 
+def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
+    def build(workload: Workload, fmt: str, place: Place) -> Job:
+        shard = Shard(workload, fmt, place)
+        shard.plan.cast()
+        made: list[Tensor] = []
+
+        def run() -> None:
+            for weight in shard.weights:
+                codes = weight.rowwise_data, weight.rowwise_scale_inv
+                made[:] = ops.upcast(place.backend, fmt, *codes, *weight.matrix_shape, transposed)
+
+        return Job(run, lambda: made)
+
+    return build
+
+
+# Jobs of what products read of every weight, forward and in the backward pass, one after another.
+upcast, upcast_transposed = _upcast(transposed=False), _upcast(transposed=True)
+
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
 GRADIENT = 1e-3
@@ -100,6 +121,28 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
         lambda: ops.adam_step(place.backend, **state, segments=segments, scalars=m.scalars, clip=m.clip, skip=None),
         lambda: (master, m.exp_avg, m.exp_avg_sq),
     )
+
+
+def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of `quantize_gradient`: a bf16 gradient of as many elements as the shard has, to messages
+    for all ranks.
+    """
+    parts, part = workload.world, GradientMessage(workload.owned // workload.world)
+    grad = torch.empty(parts * part.numel, device=place.device).normal_(0, GRADIENT, generator=place.generator())
+    grad, messages = grad.bfloat16(), torch.empty(parts * part.nbytes, dtype=torch.uint8, device=place.device)
+    run = functools.partial(ops.quantize_gradient, place.backend, grad=grad, parts=parts, messages=messages)
+    return Job(run, lambda: [messages])
+
+
+def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of `add_gradients`: what an owner does with the messages of all ranks."""
+    quantized = quantize_gradient(workload, fmt, place)
+    quantized.run()
+    (messages,) = quantized.written()
+    parts = workload.world
+    out = torch.empty(workload.owned // parts, device=place.device)
+    sums = {"messages": messages, "parts": parts, "divisor": parts, "adds": False, "out": out}
+    return Job(functools.partial(ops.add_gradients, place.backend, **sums), lambda: [out])
 
 
 def step(workload: Workload, fmt: str, place: Place) -> Job:

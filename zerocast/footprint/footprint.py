@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.footprint import sharding
+from zerocast.footprint import bytes_per_rank
 from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import Parameter
 from zerocast.formats import FormatSpec, get_format
@@ -72,9 +72,9 @@ class Footprint:
     @property
     def wire(self) -> dict[str, int]:
         """Bytes that one rank sends in a step, by kind of collective."""
-        found = dict.fromkeys(("reduce-scatter", "all-reduce", "all-gather"), 0)
+        found: dict[str, int] = {}
         for collective in self.collectives:
-            found[collective.kind] += collective.sent
+            found[collective.kind] = found.get(collective.kind, 0) + collective.sent
         return found
 
     @property
@@ -96,10 +96,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     made = [(one.name, alike[one.shape, one.linear], one.unit) for one in parameters]
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, collectives = sharding.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, collectives = bytes_per_rank.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, collectives = sharding.fsdp(made, shards, setup.ranks // shards, setup.config)
+        memory, collectives = bytes_per_rank.fsdp(made, shards, setup.ranks // shards, setup.config)
     quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(
@@ -109,7 +109,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         0 if spec.element is None else linear - len(quantized),
         memory,
         collectives,
-        2 * sharding.all_amaxes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
+        2
+        * bytes_per_rank.all_amaxes((tensor for _, tensor, _ in made), setup.ranks)
+        * (setup.ranks - 1)
+        // setup.ranks,
     )
 
 

@@ -2,9 +2,10 @@
 
 A call takes the latency of its hops, and its bytes take the time that a rank needs to send them.
 An all-gather and a reduce-scatter go round a ring of their ranks, one hop for each other rank. An
-all-reduce goes up a tree of nodes and down again. These are the terms by which NCCL itself chooses
-among its algorithms; its constants, protocols and switches that add are left out, and so is
-everything that a step computes meanwhile.
+all-reduce goes up a tree of nodes and down again. In an all-to-all a rank sends each other one a
+message of its own, through its own port where that one is in another node. These are the terms by
+which NCCL itself chooses among its algorithms; its constants, protocols and switches that add are
+left out, and so is everything that a step computes meanwhile.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ class Collective:
     """The calls of one kind that a rank makes in a step.
 
     Attributes:
-        kind: reduce-scatter, all-gather or all-reduce.
+        kind: reduce-scatter, all-to-all, all-gather or all-reduce.
         content: what it carries.
         calls: how many calls a step makes.
         sent: bytes that this rank sends in all of them.
@@ -66,6 +67,8 @@ class Network:
         if collective.kind == "all-reduce":
             rounds = (nodes - 1).bit_length()  # log2, rounded up
             hops = 2 * (rounds * self.latency + (inside - 1) * self.node_latency)
+        elif collective.kind == "all-to-all":
+            hops = (collective.ranks - inside) * self.latency + (inside - 1) * self.node_latency
         else:
             hops = (nodes - 1) * self.latency + (collective.ranks - nodes) * self.node_latency
         return collective.calls * hops * 1e-6
@@ -73,7 +76,8 @@ class Network:
     def sending(self, collective: Collective) -> float:
         """Seconds that the bytes take."""
         inside, nodes = self._placed(collective)
-        rate = min(self.node_bandwidth, inside * self.bandwidth) if nodes > 1 else self.node_bandwidth
+        ports = 1 if collective.kind == "all-to-all" else inside
+        rate = min(self.node_bandwidth, ports * self.bandwidth) if nodes > 1 else self.node_bandwidth
         return collective.sent / (rate * 1e9)
 
     def _placed(self, collective: Collective) -> tuple[int, int]:

@@ -7,12 +7,15 @@ from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.backends.reference.stages import (
     adam_amax,
     adam_step,
+    add_gradients,
     compute_scales,
     dequantize,
     partial_amax,
     partial_cast,
+    quantize_gradient,
     roll_history,
     transpose,
+    upcast,
 )
 
 DEVICES = None
@@ -22,11 +25,14 @@ __all__ = [
     "Quantized",
     "adam_amax",
     "adam_step",
+    "add_gradients",
     "compute_scales",
     "dequantize",
     "partial_amax",
     "partial_cast",
     "quantize",
+    "quantize_gradient",
     "roll_history",
     "transpose",
+    "upcast",
 ]

@@ -12,8 +12,8 @@ from zerocast.formats import FormatSpec
 from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
+from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gather import WeightGather
-from zerocast.optim.masters import Masters
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.write_guard import WriteGuard
 
@@ -28,7 +28,7 @@ RELOAD = (
 class ShardedWeights:
     """Flat byte buffers, one cast plan over all parameters, and the all-gather."""
 
-    def __init__(self, buckets: Sequence[Bucket], masters: Masters, group: Group, config: ZeroConfig) -> None:
+    def __init__(self, buckets: Sequence[Bucket], masters: FlatMasters, group: Group, config: ZeroConfig) -> None:
         self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
         weights, shards, starts, param_groups, cuts = {}, [], [], [], []
         for buffer in self.buffers:

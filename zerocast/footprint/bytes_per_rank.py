@@ -28,7 +28,7 @@ from zerocast.cast.packed_amax import cut_rows
 from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import ROOT
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Buffer, amax_counts, buffers, round_up
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, round_up
 from zerocast.fsdp2.gather_layout import GatherLayout
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.optim import ZeroConfig
@@ -61,11 +61,11 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
         "buckets": _in_flight(tensors, buckets, ranks, stage, config),
     }
     others = ranks - 1
-    gradients = sum(bucket.shard_numel * bucket.storage.grad_dtype.itemsize for bucket in buckets)
+    gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
     part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
     return memory, [
-        Collective("reduce-scatter", "gradients", len(buckets), gradients * others, ranks),
+        _of_gradients(gradients, ranks, config),
         _all_reduce("the norm", 1, FP64, ranks),
         _all_reduce("amaxes", 1, reduced, ranks),
         Collective("all-gather", "weights", gathers, part * others, ranks),
@@ -75,6 +75,17 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
 def _all_reduce(content: str, calls: int, nbytes: int, ranks: int, distance: int = 1) -> Collective:
     """All-reduces of `nbytes` bytes together, each of which a rank sends twice but for its part."""
     return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks, distance)
+
+
+def _of_gradients(parts: Sequence[tuple[int, torch.dtype]], ranks: int, config: ZeroConfig) -> Collective:
+    """How gradients reach their owners; `parts` are what one of them is sent: elements, and the
+    dtype that is reduced.
+    """
+    if config.grad_wire:
+        sent = sum(GradientMessage(numel).nbytes for numel, _ in parts) * (ranks - 1)
+        return Collective("all-to-all", "gradients", len(parts), sent, ranks)
+    sent = sum(numel * dtype.itemsize for numel, dtype in parts) * (ranks - 1)
+    return Collective("reduce-scatter", "gradients", len(parts), sent, ranks)
 
 
 def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
@@ -110,17 +121,23 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
         packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
         peak = max(peak, waiting + packed)  # the bucket before has landed
         waiting -= gone
-        flying = (packed or gone) + _result(bucket, ranks, config.deterministic)
+        flying = (packed or gone) + _result(bucket, ranks, config)
         peak = max(peak, waiting + flying)
+        if config.grad_wire:
+            flying -= packed or gone  # codes are made of them before they are sent
     return peak
 
 
-def _result(bucket: Bucket, ranks: int, deterministic: bool) -> int:
-    """The bytes of what a collective leaves, until they are in the FP32 shard."""
+def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
+    """The bytes of what a collective leaves, until they are in the FP32 shard; of messages also
+    what it sends.
+    """
     dtype = bucket.storage.grad_dtype
+    if config.grad_wire:
+        return min(ranks, 2) * ranks * GradientMessage(bucket.shard_numel).nbytes
     if ranks == 1:
         return 0
-    if deterministic:
+    if config.deterministic:
         return bucket.numel * dtype.itemsize
     return 0 if dtype is torch.float32 else bucket.shard_numel * dtype.itemsize
 
@@ -138,6 +155,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     whole = _at_the_most({unit: shards * nbytes for unit, nbytes in sent.items()})
     scales = _at_the_most({unit: sum(map(_scales, _quantized(held))) for unit, held in units.items()})
     gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
+    reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in held) for held in units.values()]
     packed = _cut_amaxes(weights, shards)
     memory = {
         "weights": sum(_sent(tensor, shards) for tensor in weights) + whole,
@@ -152,7 +170,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     gathers = {unit: 1 if unit == ROOT else 2 for unit in units}
     part = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
     return memory, [
-        Collective("reduce-scatter", "gradients", len(units), owned * grad * others, shards),
+        _of_gradients([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], shards, config),
         _all_reduce("gradients", len(units), owned * grad if replicas > 1 else 0, replicas, shards),
         _all_reduce("the norm", 1, FP32, shards),
         _all_reduce("amaxes", 1, packed, shards),
