@@ -1,6 +1,6 @@
 """What commands print, as pages show it: between two comments, the first of which is the command.
 
-    <!-- begin: zerocast plan --model llama3-8b --sweep -->
+    <!-- begin: zerocast plan llama3-8b --sweep -->
     ...
     <!-- end -->
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from zerocast.cli.progress import tracked
 from zerocast.footprint import Collective, Footprint, Network, Parameter, Setup, footprint
 
 RANKS = (8, 64, 512, 4096, 16384)
@@ -30,7 +31,7 @@ class Sweep:
     def of(parameters: Sequence[Parameter], fmt: str, setup: Setup, network: Network) -> "Sweep":
         """Every sharding of SHARDINGS on RANKS, with the config of `setup`."""
         found: dict[str, dict[int, Footprint]] = {}
-        for name, (parallel, shards) in SHARDINGS.items():
+        for name, (parallel, shards) in tracked(list(SHARDINGS.items()), lambda item: item[0]):
             setups = {n: replace(setup, parallel=parallel, ranks=n, shard_ranks=shards) for n in RANKS if n >= shards}
             found[name] = {n: footprint(parameters, fmt, one) for n, one in setups.items()}
         return Sweep(found, network)
