@@ -39,7 +39,6 @@ class ShardedWeights:
                 starts.append(span.start)
                 param_groups.append(slot.param_group)
                 cuts.append(buffer.bucket.cuts(slot))
-                weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
             gathered = {id(w) for b in self.buffers if b.gathers(name) for w in b.weights}
             held = [w for w in weights.values() if w.state.buffers[name] is not None and id(w) not in gathered]
@@ -56,6 +55,8 @@ class ShardedWeights:
             scale_cuts=cuts,
             guard=WriteGuard(RELOAD),
         )
+        for weight in weights.values():
+            weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         self.plan.delayed.broadcast(group)
         self.plan.freshness.watch([masters.master], sharded=group.size > 1)
         self.plan.freshness.advice = ADVICE
