@@ -220,6 +220,9 @@ def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest
         written[0].write_text(json.dumps(changed))
         assert main([*wish, "--json", "--out", str(tmp_path / "again"), "--compare", str(written[0])]) == status
         assert json.loads(capsys.readouterr().out)["ranks"] == 1
+    assert main([*wish, "--seed", "1", "--compare", str(written[0])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the stored report has 1 ranks" in line, "said before anything is measured"
     assert not dist.is_initialized()
 
 

@@ -159,7 +159,7 @@ def regressions(report: Report, stored: dict[str, float], threshold: float) -> l
 
 
 def grown(pairs: Iterable[Regression], threshold: float) -> list[Regression]:
-    """Those that grew by more than the fraction `threshold`."""
+    """The pairs that grew by more than the fraction `threshold`."""
     return [pair for pair in pairs if pair.now > pair.before * (1 + threshold)]
 
 

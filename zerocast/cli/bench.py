@@ -71,7 +71,10 @@ def step(config: StepConfig) -> int:
         stored = StepReport.read(config.compare) if config.compare else None
         with _joined(alone=True) as device:
             is_first = dist.get_rank() == 0
-            report = StepBench(config, device).run(_step_progress if is_first else lambda _: None)
+            runner = StepBench(config, device)
+            if stored:
+                runner.check_comparable(stored)
+            report = runner.run(_step_progress if is_first else lambda _: None)
             grown = report.regressions(stored, config.threshold) if stored else []
     except (OSError, RuntimeError, ValueError) as error:
         interrupts.complain(f"zerocast bench step: {error}")
