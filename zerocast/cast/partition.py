@@ -20,6 +20,7 @@ from zerocast.distributed.ownership import Item, Ownership, exchange_spans
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import Span, byte_range, elements_per_scale, round_up
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import Claim, check_unclaimed
 
 ShardData = Tensor | tuple[Tensor, Tensor]
 ROW_PADDING = 128
@@ -96,12 +97,14 @@ def partition(
     shard_data: Sequence[ShardData | None] | None,
     backend: str | None,
     scale_cuts: Sequence[range | None] | None = None,
+    claim: Claim | None = None,
 ) -> Partition:
     """Check the arguments of a plan on all ranks; the only communication that a plan does before
     its casts.
 
     Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend
-    that cannot be used, with the rank in the message when there are several.
+    that cannot be used, with the rank in the message when there are several. `claim` is that of the
+    owner which the plan is for; one of another owner on these elements is wrong.
     """
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""
@@ -109,6 +112,7 @@ def partition(
         shards = _check(model_weights, master_weights, start_offsets, shard_data, scale_cuts)
         device = shards[0].weight.device if shards else torch.device("cpu")
         chosen = backends.choose(device, backend)
+        check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], lambda other: other is claim)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]
