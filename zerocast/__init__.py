@@ -11,6 +11,7 @@ from zerocast import interrupts as _interrupts  # noqa: F401 - before all that t
 # isort: split
 from zerocast import backends, fsdp2, gemm, metrics
 from zerocast.cast.plan import CastPlan
+from zerocast.cast.switch import switch
 from zerocast.checkpoint import export
 from zerocast.formats import FormatSpec, get_format, recipe
 from zerocast.formats.recipe import Recipe
@@ -46,5 +47,6 @@ __all__ = [
     "quantize_",
     "quantize_master_weights",
     "set_debug",
+    "switch",
     "verify",
 ]

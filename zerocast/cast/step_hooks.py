@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 class StepHooks:
     """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan
-    casts.
+    casts; `partition` is that of the plan now.
     """
 
     def __init__(self, partition: Partition, cast: Sequence[int], group: Group) -> None:
-        self._partition, self._cast, self._group = partition, cast, group
+        self.partition, self._cast, self._group = partition, cast, group
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
@@ -69,7 +69,7 @@ class StepHooks:
         )
 
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        shards, ownership = self._partition.shards, self._partition.ownership
+        shards, ownership = self.partition.shards, self.partition.ownership
         return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
     def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
@@ -78,7 +78,7 @@ class StepHooks:
             if isinstance(hook, _CastAfterStep) and hook.hooks is self:
                 return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
         stepped = _stepped(optimizer)
-        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
+        masters = [shard.master for shard in self.partition.shards if shard.master is not None]
         if len(self._without_step(stepped)) < len(masters) or not masters:
             return self._conflict()
         return ValueError(
@@ -88,7 +88,7 @@ class StepHooks:
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """The weights whose masters lie in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self._partition.shards) if shard.master is not None]
+        held = [(index, shard.master) for index, shard in enumerate(self.partition.shards) if shard.master is not None]
         return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
 
 

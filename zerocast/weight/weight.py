@@ -42,7 +42,6 @@ class QuantizedWeight(WeightBuffers):
     Make one with `empty`, or by `zerocast.quantize_` on a model. Its buffers: `buffers.py`.
     """
 
-    format: FormatSpec
     # the weight that this object is a transposed reading of
     transposed_of: "QuantizedWeight | None"
 
@@ -54,7 +53,6 @@ class QuantizedWeight(WeightBuffers):
         )
         # it has no memory: what asks below the dispatcher raises
         torch._C._set_throw_on_mutable_data_ptr(weight)
-        weight.format = state.format
         weight.state = state
         weight.transposed_of = None
         return weight
@@ -223,6 +221,18 @@ class QuantizedWeight(WeightBuffers):
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
         self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
+
+    def convert(self, fmt: FormatSpec) -> None:
+        """Be a weight of another format from now on, as every object that stands for this storage;
+        the next cast fills it.
+
+        A backward pass whose forward pass has read the weight before raises, as after any other
+        write in place.
+        """
+        self.wait()
+        self.state.convert(fmt)
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
 
     def restate(self, state: WeightState) -> None:
         """Stand for the storage of another weight of the same shape, format and device, as
