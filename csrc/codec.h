@@ -194,6 +194,16 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
   return usable ? scale : 1.0f;
 }
 
+// The same for values that pass by (inputs of products, gradients between ranks), whose amax is given
+// as its bits: NaN for one that is not finite, so that all values of the group come out as NaN.
+ZC_HD float scale_or_nan(int32_t amax_bits, float fp8_max, bool power_of_2) {
+  const float scale = fp32_scale(float_of(amax_bits), fp8_max, 0.0f, power_of_2);
+  return amax_bits < kInfinity ? scale : float_of(kNaN);
+}
+
+// 1 / scale; NaN keeps its bits.
+ZC_HD float inverse_of(float scale) { return is_nan(scale) ? scale : 1.0f / scale; }
+
 // E8M0 scales (docs/formats/mxfp8.md and mxfp4.md): biased exponents, at most 254; 255 for NaN.
 constexpr int32_t kScaleSpread = 14;  // SCALE_SPREAD of zerocast/formats/spec.py
 

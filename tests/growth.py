@@ -36,7 +36,7 @@ def held() -> Counter[str]:
 
 
 def resident() -> int:
-    """Bytes of memory."""
+    """Bytes of this process in physical memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 

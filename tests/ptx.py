@@ -26,6 +26,7 @@ from tests.sharded import Weight
 from tests.tables import STAGES, Bench
 from zerocast import backends, get_format
 from zerocast.formats import Columnwise, layout
+from zerocast.formats.layout import GradientMessage
 
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", re.MULTILINE)
@@ -79,7 +80,15 @@ def run_dequantize(fmt: str, nominal: torch.dtype, out: torch.dtype) -> None:
         backends.load("triton").dequantize(spec, *arguments, torch.empty(64, 64, dtype=out))
 
 
+def run_gradient_messages(dtype: torch.dtype) -> None:
+    messages, triton = torch.zeros(2 * GradientMessage(4096).nbytes, dtype=torch.uint8), backends.load("triton")
+    triton.quantize_gradient(torch.zeros(8192, dtype=dtype), 2, messages)
+    for adds in (False, True):
+        triton.add_gradients(messages, 2, 2, adds, torch.zeros(4096))
+
+
 def run_every_kernel() -> None:
+    run_gradient_messages(torch.bfloat16)
     for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):
@@ -92,6 +101,8 @@ def run_every_kernel() -> None:
 
 
 def run_every_dtype() -> None:
+    for dtype in (torch.float32, torch.float16):
+        run_gradient_messages(dtype)
     for fmt, nominal in itertools.product(FORMATS, NOMINAL):
         for nominal_master in (False, True):
             run_casts(fmt, nominal, nominal_master)

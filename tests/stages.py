@@ -22,7 +22,7 @@ def row(**columns: int) -> list[int]:
 
 
 def table(*rows: list[int]) -> Tensor:
-    """A descriptor table."""
+    """Rows as the descriptor table of a stage."""
     return torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
 
 

@@ -44,7 +44,7 @@ class Arena:
         return base, offset
 
     def bases(self) -> list[Tensor]:
-        """Fresh storages."""
+        """New storages with their poison and guards."""
         end = torch.full((33,), self._guard, dtype=self.dtype)
         return [torch.cat([*parts, end]) for parts in self._parts]
 

@@ -16,6 +16,7 @@ namespace {
 
 using TypedBase = std::pair<uintptr_t, std::string>;
 using TypedBases = std::vector<TypedBase>;
+using FlatArgument = std::tuple<uintptr_t, std::string, int64_t>;  // address, dtype, elements
 using TableArgument = std::pair<uintptr_t, int64_t>;
 
 Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
@@ -83,6 +84,16 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
                  reinterpret_cast<const float*>(scalars), clip, array_of(packed), threads);
 }
 
+void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, int threads) {
+  const auto& [address, dtype, numel] = grad;
+  cpu::quantize_gradient({address, dtype_of(dtype)}, numel, parts, messages, threads);
+}
+
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, const FlatArgument& out, int threads) {
+  const auto& [address, dtype, numel] = out;
+  cpu::add_gradients(messages, parts, divisor, adds, {address, dtype_of(dtype)}, numel, threads);
+}
+
 }  // namespace
 
 void register_cpu(py::module_& m) {
@@ -104,6 +115,9 @@ void register_cpu(py::module_& m) {
           "scalars"_a, "clip"_a, "threads"_a);
   cpu.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
           "exp_avg_sqs"_a, "table"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "threads"_a);
+  cpu.def("quantize_gradient", &quantize_gradient, free, py::kw_only(), "grad"_a, "parts"_a, "messages"_a, "threads"_a);
+  cpu.def("add_gradients", &add_gradients, free, py::kw_only(), "messages"_a, "parts"_a, "divisor"_a, "adds"_a, "out"_a,
+          "threads"_a);
 }
 
 }  // namespace zerocast::api

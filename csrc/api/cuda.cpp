@@ -16,6 +16,7 @@ namespace zerocast::api {
 namespace {
 
 using TypedBase = std::pair<uintptr_t, std::string>;
+using FlatArgument = std::tuple<uintptr_t, std::string, int64_t>;  // address, dtype, elements
 using TableArgument = std::pair<uintptr_t, int64_t>;
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
 using StreamArgument = std::pair<uintptr_t, int>;                         // handle, device
@@ -114,6 +115,17 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
                   {scalars, clip, skip}, array_of(packed), stream_of(stream));
 }
 
+void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, const StreamArgument& stream) {
+  const auto& [address, dtype, numel] = grad;
+  cuda::quantize_gradient({address, dtype_of(dtype)}, numel, parts, messages, stream_of(stream));
+}
+
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, const FlatArgument& out,
+                   const StreamArgument& stream) {
+  const auto& [address, dtype, numel] = out;
+  cuda::add_gradients(messages, parts, divisor, adds, {address, dtype_of(dtype)}, numel, stream_of(stream));
+}
+
 void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
                      uintptr_t codes, uintptr_t scale_inv, const StreamArgument& stream) {
   cuda::quantize_groups(array_of(x), rows, columns, element_of(element), power_of_2, codes, scale_inv, stream_of(stream));
@@ -176,6 +188,9 @@ void register_cuda(py::module_& m) {
            "scalars"_a, "clip"_a, "skip"_a, "stream"_a);
   cuda.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
            "exp_avg_sqs"_a, "work"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "skip"_a, "stream"_a);
+  cuda.def("quantize_gradient", &quantize_gradient, free, py::kw_only(), "grad"_a, "parts"_a, "messages"_a, "stream"_a);
+  cuda.def("add_gradients", &add_gradients, free, py::kw_only(), "messages"_a, "parts"_a, "divisor"_a, "adds"_a, "out"_a,
+           "stream"_a);
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
   cuda.def("quantize_groups", &quantize_groups, free);
   cuda.def("quantize_groups_both_ways", &quantize_groups_both_ways, free);

@@ -40,6 +40,11 @@ void adam_step(const AdamState& state, const int64_t* segments, int64_t count, c
 void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, int threads);
 
+// A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
+// elements (gradient_message.h).
+void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, int threads);
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads);
+
 // For tests over every input: f32 to codes and back, one code a byte.
 void encode(Element element, const float* source, uint8_t* codes, int64_t numel);
 void decode(Element element, const uint8_t* codes, float* values, int64_t numel);

@@ -74,6 +74,11 @@ void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int6
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);
 
+// A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
+// elements (gradient_message.h). Messages are aligned to 16 bytes.
+void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, Stream stream);
+void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, Stream stream);
+
 // Not stages: the inputs of FP8 products, contiguous and aligned to 16 bytes. Codes are
 // `[rows, columns]`; scales of groups, which are this many elements of a row,
 // `[columns / kInputGroup, rows]`. `amax_bits` is one word, the bits of an f32, which tensor_amax

@@ -56,6 +56,7 @@ def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
         config=zerocast.ZeroConfig(
             bucket_size=config.bucket_size,
             overlap_all_gather=config.overlap,
+            grad_wire=config.grad_wire,
             deterministic=config.deterministic,
         ),
     )

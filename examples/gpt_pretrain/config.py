@@ -67,6 +67,8 @@ class TrainConfig:
     """Hide the all-gather of weights behind the next forward pass; does not change one bit."""
     bucket_size: int = 1 << 20
     """Parameters in one communication bucket."""
+    grad_wire: Literal["fp8_1x128"] | None = None
+    """How gradients travel between ranks: as they are added, or as FP8 with one scale for 128."""
     deterministic: bool = False
     """Repeat bit for bit at the same number of ranks, with any communication library."""
 

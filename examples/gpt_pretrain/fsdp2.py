@@ -24,7 +24,9 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 
 def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
-    """Shard an FP32 model by block; only the call of `prepare` is added to plain FSDP2."""
+    """Shard an FP32 model by block; the calls of `prepare` and `set_grad_wire` are added to plain
+    FSDP2.
+    """
     mesh = _mesh(config, device)
     weight_mesh = None
     if "tp" in (mesh.mesh_dim_names or ()):
@@ -38,6 +40,7 @@ def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    zerocast.fsdp2.set_grad_wire(model, config.grad_wire)
     register_fsdp_forward_method(model, "loss")
     return model
 

@@ -97,7 +97,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
     def reclaim(self) -> None:
         """Bring back weights that were moved to other storage."""
         for bucket in self.values():
-            bucket.bytes.reclaim()
+            bucket.bytes.foreign_writes.reclaim()
 
     def gather(self, plan: CastPlan) -> None:
         """All-gather the bytes of the last cast, without Apex, and make the columnwise copies."""

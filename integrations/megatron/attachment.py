@@ -144,6 +144,8 @@ class Attachment:
     ) -> None:
         """Replace the methods of the host; `detach` gives them back."""
         self._optimizers = list({id(one): one for one in (optimizer, *distributed)}.values())
+        modules = [chunk.module for chunk in chunks]
+        saves = [Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules]
         for chunk in chunks:
             for remove in (*load_plain_values(chunk), *check_before_forward(chunk, self._guard.check_complete)):
                 patches.callback(remove)
@@ -152,8 +154,7 @@ class Attachment:
             patches.apply(one.patches())
         refreshes = {id(one.shards.optimizer): one.refresh for one in self._optimizer_plans}
         patches.apply(self._guard.patches(optimizer, distributed, refreshes, self._after_step(verify_every)))
-        modules = [chunk.module for chunk in chunks]
-        patches.apply(Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules)
+        patches.apply(saves)
         self._patches = patches.pop_all()
 
     def _after_step(self, verify_every: int | None) -> Callable[[], None]:

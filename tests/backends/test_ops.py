@@ -14,6 +14,7 @@ from zerocast import CastPlan, QuantizedWeight, backends, get_format
 from zerocast.backends import ops
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
+from zerocast.formats.layout import GradientMessage
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Recorded = dict[Any, list[Call]]
@@ -82,6 +83,10 @@ def calls_of_a_step(backend: str) -> Recorded:
             packed=torch.zeros(4),
             skip=torch.tensor([False]),
         )
+        messages = torch.zeros(2 * GradientMessage(50).nbytes, dtype=torch.uint8)
+        ops.quantize_gradient(backend, grad=flats["grad"], parts=2, messages=messages)
+        mean = {"messages": messages, "parts": 2, "divisor": 2}
+        ops.add_gradients(backend, **mean, adds=True, out=torch.rand(50))
     return recorder.calls
 
 
@@ -155,7 +160,12 @@ def test_schemas_take_tensors_and_never_addresses() -> None:
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         assert written or name == "dequantize", schema
         ints = {a.name for a in schema.arguments if str(a.type) in ("int", "List[int]")} - {"nominal", "dtype"}
-        assert ints == ({"rows", "columns"} if name == "dequantize" else set()), schema
+        counts = {
+            "dequantize": {"rows", "columns"},
+            "quantize_gradient": {"parts"},
+            "add_gradients": {"parts", "divisor"},
+        }
+        assert ints == counts.get(name, set()), schema
 
 
 def test_unknown_names_raise() -> None:

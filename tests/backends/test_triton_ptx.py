@@ -20,6 +20,8 @@ KERNELS = {
     "compute_scales._tensor",
     "dequantize._decode",
     "dequantize._round",
+    "gradient_messages._add",
+    "gradient_messages._quantize",
     "partial_amax._blocks",
     "partial_amax._run",
     "partial_cast._blocks",

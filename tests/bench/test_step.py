@@ -33,8 +33,9 @@ def ran(config: StepConfig) -> dict[str, Any]:
 
 def test_variants_train_the_same_model(ranks: Ranks) -> None:
     chosen = (
-        *("fsdp2:bf16", "fsdp2:fp8_current+*", "fsdp2:fp8_delayed", "fsdp2:nvfp4"),
+        *("fsdp2:bf16", "fsdp2:fp8_current+fp8_wgrad", "fsdp2:fp8_delayed", "fsdp2:nvfp4"),
         *("zero_adamw:bf16", "zero_adamw:fp8_block+*", "zero_adamw:mxfp8"),
+        *("fsdp2:bf16+fp8_wire", "zero_adamw:bf16+fp8_wire"),
     )
     report, other = ranks(2)(ran, replace(TINY, variants=chosen), timeout=120.0)
     assert report["failures"] == [] and report["ranks"] == 2 and report["tokens"] == 2 * 32
@@ -47,6 +48,9 @@ def test_variants_train_the_same_model(ranks: Ranks) -> None:
         assert len(row["step_ms"]) == TINY.steps and 0 < row["host_ms"] <= max(row["step_ms"])
         assert row["tokens_per_s"] == pytest.approx(report["tokens"] / row["free_ms"] * 1e3)
         assert (row["peak_bytes"], row["kept_bytes"]) == (None, None)
+    for host in ("fsdp2", "zero_adamw"):
+        sent = rows[f"{host}:bf16+fp8_wire"]["wire_bytes"]
+        assert "alltoall_base_" in sent and "_reduce_scatter_base_" not in sent
     assert [row["step_ms"] for row in other["rows"]] == [
         row["step_ms"] for row in report["rows"]
     ]  # of the slowest rank
@@ -253,7 +257,7 @@ def test_rows_are_chosen_with_or_without_their_mode() -> None:
     chosen = variant.select(("fsdp2:bf16", "zero_adamw:fp8_* compiled", "fsdp2:nvfp4 eager"), ("compiled", "eager"))
     names = [row.name for row in chosen]
     assert names[0] == "fsdp2:bf16 compiled" and names[-2:] == ["fsdp2:bf16 eager", "fsdp2:nvfp4 eager"]
-    assert len(names) == 9 and all(name.endswith(" compiled") for name in names[:7])
+    assert len(names) == 10 and all(name.endswith(" compiled") for name in names[:8])
 
 
 def test_names_are_unique_and_shapes_are_those_of_llama() -> None:

@@ -29,6 +29,8 @@ def test_bytes_an_element_of_a_are_those_of_the_targets(fmt: str, cast: float, s
     assert traffic.cast / OWNED == pytest.approx(cast + replicated, rel=5e-4)
     assert traffic.step / OWNED == pytest.approx(step + replicated, rel=5e-4)
     assert traffic.adam == 28 * OWNED
+    assert traffic.quantize_gradient / OWNED == 2 + 33 / 32
+    assert traffic.add_gradients / OWNED == 33 / 32 + 4 / 8
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks."""
-
     def __init__(self, count: int, width: int, device: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, device) for _ in range(count))
@@ -93,7 +91,7 @@ def ways(device: str) -> dict[str, Callable[[Stack], Callable[[], object]]]:
 
 
 def synchronized(work: Callable[[], object], device: str) -> None:
-    """And waited for."""
+    """Do the work, and wait until the device has done it."""
     work()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -107,7 +105,7 @@ def copy_rate(device: str) -> float:
 
 
 def measure(name: str, way: Callable[[Stack], Callable[[], object]], options: argparse.Namespace, rate: float) -> Row:
-    """One row."""
+    """One row of the table: the times of a way to refresh and gather a stack."""
     model: Any = Stack(options.blocks, options.width, options.device)
     refresh = way(model)
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))

@@ -27,7 +27,7 @@ STAGES = ("partial_amax", "compute_scales", "partial_cast", "roll_history")
 
 
 def model_of(count: int, shape: tuple[int, int], fmt: str, device: str) -> nn.Module:
-    """`count` prepared weights, sharded."""
+    """A stack of `count` prepared weights of one shape and format, sharded."""
     layers = (nn.Linear(shape[1], shape[0], bias=False, device=device) for _ in range(count))
     model = zerocast.fsdp2.prepare(nn.Sequential(*layers), zerocast.Recipe({"*.weight": fmt}))
     mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -95,7 +95,6 @@ class Step:
         self._mask = mask if options.cpu else None  # TransformerEngine's layers are causal by themselves
 
     def run(self) -> None:
-        """Forward, backward, step."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens, labels = self._tokens[:, :-1].contiguous(), self._tokens[:, 1:].contiguous()
@@ -129,13 +128,12 @@ class Step:
         return {"optimizer_ms": optimizer / 1e3 / PROFILED, "gather_ms": gathers / 1e3 / PROFILED}
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What is printed."""
+    """Median step in ms, peak memory in GiB and the profile, after four steps of warm-up."""
     step = Step(options, device)
     for _ in range(4):
         step.run()

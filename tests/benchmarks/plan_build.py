@@ -51,7 +51,6 @@ class Counted(Seat):
     log: list[int] = field(default_factory=list)
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """Note it."""
         self.log.append(tensor.nbytes)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
@@ -94,7 +93,6 @@ def peak() -> int:
 
 
 def seconds(plan: zerocast.CastPlan) -> float:
-    """Time of a cast."""
     start = time.perf_counter()
     plan.cast()
     return time.perf_counter() - start

@@ -36,7 +36,6 @@ class Peak:
 
     @property
     def predicted(self) -> int:
-        """Sum of the terms."""
         return sum(self.terms.values())
 
 

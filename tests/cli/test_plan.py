@@ -21,6 +21,7 @@ from tests.optim.traffic import recorded
 from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.cli import main
+from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
 from zerocast.optim.reduction import Filling, Reduction
 
@@ -101,6 +102,18 @@ def test_low_precision_saves_memory(fmt, gib, parallel):
     assert max(plain.memory["buckets"], quantized.memory["buckets"]) < 1.25 * 2**30
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "fsdp2"])
+def test_quantized_gradients_halve_their_bytes(capsys, parallel):
+    """1.03 bytes an element in place of 2, and nothing else changes on the wire."""
+    arguments = ["plan", "--model", "llama3-8b", "--ranks", "8", "--parallel", parallel, "--json"]
+    wires = []
+    for options in ([], ["--grad-wire", "fp8_1x128"]):
+        assert main([*arguments, *options]) == 0
+        wires.append(json.loads(capsys.readouterr().out)["footprints"][0]["wire"])
+    assert wires[1].pop("all-to-all") == pytest.approx(wires[0].pop("reduce-scatter") * 33 / 64, rel=1e-6)
+    assert wires[0] == wires[1]
+
+
 def chain(fmt: str) -> nn.Sequential:
     """Layers with small activations and weights of several sizes, plain parameters between them."""
     sizes = (256, 512, 128, 640, 256)
@@ -138,6 +151,7 @@ def gradients_at_the_most(fmt: str, stage: int, config: ZeroConfig) -> int:
         mock.patch.object(reducer, "_fill", watched(reducer._fill)),
         mock.patch.object(Filling, "packed", watched(Filling.packed)),
         mock.patch.object(Reduction, "__init__", watched(Reduction.__init__)),
+        mock.patch.object(QuantizedReduceScatter, "__init__", watched(QuantizedReduceScatter.__init__)),
     ):
         loss.backward()
     assert len(levels) > len(list(model.parameters()))
@@ -146,8 +160,13 @@ def gradients_at_the_most(fmt: str, stage: int, config: ZeroConfig) -> int:
 
 @pytest.mark.parametrize(
     "config",
-    [ZeroConfig(2**18), ZeroConfig(2**18, grad_dtype=torch.float32), ZeroConfig(2**18, deterministic=True)],
-    ids=["bf16", "fp32", "deterministic"],
+    [
+        ZeroConfig(2**18),
+        ZeroConfig(2**18, grad_dtype=torch.float32),
+        ZeroConfig(2**18, deterministic=True),
+        ZeroConfig(2**18, grad_wire="fp8_1x128"),
+    ],
+    ids=["bf16", "fp32", "deterministic", "fp8 wire"],
 )
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
@@ -189,6 +208,8 @@ def test_fsdp_gathers_codes_and_scales():
     assert planned.wire["all-reduce"] == 2 * 3 * 2 * 7 // 8  # three tensor amaxes in bf16; no block is cut
     assert planned.memory["weights"] == 3 * sent + 2 * 8 * sent
     assert planned.memory["moments"] == 8 * 3 * shard
+    quantized = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(grad_wire="fp8_1x128")))
+    assert quantized.wire["all-to-all"] == 7 * 3 * (shard + shard // 32)
     replicated = footprint(parameters, "nvfp4", Setup("hsdp", 16, 8))
     assert replicated.memory == planned.memory
     assert replicated.wire["all-reduce"] - planned.wire["all-reduce"] == 3 * shard * 2

@@ -83,25 +83,20 @@ class Simulated(Group):
     exchange: Exchange = field(kw_only=True)
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """MAX in place."""
         tensor.copy_(self._meet("max", tensor.clone(), lambda parts: torch.stack(parts).amax(0)))
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
-        """SUM in place."""
         tensor.copy_(self._meet("sum", tensor.clone(), lambda parts: torch.stack(parts).sum(0)))
 
     def all_gather_into(self, out: Tensor, part: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
-        """The parts by rank."""
         out.copy_(self._meet("all-gather", part, torch.cat))
         return None
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        """The values by rank."""
         found: list[Any] = self._meet("objects", value, lambda parts: list(parts))
         return found
 
     def broadcast_object(self, value: Any, what: str = "an object", root: int = 0) -> Any:
-        """The root's value."""
         return self._meet(f"object of {root}", value, lambda parts: parts[root])
 
     def _meet(self, kind: str, part: Any, combine: Callable[[list[Any]], Any]) -> Any:

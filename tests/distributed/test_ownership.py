@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[Callable[[Passed], None], type[Exception], str]] = {
 }
 
 
-FAST = {"another weight", "overlap"}  # of 2,048 ranks; the others take a few seconds each
+FAST = {"another weight"}  # of 2,048 ranks; the others take a few seconds each
 CASES = [
     pytest.param(world, mistake, marks=[pytest.mark.slow] if world == MANY and mistake not in FAST else [])
     for world in WORLDS

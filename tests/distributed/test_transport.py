@@ -151,7 +151,7 @@ def test_an_error_on_the_way_says_what_failed(name: str) -> None:
 
 
 class Odd(RuntimeError):
-    """Made of two arguments."""
+    """An error that cannot be made from one argument."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first, second)

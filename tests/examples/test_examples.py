@@ -258,7 +258,7 @@ def test_demo_writes_table_picture_and_json(text: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.timeout(200)
 def test_demo_shows_the_console_of_a_run_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert demo.main(["--out", str(tmp_path), "--steps", "0"]) == 1
+    assert demo.main(["--out", str(tmp_path), "--ranks", "1", "--steps", "0"]) == 1
     assert "steps must be at least 1, got 0" in capsys.readouterr().out
     assert not (tmp_path / "results.json").exists()
 

@@ -104,7 +104,7 @@ def spread(grid: F32, block: Block, shape: tuple[int, int]) -> F32:
 
 
 def scale_from_amax(amax: F32, fp8_max: float, pow2: bool, eps: float) -> F32:
-    """Section 1.2."""
+    """scale_from_amax of docs/formats, in FP32 arithmetic."""
     a = np.where(amax < np.float32(eps), np.float32(eps), amax)
     with np.errstate(divide="ignore", over="ignore"):
         s = np.minimum(np.float32(fp8_max) / a, FLT_MAX)
@@ -316,3 +316,29 @@ def delayed_update(
         with np.errstate(over="ignore"):
             fresh = np.float32(fp8_max * 2.0**-margin) / chosen
     return new, np.float32(FLT_MAX) if np.isinf(fresh) else fresh
+
+
+def gradient_message(x: F32) -> U8:
+    """The bytes in which a part of a gradient travels (docs/formats/fp8_1x128.md)."""
+    groups = np.zeros(up(len(x), 128), np.float32)
+    groups[: len(x)] = x
+    groups = groups.reshape(-1, 128)
+    amax = np.abs(groups).max(1, initial=0)  # NaN if any is
+    with np.errstate(all="ignore"):
+        scale = np.where(amax == 0, ONE, np.minimum(np.float32(448.0) / amax, FLT_MAX)).astype(np.float32)
+        scale = np.where(np.isfinite(amax), scale, np.float32(np.nan))
+        codes = encode("e4m3", groups * scale[:, None]).reshape(-1)[: len(x)]
+        scale_inv = np.where(np.isnan(scale), np.float32(np.nan), ONE / scale)
+    return np.concatenate([np.pad(part, (0, -len(part) % 16)) for part in (codes, scale_inv.view(np.uint8))])
+
+
+def gradient_mean(messages: list[U8], numel: int, divisor: int) -> F32:
+    """The f32 sum of these messages in their order, over `divisor`."""
+    total = None
+    with np.errstate(all="ignore"):
+        for message in messages:
+            scale_inv = message[up(numel, 16) :][: up(numel, 128) // 32].view(np.float32)
+            value = decode("e4m3", message[:numel]) * np.repeat(scale_inv, 128)[:numel]
+            total = value if total is None else total + value
+        assert total is not None
+        return (total / np.float32(divisor)).astype(np.float32)

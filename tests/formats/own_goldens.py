@@ -52,7 +52,6 @@ def golden(name: str, nominal: str, content: str, settings: model.Settings) -> d
 
 
 def main() -> None:
-    """Write all of them."""
     drawn = itertools.product(CASES, NOMINAL, CONTENTS)
     entries = [json.dumps(golden(name, nominal, content, settings)) for (name, settings), nominal, content in drawn]
     PATH.write_text("[\n " + ",\n ".join(entries) + "\n]\n")

@@ -50,7 +50,6 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def save(model: Any, optimizer: Any, path: str) -> None:
-    """Through torch.distributed.checkpoint."""
     dcp.save(state_of(model, optimizer), checkpoint_id=path)
 
 
@@ -77,7 +76,6 @@ def contents(model: Any, optimizer: Any) -> dict[str, str]:
 
 
 def saved(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
-    """Three steps, saved."""
     model, optimizer = build(where, formats)
     models.train(model, optimizer, range(3), WIDTH, rank=dist.get_rank() // 2 if where == "tp" else None)
     save(model, optimizer, path)

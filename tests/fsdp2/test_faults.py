@@ -154,7 +154,6 @@ class FirstPass(TorchDispatchMode):
     """Memory runs out when the first masters of a step are written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write, and run out."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.zerocast.adam_amax.default:
             raise torch.OutOfMemoryError("injected")

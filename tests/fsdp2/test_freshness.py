@@ -29,7 +29,7 @@ from tests.workers import Ranks
 
 
 def double(tensor: Any) -> Any:
-    """A changed copy."""
+    """A changed copy without history for autograd."""
     return (tensor.detach().clone() * 2 + 0.125).detach()
 
 
@@ -264,14 +264,13 @@ def test_compiled_optimizers(ranks: Ranks, name: str) -> None:
 
 
 class Own(torch.optim.Optimizer):
-    """Somebody's optimizer."""
+    """A user's optimizer, which writes masters with operators of torch."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Down."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter -= 0.01 * parameter.grad

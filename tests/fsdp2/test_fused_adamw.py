@@ -95,7 +95,6 @@ class Stages(TorchDispatchMode):
         self.op, self.calls = getattr(torch.ops.zerocast, name).default, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one stage more."""
         self.calls += func is self.op
         return func(*args, **(kwargs or {}))
 
@@ -133,7 +132,6 @@ class Kernel(torch.optim.Optimizer):
     """Writes as a kernel of somebody's own does, past torch's dispatcher."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make all parameters larger."""
         for parameter in self.param_groups[0]["params"]:
             parameter._local_tensor.plain.mul_(3.0)
 

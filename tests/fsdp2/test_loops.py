@@ -36,7 +36,6 @@ class Rooted(Net):
         self.recipe |= {"first.weight": models.DELAYED, "last.weight": "nvfp4"}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Through all of them."""
         return self.last(super().forward(self.first(x)))  # type: ignore[no-any-return]
 
 
@@ -49,13 +48,12 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def forget(model: nn.Module) -> None:
-    """The gradients."""
     for parameter in models.held(model):
         parameter.grad = None
 
 
 class Broken(Exception):
-    """What a loop catches."""
+    """What a training loop catches and goes on from."""
 
 
 @contextlib.contextmanager
@@ -88,7 +86,7 @@ def breaking_backward(module: nn.Module) -> Iterator[None]:
 
 
 def gathered_by_hand(model: Any) -> None:
-    """Waited for by nobody."""
+    """Gathers are issued and nobody waits for their handles."""
     for block in model.blocks:
         block.unshard(async_op=True)
 
@@ -108,7 +106,7 @@ def evaluated(model: Any) -> None:
 
 
 def by_itself(model: Any) -> None:
-    """A module within it."""
+    """A forward pass of a block without the root's."""
     with torch.no_grad():
         model.blocks[1](models.batch(100, 64))
 

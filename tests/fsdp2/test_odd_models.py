@@ -27,13 +27,10 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after the other."""
         return x + self.experts[3](self.experts[0](x))  # type: ignore[no-any-return]
 
 
 class Routed(nn.Module):
-    """Two blocks of experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Experts() for _ in range(2))
@@ -56,7 +53,6 @@ class Grouped(nn.Module):
         self.down = nn.Parameter(torch.randn(3, 64, 96) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Up and down."""
         ends = torch.arange(1, 4, dtype=torch.int32, device=x.device) * self.share
         hidden = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
         return x + torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
@@ -79,7 +75,7 @@ class OfExperts(nn.Module):
 
 
 class Attentive(nn.Module):
-    """Torch's own transformer layer."""
+    """A block is torch's own transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +83,6 @@ class Attentive(nn.Module):
         self.recipe = {"*.in_proj_weight": "nvfp4", "*.linear?.weight": "mxfp8", "*.out_proj.weight": models.DELAYED}
 
     def forward(self, x: Tensor) -> Tensor:
-        """One sequence."""
         return self.blocks[0](x[None])  # type: ignore[no-any-return]
 
 

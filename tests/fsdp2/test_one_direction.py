@@ -20,7 +20,6 @@ WIDTH = 64
 
 
 def build(one_direction: bool, hidden: int, make: type[Net] = Net, root_reshards: bool = True) -> Any:
-    """Two blocks, all mxfp8."""
     model = make(("mxfp8",) * 2, WIDTH, hidden)
     with pytest.warns(FutureWarning, match="take the format mxfp8:block=32x32") if one_direction else nullcontext():
         zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), one_direction=one_direction)

@@ -111,7 +111,6 @@ def differences(name: str, wanted: tuple[str, ...] = (), backend: str = "") -> l
 
 
 def all_differences(*wanted: str) -> list[str]:
-    """Of all classes."""
     return [text for name in CLASSES for text in differences(name, wanted)]
 
 

@@ -25,7 +25,6 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 
 def twice(model: nn.Module) -> nn.Module:
-    """Prepared two times."""
     return prepare(prepare(model, NVFP4), NVFP4)
 
 
@@ -135,7 +134,6 @@ ON_RANKS: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def said(case: str) -> str:
-    """What is raised."""
     try:
         ON_RANKS[case][0]()
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:

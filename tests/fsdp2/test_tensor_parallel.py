@@ -31,7 +31,6 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Two layers."""
         return self.down(torch.relu(self.up(x)))
 
 

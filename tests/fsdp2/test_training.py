@@ -125,7 +125,6 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def in_a_way(name: str) -> list[str]:
-    """Complaints over a step."""
     return trained(steps=1, **WAYS[name][1])
 
 
@@ -202,7 +201,7 @@ def saved(path: str) -> dict[str, str]:
 
 
 def loaded(path: str) -> tuple[dict[str, str], list[str]]:
-    """Into other ranks."""
+    """A checkpoint loaded into a new model: its contents and complaints about its bytes."""
     model = gpt(MIXED)
     state = {"model": model.state_dict(), "zerocast": zerocast.fsdp2.state_dict(model)}
     dcp.load(state, checkpoint_id=path)
@@ -262,7 +261,7 @@ def loaded_whole(path: str, replicas: int) -> tuple[dict[str, str], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("saver", "loader", "replicas"), [(2, 3, 1), (4, 2, 1), (2, 4, 2)])
 def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: int, loader: int, replicas: int) -> None:
-    """Two optimizers' moments too."""
+    """Moments of two optimizers are redistributed as well."""
     expected = ranks(saver)(saved_whole, str(tmp_path / "it"))[0]
     for found, complaints in ranks(loader)(loaded_whole, str(tmp_path / "it"), replicas):
         assert found == expected

@@ -33,7 +33,6 @@ class Event:
     waits: ClassVar[list[tuple[int, int]]] = []  # (the step that recorded it, the step that waited)
 
     def record(self) -> None:
-        """Note the step."""
         self._recorded = Event.now
 
     def synchronize(self) -> None:
@@ -41,7 +40,7 @@ class Event:
         Event.waits.append((self._recorded, Event.now))
 
     def query(self) -> bool:
-        """Arrived at last."""
+        """The event has passed whenever somebody asks."""
         return True
 
 

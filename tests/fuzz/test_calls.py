@@ -115,6 +115,7 @@ def test_optimizers(seconds: float) -> None:
         "bucket_size": st.sampled_from((1, 100, 0, -5, 2**40, 1.5, None)),
         "deterministic": st.booleans(),
         "grad_dtype": st.sampled_from((None, torch.float32, torch.bfloat16, torch.int32)),
+        "grad_wire": st.sampled_from((None, "fp8_1x128", "fp8", 8)),
         "moment_dtype": st.sampled_from((torch.float32, torch.bfloat16, torch.float16, None)),
         "verify_every": st.sampled_from((None, 1, 0, -1)),
     }

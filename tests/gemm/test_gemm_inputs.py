@@ -128,7 +128,9 @@ def test_a_tensor_that_does_not_end_with_a_vector(quantizers: Any, seed: int) ->
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("shape", [(1, 128), (56, 256), (128, 128), (200, 384)])
+@pytest.mark.parametrize(
+    "shape", [(1, 128), (56, 256), (128, 128), pytest.param((200, 384), marks=pytest.mark.long_interpreted)]
+)
 def test_groups_of_rows_and_of_columns(quantizers: Any, shape: tuple[int, int], power_of_2: bool, seed: int) -> None:
     """Those of a matrix and of its transpose, or of a weight with 128x128 blocks, both padded with zeros; strides are those
     that a graph is told.
@@ -201,7 +203,7 @@ def test_quantizing_in_both_directions_are_ops(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("content", FINITE)
 def test_what_a_compiler_is_given_are_the_same_bytes(content: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other operations, which fuse."""
+    """A compiled graph quantizes with plain operators, which it can fuse."""
     x = drawn(content, (256, 384), torch.bfloat16, seed)
 
     def found() -> list[Tensor]:

@@ -53,7 +53,6 @@ class Fused(HostUnderTest):
         return {"backward": lambda: self._run.probe.backward(number, self._run.rank), "step": self._step}
 
     def forget(self) -> None:
-        """By the optimizer."""
         self._optimizer.zero_grad()
 
     def _step(self) -> None:
@@ -70,14 +69,12 @@ class Fused(HostUnderTest):
         dist.barrier()
 
     def load(self) -> int:
-        """The newest."""
         number = max(int(path.stem) for path in self.folder.glob("*.pt"))
         checkpoints.load(self._run, str(self.folder / f"{number}.pt"))
         assert not self._optimizer._params_buckets, "nothing is left to gather of a step that raised"
         return number
 
     def refreshes(self) -> Calls:
-        """By hand."""
         return {"refresh": self._optimizer.refresh}
 
     def everything(self) -> casts.Bytes:
@@ -109,7 +106,6 @@ class Fused(HostUnderTest):
 
     @property
     def verified(self) -> Any:
-        """The optimizer."""
         return self._optimizer
 
     def states_that_do_not_fit(self) -> Calls:

@@ -61,7 +61,6 @@ class Prepared(HostUnderTest):
         }
 
     def forget(self) -> None:
-        """By the optimizer."""
         self._optimizer.zero_grad()
 
     def _gather(self) -> None:
@@ -80,11 +79,9 @@ class Prepared(HostUnderTest):
         self._forward()
 
     def save(self, number: int) -> None:
-        """Of masters and moments."""
         self._checkpoints.save(self._state, number)
 
     def load(self) -> int:
-        """The newest, in place."""
         return self._checkpoints.load(self._state)
 
     def everything(self) -> casts.Bytes:
@@ -95,7 +92,6 @@ class Prepared(HostUnderTest):
         return found
 
     def whole(self) -> dict[str, Tensor]:
-        """From the state."""
         return self._leaves()
 
     def _leaves(self) -> dict[str, Tensor]:
@@ -138,7 +134,6 @@ class Prepared(HostUnderTest):
 
     @property
     def verified(self) -> Any:
-        """The model."""
         return self._model
 
     def states_that_do_not_fit(self) -> Calls:

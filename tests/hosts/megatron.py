@@ -82,7 +82,6 @@ class Megatron(HostUnderTest):
         self._loss = self.run.forward(number)
 
     def update(self) -> None:
-        """The host's step."""
         self.run.optimizer.step()
 
     def save(self, number: int) -> None:
@@ -100,7 +99,6 @@ class Megatron(HostUnderTest):
         return number
 
     def refreshes(self) -> Calls:
-        """By hand."""
         return {"refresh": self.attachment.refresh}
 
     def mend(self) -> str:
@@ -146,7 +144,7 @@ class Megatron(HostUnderTest):
         return self.run.ddp.module.sharded_state_dict(metadata=METADATA)
 
     def live(self) -> dict[str, dict[str, Tensor]]:
-        """Of plain parameters too."""
+        """Plain parameters are live bytes, too."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, param in self.run.ddp.named_parameters():
             held = param.state.buffers if isinstance(param, QuantizedWeight) else {"rowwise_data": param.data}
@@ -155,7 +153,6 @@ class Megatron(HostUnderTest):
 
     @property
     def verified(self) -> Any:
-        """The attachment."""
         return self.attachment
 
 

@@ -79,7 +79,6 @@ class Recorder:
                 report.user_properties.append(("shows", tuple(shown)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note it."""
         for shown in (Shown(*value) for name, value in report.user_properties if name == "shows"):
             if report.failed:
                 self._failed.add(shown)
@@ -137,7 +136,6 @@ def _is_installed(name: str) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option."""
     parser.addoption("--record-hosts", type=Path, metavar="FILE", help="write what tests marked `shows` have shown")
 
 

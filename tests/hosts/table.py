@@ -47,7 +47,7 @@ def _cell(by_device: dict[str, set[int]]) -> str:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """1-3, 5"""
+    """{1, 2, 3, 5} is written 1-3, 5."""
     places = count()
     runs = [list(run) for _, run in groupby(sorted(numbers), key=lambda number: number - next(places))]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -30,7 +30,7 @@ class Repeated:
             self._expected.append(self.run.everything())
 
     def calls(self) -> dict[str, Any]:
-        """From the load on."""
+        """The load, the refreshes and the phases of the third step, in order."""
         return {"load": self.run.load, **self.run.refreshes(), **self.run.phases(2)}
 
     def operators(self, where: str) -> int:

@@ -84,7 +84,7 @@ class HostUnderTest(abc.ABC):
     @property
     @abc.abstractmethod
     def verified(self) -> Any:
-        """What `zerocast.verify` is given."""
+        """The object that `zerocast.verify` is given."""
 
     def states_that_do_not_fit(self) -> dict[str, Callable[[], object]]:
         """Loads that are refused, with nothing changed."""
@@ -96,7 +96,6 @@ class HostUnderTest(abc.ABC):
         return "load"
 
     def step(self, number: int) -> None:
-        """A whole step."""
         for call in self.phases(number).values():
             call()
 
@@ -145,7 +144,7 @@ def variants(*quick: str) -> list[Any]:
 
 
 def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What differs, by name."""
+    """Names of the values that are not equal to the bit."""
     assert expected.keys() == found.keys()
     return [name for name, value in expected.items() if not np.array_equal(value, found[name])]
 

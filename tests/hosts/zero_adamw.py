@@ -74,7 +74,6 @@ class Zero(HostUnderTest):
         }
 
     def forget(self) -> None:
-        """By the optimizer."""
         self._optimizer.zero_grad()
 
     def _read(self) -> None:
@@ -91,11 +90,9 @@ class Zero(HostUnderTest):
         return {name: p for name, p in self._probe.named_parameters() if isinstance(p, QuantizedWeight)}
 
     def save(self, number: int) -> None:
-        """In place of nothing."""
         self._checkpoints.save(self._optimizer, number)
 
     def load(self) -> int:
-        """The newest."""
         return self._checkpoints.load(self._optimizer)
 
     def everything(self) -> casts.Bytes:
@@ -103,7 +100,6 @@ class Zero(HostUnderTest):
         return snapshot(self._trainer)
 
     def whole(self) -> dict[str, Tensor]:
-        """From the state."""
         state = self._optimizer.state_dict()
         found = {f"model.{name}": value for name, value in state["model"].items()}
         for name, held in (*state["optim"]["state"].items(), *state["zerocast"].items()):
@@ -138,7 +134,6 @@ class Zero(HostUnderTest):
 
     @property
     def verified(self) -> Any:
-        """The optimizer."""
         return self._optimizer
 
     def states_that_do_not_fit(self) -> Calls:

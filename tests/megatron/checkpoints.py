@@ -48,7 +48,6 @@ def load(run: Run, folder: str, kind: str) -> None:
 
 
 def attached(case: Case) -> Run:
-    """Built and attached."""
     with integration.quantized_params():
         run = build(case)
     integration.attach(run.optimizer, run.ddp)

@@ -44,7 +44,6 @@ class Parallel:
     overlap: bool = False
 
     def sizes(self) -> dict[str, int]:
-        """For `initialize_model_parallel`."""
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,

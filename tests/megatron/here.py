@@ -14,7 +14,7 @@ if not WHY_NOT:
 
 
 def device() -> torch.device:
-    """Of this rank's tensors."""
+    """Where tensors of this rank lie."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 

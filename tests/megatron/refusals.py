@@ -168,7 +168,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def say(name: str) -> str:
-    """What a case raises."""
+    """The message that a case raises."""
     with host():
         try:
             CASES[name]()

@@ -46,7 +46,7 @@ def said(name: str) -> str:
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel=said, formats=FORMATS.values(), ranks=lambda name: PARALLEL[name][0])
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", list(parameters()))
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, name: str) -> None:
     world, parallel = PARALLEL[name]
     for losses, stale, ok, plans in ranks(world)(train, parallel):

@@ -96,7 +96,7 @@ class Run:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Those of both libraries."""
+        """Quantized weights by name, zerocast's and TransformerEngine's."""
         return {n: p for n, p in self.ddp.module.named_parameters() if is_primary(p)}
 
     @property
@@ -134,7 +134,7 @@ class Run:
         return self.gathered(lambda one, master: master)
 
     def moments(self, key: str) -> dict[str, Tensor]:
-        """Likewise exp_avg or exp_avg_sq."""
+        """Unsharded moments by parameter; `key` is exp_avg or exp_avg_sq."""
         return self.gathered(lambda one, master: one.optimizer.state[master][key])
 
     def gathered(self, of: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = Fa
 
 
 def build(case: Case) -> Run:
-    """Inside `host_on_cpu` and `quantized_params`."""
+    """Built inside `host_on_cpu` and, for quantized weights, `quantized_params`."""
     ddp = build_chunk(case)
     return Run(ddp, build_optimizer(case, [ddp]), case)
 

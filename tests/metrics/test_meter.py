@@ -14,6 +14,7 @@ from tests.optim.runs import Run, Trainer
 from tests.optim.traffic import recorded
 from tests.workers import Ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
+from zerocast.formats.layout import GradientMessage
 from zerocast.metrics import Meter, Sample
 from zerocast.metrics.step_trace import Clock
 
@@ -95,15 +96,20 @@ def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:
     for buffer in optimizer._weights.buffers:
         expected["weight_gather"] += sum(flat.nbytes for flat in buffer.flats)
         bucket = buffer.bucket
-        expected["_reduce_scatter_base_"] += bucket.shard_numel * ranks * bucket.storage.grad_dtype.itemsize
+        if config.grad_wire:
+            expected["alltoall_base_"] += ranks * GradientMessage(bucket.shard_numel).nbytes
+        else:
+            expected["_reduce_scatter_base_"] += bucket.shard_numel * ranks * bucket.storage.grad_dtype.itemsize
     packed = optimizer._weights.plan.packed.buffer
     expected["allreduce_"] += packed.nbytes + 8  # and the norm, f64
     return sample, dict(expected), [call for call in measured if call not in plain]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(ranks: Ranks, overlap: bool) -> None:
-    for sample, expected, beyond in ranks(3)(sizes, ZeroConfig(overlap_all_gather=overlap)):
+@pytest.mark.parametrize("options", [{}, {"overlap_all_gather": True}, {"grad_wire": "fp8_1x128"}], ids=str)
+def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
+    for sample, expected, beyond in ranks(3)(sizes, ZeroConfig(**options)):
         assert sample.nbytes == expected
         assert beyond == [("all-gather", 3 * 8 * 8 * len(sample.weights))]
 

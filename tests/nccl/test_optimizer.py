@@ -18,6 +18,7 @@ RUNS = {
     "gradients put on parameters": Run(assign=True),
     "overlap": Run(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
     "fp32 gradients": Run(config=dataclasses.replace(DETERMINISTIC, grad_dtype=torch.float32)),
+    "fp8 wire": Run(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128"), max_norm=0.1),
     "stage 1": Run(stage=1, accumulate=2),
     "gathered scales": Run(
         specs=WHOLE, options=(ADAM,), steps=3, config=ZeroConfig(bucket_size=40_000, deterministic=True)

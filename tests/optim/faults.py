@@ -18,7 +18,7 @@ class OutOfMemory(TorchDispatchMode):
         self.count, self._at, self._afterwards = 0, at, afterwards
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and run out."""
+        """Count operators; raise at the chosen one."""
         if func.namespace == "profiler":  # around each step, by torch
             return func(*args, **(kwargs or {}))
         dies, self.count = self.count == self._at, self.count + 1

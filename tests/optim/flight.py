@@ -17,7 +17,6 @@ class Slow:
         self._land = land
 
     def wait(self) -> None:
-        """Let it land."""
         self._land()
 
 

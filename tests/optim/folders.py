@@ -7,7 +7,6 @@ from zerocast.optim import Checkpoints
 
 
 def names(folder: Path) -> list[str]:
-    """What a folder holds."""
     return sorted(path.name for path in folder.iterdir())
 
 

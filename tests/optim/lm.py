@@ -31,7 +31,6 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual."""
         hidden = self.up(self.norm(x.float()).to(x.dtype))
         return x + self.down(functional.silu(hidden))
 

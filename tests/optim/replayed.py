@@ -72,7 +72,6 @@ class Trainee:
                 group["lr"] *= 0.7
 
     def ordinary_step(self) -> Tensor:
-        """Clip and step."""
         limit = self.case.max_norm
         norm = self.optimizer.clip_grad_norm_(1e30 if limit is None else limit)
         self.optimizer.step()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests import casts
+from tests.formats import model
 from tests.optim.probe import MIXED, PLAIN, Probe, Spec
 from tests.optim.undistributed import F32, Undistributed, mean
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
@@ -43,7 +44,6 @@ class Run:
         return 0.5 + 0.5 * math.cos(step / 5) if self.schedule else 1.0
 
     def options_at(self, step: int) -> list[dict[str, Any]]:
-        """Hyper-parameters by group."""
         return [{**options, "lr": options["lr"] * self.factor(step)} for options in self.options]
 
     def local(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
@@ -57,10 +57,18 @@ class Run:
         return None if total is None else total.to(self.config.grad_dtype or spec.dtype)
 
     def rounds(self, spec: Spec, step: int, ranks: int) -> list[F32]:
-        """Each round's mean over the ranks."""
+        """Each round's mean over the ranks, of what arrives of each contribution."""
         passes = range(step * self.accumulate, (step + 1) * self.accumulate)
         parts = [passes] if self.no_sync or self.stage == 1 else [range(p, p + 1) for p in passes]
-        return [mean([self.local(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
+        return [mean([self.sent(spec, part, rank) for rank in range(ranks)], spec) for part in parts]
+
+    def sent(self, spec: Spec, passes: range, rank: int) -> Tensor | None:
+        """What an owner decodes of a rank's gradient; groups of 128 begin where a parameter begins, however it is cut."""
+        local = self.local(spec, passes, rank)
+        if local is None or self.config.grad_wire is None:
+            return local
+        message = model.gradient_message(local.float().reshape(-1).numpy())
+        return torch.from_numpy(model.gradient_mean([message], local.numel(), 1)).view(local.shape)
 
 
 class Trainer:
@@ -94,7 +102,6 @@ class Trainer:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def step(self, step: int) -> None:
-        """One whole step."""
         self.backward(step)
         if self.run.max_norm is not None:
             self.optimizer.clip_grad_norm_(self.run.max_norm)

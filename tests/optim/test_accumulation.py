@@ -13,6 +13,7 @@ from zerocast.optim.reduced_gradient import ReducedGradient
 
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
 BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
+FP8_WIRE = ZeroConfig(bucket_size=3000, grad_wire="fp8_1x128")
 OVERLAP = ZeroConfig(bucket_size=3000, deterministic=True, overlap_all_gather=True)
 RUNS = {
     "no_sync": Run(accumulate=3, max_norm=0.1),
@@ -21,6 +22,8 @@ RUNS = {
     "no_sync, stage 1": Run(accumulate=3, stage=1, max_norm=0.1),
     "every pass reduced": Run(accumulate=3, no_sync=False, max_norm=0.1),
     "every pass reduced, fp32 gradients": Run(accumulate=3, no_sync=False, config=FP32_GRADIENTS),
+    "no_sync, fp8 wire": Run(accumulate=3, config=FP8_WIRE, max_norm=0.1),
+    "every pass reduced, fp8 wire": Run(accumulate=3, no_sync=False, config=FP8_WIRE),
     "every pass reduced, stage 1": Run(accumulate=3, no_sync=False, stage=1, max_norm=0.1),
     "every pass reduced, overlap": Run(accumulate=2, no_sync=False, config=OVERLAP),
 }
@@ -28,7 +31,15 @@ RUNS = {
 
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
 @pytest.mark.parametrize(
-    "run", some(RUNS, "no_sync", "no_sync, stage 1", "every pass reduced", "every pass reduced, overlap")
+    "run",
+    some(
+        RUNS,
+        "no_sync",
+        "no_sync, stage 1",
+        "every pass reduced",
+        "every pass reduced, overlap",
+        "every pass reduced, fp8 wire",
+    ),
 )
 def test_accumulated_gradients(ranks, world, run):
     ranks(world)(check, run)

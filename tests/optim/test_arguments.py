@@ -101,6 +101,7 @@ DIFFERENT: dict[str, Callable[[], object]] = {
     "stage": lambda: ZeroAdamW(linear().named_parameters(), stage=1),
     "bucket size": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(bucket_size=7)),
     "deterministic": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(deterministic=True)),
+    "wire": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_wire="fp8_1x128")),
     "overlap": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(overlap_all_gather=True)),
     "moments": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(moment_dtype=torch.bfloat16)),
     "gradients": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_dtype=FP32)),
@@ -125,7 +126,16 @@ def test_ranks_that_differ(ranks, what):
 
 
 @pytest.mark.parametrize(
-    "options", [{"bucket_size": 0}, {"bucket_size": -1}, {"grad_dtype": torch.float16}, {"moment_dtype": torch.float16}]
+    "options",
+    [
+        {"bucket_size": 0},
+        {"bucket_size": -1},
+        {"grad_dtype": torch.float16},
+        {"grad_wire": "fp8"},
+        {"grad_wire": ""},
+        {"grad_wire": torch.float8_e4m3fn},
+        {"moment_dtype": torch.float16},
+    ],
 )
 def test_config_is_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -72,7 +72,6 @@ class SharedBlocks(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """Bottom, three segments, outer."""
         x = self.bottom(x)
         for _ in range(3):
             x = (

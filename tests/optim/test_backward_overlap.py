@@ -19,7 +19,6 @@ LAYERS = 6
 
 
 def model(fmt: str | None) -> nn.Sequential:
-    """Linear layers with biases."""
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
     if fmt is not None:
         zerocast.quantize_(layers, zerocast.Recipe({"*.weight": fmt}))
@@ -40,10 +39,10 @@ def events(fmt: str | None, config: ZeroConfig, stage: int) -> list[Any]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("fmt", [None, "nvfp4", "mxfp8"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_first_reduction_starts_before_the_last_gradient_exists(ranks, fmt, deterministic, stage):
-    kind = "all-to-all" if deterministic else "reduce-scatter"
-    config = ZeroConfig(bucket_size=64 * 64, deterministic=deterministic)
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}, {"grad_wire": "fp8_1x128"}], ids=str)
+def test_the_first_reduction_starts_before_the_last_gradient_exists(ranks, fmt, how, stage):
+    kind = "all-to-all" if how else "reduce-scatter"
+    config = ZeroConfig(bucket_size=64 * 64, **how)
     first, second = ranks(2)(events, fmt, config, stage)
     assert first == second, "collectives in one order on every rank"
     names = [name for name in first if name != kind]

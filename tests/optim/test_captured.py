@@ -16,7 +16,7 @@ from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
 from zerocast.optim import device_step
-from zerocast.optim.bucket_bytes import BucketBytes
+from zerocast.optim.foreign_writes import ForeignWrites
 from zerocast.weight import state as weight_state
 
 KEPT = dataclasses.replace(DETERMINISTIC, keep_columnwise=True)
@@ -25,6 +25,7 @@ CASES = {
     "not clipped": Case(max_norm=None),
     "overlap": Case(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)),
     "library order": Case(config=ZeroConfig(bucket_size=4096)),
+    "fp8 wire": Case(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")),
     "stage 1": Case(stage=1),
     "kept columnwise copies": Case(config=KEPT),
     "bf16 moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),
@@ -35,7 +36,6 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the parameters are."""
     if request.param == "cuda":
         _need_kernels()
     return str(request.param)
@@ -203,7 +203,7 @@ def graph(work: device_step.Work) -> device_step.Work:
     """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
 
     def replay() -> None:
-        with mock.patch.object(BucketBytes, "note"):
+        with mock.patch.object(ForeignWrites, "note"):
             work()
 
     return replay

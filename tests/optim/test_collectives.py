@@ -73,6 +73,26 @@ def test_deterministic_exchanges_in_their_place(ranks):
         assert calls == {"all-reduce": 1, "all-gather": buckets + two + 1, "all-to-all": buckets}
 
 
+def sent_bytes(grad_dtype: torch.dtype | None) -> tuple[int, int]:
+    """The bytes that a rank's messages of a step take, and the elements of its buckets."""
+    config = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128", grad_dtype=grad_dtype)
+    trainer = Trainer(Run(MODEL, options=(ADAM,), config=config))
+    with recorded() as log:
+        trainer.step(0)
+    assert "reduce-scatter" not in [kind for kind, _ in log]
+    exchanged = [nbytes for kind, nbytes in log if kind == "all-to-all"]
+    assert len(exchanged) == len(buckets_of(trainer))
+    return sum(exchanged), sum(bucket.numel for bucket in buckets_of(trainer))
+
+
+@pytest.mark.parametrize("grad_dtype", [None, FP32])
+@pytest.mark.parametrize("world", [2, 3])
+def test_quantized_gradients_take_a_code_an_element_and_a_scale_for_128(ranks, world, grad_dtype):
+    """Messages are padded to 16 bytes, which these small buckets feel."""
+    for nbytes, elements in ranks(world)(sent_bytes, grad_dtype):
+        assert elements + elements // 32 <= nbytes <= elements + elements // 32 + 12 * 7 * world
+
+
 def accumulated(no_sync: bool) -> int:
     """Reduce-scatters of a step of three backward passes."""
     trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=no_sync, config=ZeroConfig()))
@@ -152,8 +172,6 @@ def test_reading_does_not_communicate(ranks):
 
 
 class Names(TorchDispatchMode):
-    """The operators that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()

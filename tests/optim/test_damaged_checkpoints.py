@@ -13,7 +13,7 @@ from tests.optim.folders import names, saved
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import optim
-from zerocast.checkpoint.sources import manifest
+from zerocast.checkpoint import manifest
 from zerocast.optim import Checkpoints
 
 

@@ -17,7 +17,7 @@ from tests.optim.folders import names
 from tests.optim.runs import Run, Trainer, snapshot
 from tests.optim.test_resume import train
 from zerocast import optim
-from zerocast.checkpoint.sources.manifest import Manifest
+from zerocast.checkpoint.manifest import Manifest
 from zerocast.optim import Checkpoints
 
 

@@ -31,7 +31,6 @@ def on_part_of_the_ranks(kind: str) -> None:
 
 
 def mean_over(members: list[int], run: Run, spec: Spec, step: int) -> Any:
-    """Over some ranks only."""
     return mean([run.local(spec, range(step, step + 1), rank) for rank in members], spec)
 
 

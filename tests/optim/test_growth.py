@@ -27,7 +27,6 @@ def model() -> nn.Sequential:
 
 
 def train(made: nn.Module, *optimizers: ZeroAdamW) -> None:
-    """One step of each."""
     for optimizer in optimizers:
         made(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
         optimizer.clip_grad_norm_(1.0)

@@ -89,7 +89,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def reference(ranks):
-    """`unsharded`, each once."""
+    """`unsharded`, computed once for each pair of arguments."""
     return functools.cache(lambda world, grad_dtype: np.array(ranks(1)(unsharded, world, 100, grad_dtype)[0]))
 
 

@@ -43,7 +43,6 @@ def gradient(shape: tuple[int, ...] = (8, 8)) -> tuple[ReducedGradient, ZeroAdam
 
 
 def aten_operators() -> Iterator[Any]:
-    """Every overload of aten's."""
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         if namespace == "aten":
@@ -294,7 +293,7 @@ def test_gradients_hold_no_model():
 
 
 def debugged(stage: int) -> str:
-    """Ranks that clip apart."""
+    """In debug mode one rank clips while the others step."""
     zerocast.set_debug(True)
     try:
         trainer = trained(stage)

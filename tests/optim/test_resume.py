@@ -14,7 +14,6 @@ from zerocast import ZeroConfig, optim
 
 
 def with_dcp_save(trainer: Trainer, path: str) -> None:
-    """torch.distributed.checkpoint by hand."""
     dcp.save(trainer.optimizer.state_dict(), checkpoint_id=path)
 
 
@@ -26,7 +25,6 @@ def with_dcp_load(trainer: Trainer, path: str) -> None:
 
 
 def train(trainer: Trainer, steps: range) -> None:
-    """Some steps."""
     for step in steps:
         trainer.step(step)
 

@@ -16,6 +16,7 @@ from zerocast import ZeroConfig
 
 OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
 LIBRARY_ORDER = ZeroConfig(bucket_size=4096)
+FP8_WIRE = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")
 
 
 def everything(trainer: Trainer) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def skip(run: Run, name: str, value: float, culprit: int, clip: bool) -> None:
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         gradients = {spec.name: run.rounds(spec, step, ranks) for spec in run.specs}
-        if run.config.deterministic:
+        if run.config.deterministic or run.config.grad_wire:
             reference.step(gradients, run.options, 0.1 if clip else None)
             assert_equals(trainer, reference, f"rank {trainer.rank}, step {step}")
     assert trainer.optimizer.skipped_steps == 2
@@ -82,8 +83,9 @@ def skip(run: Run, name: str, value: float, culprit: int, clip: bool) -> None:
         (Run(stage=1), "norm", False),
         (Run(config=OVERLAP), "mx", False),
         (Run(config=LIBRARY_ORDER), "block", True),
+        (Run(config=FP8_WIRE), "nv", True),
     ],
-    ids=["clip", "plain", "stage 1", "overlap", "library order"],
+    ids=["clip", "plain", "stage 1", "overlap", "library order", "fp8 wire"],
 )
 def test_nothing_changes(ranks, run, name, clip, value):
     skip(run, name, value, 0, clip)

@@ -37,7 +37,6 @@ KEYS = (
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name."""
     if not isinstance(state, dict):
         return {prefix[1:]: state}
     return {name: leaf for key, value in state.items() for name, leaf in flat(value, f"{prefix}.{key}").items()}

@@ -29,7 +29,7 @@ class Held:
         self._land, self._failures = land, failures
 
     def wait(self) -> None:
-        """Let it land, late."""
+        """Land 0.2 s later, or fail as often as it was told."""
         time.sleep(0.2)
         if self._failures:
             self._failures.pop()
@@ -103,7 +103,6 @@ class Stream:
         self.device, self.waits = torch.device("cuda", 0), 0
 
     def wait_event(self, event: Any) -> None:
-        """Note it."""
         self.waits += 1
 
 
@@ -113,10 +112,9 @@ class Event:
     passed = False
 
     def record(self, stream: Stream) -> None:
-        """Nothing to record."""
+        """An event that a stub records holds nothing."""
 
     def query(self) -> bool:
-        """Whether it has."""
         return Event.passed
 
 

@@ -13,7 +13,7 @@ from tests import casts
 from tests.optim.runs import Run, Trainer, snapshot
 from tests.optim.test_resume import train
 from zerocast import optim
-from zerocast.checkpoint.sources import manifest
+from zerocast.checkpoint import manifest
 
 
 class Runs:
@@ -33,7 +33,7 @@ def saved(path: Path) -> None:
 
 
 def plant_metadata(path: Path, trap: Path) -> None:
-    """Code instead of metadata."""
+    """Put a pickle that runs code in the place of the metadata."""
     (path / ".metadata").write_bytes(pickle.dumps(Runs(trap)))
 
 

@@ -17,6 +17,7 @@ TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
 BF16_MOMENTS = ZeroConfig(bucket_size=3000, deterministic=True, moment_dtype=BF16)
 BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
+FP8_WIRE = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")  # adds in rank order without `deterministic`
 
 RUNS = {
     "plain": Run(),
@@ -29,6 +30,9 @@ RUNS = {
     "fp32 gradients": Run(config=FP32_GRADIENTS, max_norm=0.1),
     "bf16 gradients": Run(config=BF16_GRADIENTS, max_norm=0.1),
     "bf16 moments": Run(config=BF16_MOMENTS, max_norm=0.1),
+    "fp8 wire": Run(config=FP8_WIRE, max_norm=0.1),
+    "fp8 wire, fp32 gradients": Run(config=ZeroConfig(grad_wire="fp8_1x128", grad_dtype=FP32), stage=1),
+    "fp8 wire, deterministic": Run(config=dataclasses.replace(FP8_WIRE, deterministic=True, bucket_size=1)),
     "stage 1": Run(stage=1, max_norm=0.1),
     "assigned gradients": Run(assign=True, max_norm=0.1),
     "assigned fp32 gradients": Run(assign=True, config=FP32_GRADIENTS, stage=1),
@@ -52,7 +56,11 @@ RUNS = {
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4)))
 @pytest.mark.parametrize(
     "run",
-    some(RUNS, "plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
+    some(
+        RUNS,
+        *("plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
+        *("fp8 wire", "fp8 wire, deterministic"),
+    ),
 )
 def test_bits_of_the_undistributed_update(ranks, world, run):
     assert ranks(world)(check, run) == [0] * world
@@ -80,8 +88,9 @@ def test_hundreds_of_steps(ranks, world):
     ranks(world)(check, run, timeout=600.0)
 
 
-def test_every_backend_gives_the_bits(backend):
-    config = dataclasses.replace(DETERMINISTIC, backend=backend)
+@pytest.mark.parametrize("config", [DETERMINISTIC, FP8_WIRE], ids=["as it lies", "fp8 wire"])
+def test_every_backend_gives_the_bits(backend, config):
+    config = dataclasses.replace(config, backend=backend)
     check(Run(config=config, max_norm=0.1))
 
 

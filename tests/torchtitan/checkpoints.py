@@ -65,6 +65,6 @@ def contents(made: Any) -> dict[str, str]:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Of all ranks."""
+    """The tensor gathered from all ranks, if it is sharded."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()

@@ -20,7 +20,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def launch(case: Case, folder: Path, world: int = 2) -> Any:
-    """What `launched.py` wrote."""
+    """Run `launched.py` under torchrun; returns what it wrote."""
     result = folder / "result.json"
     command = [*LAUNCHER, str(world), "-m", "tests.torchtitan.launched", str(result), *case.arguments(str(folder))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)

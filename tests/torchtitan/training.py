@@ -37,19 +37,17 @@ class Case:
 
     @property
     def formats(self) -> list[str]:
-        """Those of the weights."""
         return [entry.partition("=")[2] for entry in self.recipe.split(",")]
 
     def having(self, *options: str) -> "Case":
-        """With more arguments."""
+        """The same case with more arguments on its command line."""
         return replace(self, options=(*self.options, *options))
 
     def plain(self) -> "Case":
-        """Without zerocast's converter."""
+        """The same case without zerocast's converter."""
         return replace(self, converters="")
 
     def arguments(self, folder: str) -> list[str]:
-        """The command line."""
         entries = self.recipe if "=" in self.recipe else ALL % (self.recipe, self.recipe)
         name = "corpus_zerocast" if self.implementation == "zerocast" else "corpus"
         given = [

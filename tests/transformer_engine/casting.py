@@ -43,7 +43,7 @@ class Casting:
         integration().quantize_master_weights(self.tensors, *self.masters(step), self.group, *arguments, **options)
 
     def payloads(self, index: int) -> list[Tensor]:
-        """The codes that travel."""
+        """The buffers of codes that a gather sends."""
         held, own = buffers(self.tensors[index]), get_format(self.cases[index].fmt).columnwise is Columnwise.OWN_GRID
         return [held["rowwise_data"], held["columnwise_data"]] if own else [held["rowwise_data"]]
 

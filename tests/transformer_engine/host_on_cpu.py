@@ -33,7 +33,7 @@ _TORCH_CASTS = {name: getattr(torch.nn.Module, name) for name in ("float", "half
 
 
 class _DType(enum.IntEnum):
-    """NVTEDType of transformer_engine.h."""
+    """The values of NVTEDType in transformer_engine.h."""
 
     kByte = 0  # noqa: N815
     kInt32 = 2  # noqa: N815

@@ -17,7 +17,6 @@ Both = tuple[list[casts.Bytes], list[casts.Bytes]]
 
 
 def theirs() -> Any:
-    """TransformerEngine's own calls."""
     import transformer_engine.pytorch.tensor.utils as module
 
     return module

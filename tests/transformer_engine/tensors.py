@@ -23,7 +23,6 @@ _BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_s
 
 
 def host_tensors() -> Any:
-    """TransformerEngine's module of tensors."""
     import transformer_engine.pytorch.tensor as module
 
     return module
@@ -112,5 +111,4 @@ def buffers(weight: Any) -> dict[str, Tensor]:
 
 
 def bytes_of(weight: Any) -> casts.Bytes:
-    """A copy of them."""
     return {name: casts.raw(buffer).copy() for name, buffer in buffers(weight).items()}

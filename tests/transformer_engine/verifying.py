@@ -33,7 +33,6 @@ class Run:
             integration().post_all_gather_processing(self.tensors)
 
     def report(self) -> zerocast.VerifyReport:
-        """What is found now."""
         return zerocast.verify(integration().masters_of(self.tensors))
 
 

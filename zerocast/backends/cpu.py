@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, data, format_of, typed
+from zerocast.backends.extension import DTYPES, data, flat, format_of, typed
 
 DEVICES = ("cpu",)
 PREFERENCE = 1
@@ -54,8 +54,10 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "bases": _addresses,
     "typed_bases": _all_typed,
     "typed": typed,
+    "flat": flat,
     "data": data,
     "optional": _optional,
+    "messages": _optional,
     "table": _table,
     "segments": _table,
     "groups": _int64,
@@ -88,3 +90,5 @@ transpose = _stage("transpose")
 dequantize = _stage("dequantize")
 adam_step = _stage("adam_step")
 adam_amax = _stage("adam_amax")
+quantize_gradient = _stage("quantize_gradient")
+add_gradients = _stage("add_gradients")

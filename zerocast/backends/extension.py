@@ -65,8 +65,16 @@ def typed(tensor: Tensor) -> tuple[int, str]:
     return tensor.data_ptr(), DTYPES[tensor.dtype]
 
 
+def flat(tensor: Tensor) -> tuple[int, str, int]:
+    """The same with the number of elements, for a tensor without gaps."""
+    assert tensor.is_contiguous(), tensor.stride()
+    return *typed(tensor), tensor.numel()
+
+
 def data(tensor: Tensor) -> tuple[int, str]:
-    """The same for one direction of a weight: codes, whose dtype is ignored, or nominal values."""
+    """Address and dtype of one direction of a weight: codes, whose dtype is ignored, or nominal
+    values.
+    """
     assert tensor.is_contiguous(), tensor.stride()
     return tensor.data_ptr(), DTYPES.get(tensor.dtype, "float32")
 

@@ -46,13 +46,17 @@ STAGES = {
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
         "table table, groups groups, scalars scalars, clip clip, typed packed!, skip skip"
     ),
+    "quantize_gradient": "flat grad, int parts, messages messages!",
+    "add_gradients": "messages messages, int parts, int divisor, bool adds, flat out!",
 }
 
 # The schema type of each kind. The dtype of "bases" follows from the stage; "typed" bases have one
 # of several dtypes.
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
-_TYPES |= dict.fromkeys(("typed", "data", "table", "segments", "groups", "scalars", "clip"), "Tensor")
+_TYPES |= dict.fromkeys(
+    ("typed", "flat", "data", "messages", "table", "segments", "groups", "scalars", "clip"), "Tensor"
+)
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ roll_history = _define_stage("roll_history")
 transpose = _define_stage("transpose")
 adam_step = _define_stage("adam_step")
 adam_amax = _define_stage("adam_amax")
+quantize_gradient = _define_stage("quantize_gradient")
+add_gradients = _define_stage("add_gradients")
 transposed = define(
     "transposed",
     "(str backend, str format, Tensor row_data, Tensor? row_scale, int rows, int columns) -> (Tensor, Tensor)",

@@ -63,6 +63,8 @@ PARTIAL_CAST = Work("partial_cast", work.partial_cast, lambda traffic: traffic.p
 AMAX_AND_CAST = Work("amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
 TRANSPOSE = Work("transpose", work.transpose, lambda traffic: traffic.transpose)
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam)
+QUANTIZE_GRADIENT = Work("quantize gradient", work.quantize_gradient, lambda traffic: traffic.quantize_gradient)
+ADD_GRADIENTS = Work("add gradients", work.add_gradients, lambda traffic: traffic.add_gradients)
 STEP = Work("whole step", work.step, lambda traffic: traffic.step)
 
 CAST_LIMIT = {
@@ -77,7 +79,7 @@ FORMATS = tuple(CAST_LIMIT)
 OWN_SCALES_LIMIT = 1.08
 TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
 STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06}
-ADAM_LIMIT, MANY_LIMIT, SHARE_LIMIT = 1.04, 1.15, 1.3
+ADAM_LIMIT, MANY_LIMIT, SHARE_LIMIT, GRADIENT_LIMIT = 1.04, 1.15, 1.3, 1.1
 HOST_MS = 0.1
 
 
@@ -87,6 +89,8 @@ def all_rows() -> Iterator[Row]:
         yield Row(A, CAST, fmt, Target(CAST_LIMIT[fmt]))
     yield Row(A, CAST_OF_OWN_SCALES, "mxfp8", Target(OWN_SCALES_LIMIT))
     yield Row(A, ADAM, "", Target(ADAM_LIMIT))
+    yield Row(A, QUANTIZE_GRADIENT, "", Target(GRADIENT_LIMIT))
+    yield Row(A, ADD_GRADIENTS, "", Target(GRADIENT_LIMIT))
     for fmt, limit in STEP_LIMIT.items():
         yield Row(A, STEP, fmt, Target(limit))
     for fmt in FORMATS:

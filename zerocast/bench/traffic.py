@@ -16,7 +16,7 @@ import torch
 
 from zerocast.bench.workload import Workload
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.formats.layout import Buffer, amax_counts, amax_grid, buffers
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, amax_grid, buffers
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize
@@ -68,6 +68,21 @@ class Traffic:
     def owned_amaxes(self) -> int:
         """The share of the packed amaxes that the owned elements have."""
         return self.packed * self.workload.owned // self.workload.numel
+
+    @property
+    def messages(self) -> int:
+        """A gradient of as many elements as the shard has, in messages for all ranks."""
+        return self.workload.world * GradientMessage(self.workload.owned // self.workload.world).nbytes
+
+    @property
+    def quantize_gradient(self) -> int:
+        """A bf16 gradient is read, its messages written."""
+        return NOMINAL.itemsize * self.workload.owned + self.messages
+
+    @property
+    def add_gradients(self) -> int:
+        """Messages are read, their mean written."""
+        return self.messages + FP32 * self.workload.owned // self.workload.world
 
     @property
     def partial_amax(self) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zerocast import fsdp2, gemm
 from zerocast.bench.llama import Llama
 from zerocast.formats.recipe import Recipe
-from zerocast.optim import ZeroAdamW
+from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.quantize import quantize_
 
 BF16 = "bf16"
@@ -57,13 +57,14 @@ class Host:
 
     Attributes:
         name: the first half of a variant's name.
-        build: makes a Training of a model, for a format, a learning rate and what compiles a block.
+        build: makes a Training of a model, for a format, a learning rate, what compiles a block,
+            and how gradients travel (`ZeroConfig.grad_wire`).
         package: what has to be installed for it.
         compiles: whether its blocks compile to one graph each.
     """
 
     name: str
-    build: Callable[[Llama, str, float, Compile], Training]
+    build: Callable[[Llama, str, float, Compile, str | None], Training]
     package: str = "torch"
     compiles: bool = True
 
@@ -71,17 +72,19 @@ class Host:
 @dataclass(frozen=True)
 class Variant:
     """A row of the table: `host:format`, with `+fp8_wgrad` where weight gradients are computed in
-    FP8; elsewhere they are computed in the dtype of the gradients.
+    FP8, elsewhere in the dtype of the gradients, and `+fp8_wire` where they travel as FP8.
     """
 
     host: Host
     format: str
     fp8_weight_gradients: bool = False
+    grad_wire: str | None = None
 
     @property
     def name(self) -> str:
         """The name in options, tables and stored reports."""
-        return f"{self.host.name}:{self.format}" + ("+fp8_wgrad" if self.fp8_weight_gradients else "")
+        wgrad = "+fp8_wgrad" if self.fp8_weight_gradients else ""
+        return f"{self.host.name}:{self.format}{wgrad}" + ("+fp8_wire" if self.grad_wire else "")
 
     @property
     def is_installed(self) -> bool:
@@ -94,27 +97,29 @@ class Variant:
 
     def train(self, model: Llama, lr: float, compile_block: Compile) -> Training:
         """Make a Training of `model`, whose parameters are FP32 on the device."""
-        return self.host.build(model, self.format, lr, compile_block)
+        return self.host.build(model, self.format, lr, compile_block, self.grad_wire)
 
 
-def _zero_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+def _zero_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None) -> Training:
     model.bfloat16()
     if fmt != BF16:
         quantize_(model, Recipe({WEIGHTS: fmt}))
     for block in model.blocks:
         compile_block(block)
-    optimizer = ZeroAdamW(model.named_parameters(), lr=lr)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=grad_wire))
     return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM))
 
 
-def _fsdp2(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
-    if fmt == BF16:
-        return _sharded(model, lr, compile_block)
-    fsdp2.prepare(model, Recipe({WEIGHTS: fmt}))
-    return _sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW)
+def _fsdp2(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None) -> Training:
+    if fmt != BF16:
+        fsdp2.prepare(model, Recipe({WEIGHTS: fmt}))
+    training = _sharded(model, lr, compile_block, optimizer=None if fmt == BF16 else fsdp2.FusedAdamW)
+    if grad_wire:
+        fsdp2.set_grad_wire(model, grad_wire)
+    return training
 
 
-def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
     float8 = importlib.import_module("torchao.float8")
     if fmt == "tensorwise":
         config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -127,7 +132,7 @@ def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Train
     return training
 
 
-def _transformer_engine(model: Llama, fmt: str, lr: float, compile_block: Compile) -> Training:
+def _transformer_engine(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
     te = importlib.import_module("transformer_engine.pytorch")
     recipes = importlib.import_module("transformer_engine.common.recipe")
     recipe = getattr(recipes, TRANSFORMER_ENGINE_RECIPES[fmt])()
@@ -178,6 +183,11 @@ VARIANTS = (
         for formats, choices in (((BF16,), (False,)), (FP8_FORMATS, (False, True)), (OTHER_FORMATS, (False,)))
         for fmt in formats
         for fp8_weight_gradients in choices
+    ),
+    *(
+        Variant(host, fmt, fmt in FP8_FORMATS, "fp8_1x128")
+        for host in (FSDP2, ZERO_ADAMW)
+        for fmt in (BF16, "fp8_current", "nvfp4")
     ),
     *(Variant(TORCHAO, recipe) for recipe in ("tensorwise", "rowwise")),
     *(Variant(TRANSFORMER_ENGINE, recipe) for recipe in TRANSFORMER_ENGINE_RECIPES),

@@ -1,5 +1,6 @@
 """The work that the rows time, as jobs: casts, their stages, columnwise copies, Adam steps."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.weight_table import WeightTable
+from zerocast.formats.layout import GradientMessage
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
@@ -100,6 +102,28 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
         lambda: ops.adam_step(place.backend, **state, segments=segments, scalars=m.scalars, clip=m.clip, skip=None),
         lambda: (master, m.exp_avg, m.exp_avg_sq),
     )
+
+
+def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of `quantize_gradient`: a bf16 gradient of as many elements as the shard has, to messages
+    for all ranks.
+    """
+    parts, part = workload.world, GradientMessage(workload.owned // workload.world)
+    grad = torch.empty(parts * part.numel, device=place.device).normal_(0, GRADIENT, generator=place.generator())
+    grad, messages = grad.bfloat16(), torch.empty(parts * part.nbytes, dtype=torch.uint8, device=place.device)
+    run = functools.partial(ops.quantize_gradient, place.backend, grad=grad, parts=parts, messages=messages)
+    return Job(run, lambda: [messages])
+
+
+def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of `add_gradients`: what an owner does with the messages of all ranks."""
+    quantized = quantize_gradient(workload, fmt, place)
+    quantized.run()
+    (messages,) = quantized.written()
+    parts = workload.world
+    out = torch.empty(workload.owned // parts, device=place.device)
+    sums = {"messages": messages, "parts": parts, "divisor": parts, "adds": False, "out": out}
+    return Job(functools.partial(ops.add_gradients, place.backend, **sums), lambda: [out])
 
 
 def step(workload: Workload, fmt: str, place: Place) -> Job:

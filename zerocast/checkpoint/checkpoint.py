@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from zerocast.checkpoint.sources.manifest import FileSum, Manifest, Stored, check_files
+from zerocast.checkpoint.manifest import FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.whole_folder import ClearWriter, WholeFolder, reasons

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from zerocast.checkpoint import checkpoint
 from zerocast.checkpoint.checkpoint import Checkpointed
+from zerocast.checkpoint.manifest import LOADS, Stored, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard
-from zerocast.checkpoint.sources.manifest import LOADS, Stored, check_step, is_checkpoint
 from zerocast.checkpoint.whole_folder import NEW, PARTIAL, WholeFolder, discard
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group

@@ -51,6 +51,8 @@ class PlanConfig:
     """Dtype of both moments."""
     grad_dtype: Dtype = "bfloat16"
     """Dtype in which gradients are reduced."""
+    grad_wire: Literal["fp8_1x128"] | None = None
+    """How gradients travel: as they are reduced, or as FP8 with one scale for 128 elements."""
     keep_columnwise: bool = False
     """For zero1 and zero2: keep the columnwise copies of all weights."""
     json: bool = False
@@ -89,6 +91,7 @@ def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
 def _setup(config: PlanConfig) -> Setup:
     zero = ZeroConfig(
         bucket_size=config.bucket_size,
+        grad_wire=config.grad_wire,
         grad_dtype=DTYPES[config.grad_dtype],
         moment_dtype=DTYPES[config.moment_dtype],
         keep_columnwise=config.keep_columnwise,

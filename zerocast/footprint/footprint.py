@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.footprint import sharding
+from zerocast.footprint import bytes_per_rank
 from zerocast.footprint.shapes import Parameter
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
@@ -83,10 +83,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     made = [(parameter.name, _on_meta(parameter, spec), parameter.unit) for parameter in parameters]
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, wire = sharding.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, wire = bytes_per_rank.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, wire = sharding.fsdp(made, shards, setup.ranks // shards, setup.config)
+        memory, wire = bytes_per_rank.fsdp(made, shards, setup.ranks // shards, setup.config)
     quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(
@@ -96,7 +96,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         0 if spec.element is None else linear - len(quantized),
         memory,
         wire,
-        2 * sharding.all_amaxes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
+        2
+        * bytes_per_rank.all_amaxes((tensor for _, tensor, _ in made), setup.ranks)
+        * (setup.ranks - 1)
+        // setup.ranks,
     )
 
 

@@ -8,6 +8,7 @@ are specified in docs/formats/common.md. Every storage offset in the project com
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -227,3 +228,30 @@ def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> dict[str, Buf
         "scale": Buffer((1,), torch.float32, 1.0) if delayed else None,
         "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if delayed else None,
     }
+
+
+@dataclass(frozen=True)
+class GradientMessage:
+    """The bytes in which `numel` elements of a gradient travel to one rank: E4M3 codes, then the
+    f32 `scale_inv` of each group of `GROUP` elements, both with zeros up to a multiple of 16 bytes
+    (docs/formats/fp8_1x128.md).
+    """
+
+    numel: int
+
+    GROUP: ClassVar[int] = 128  # elements a scale; the last group may be short
+
+    @property
+    def groups(self) -> int:
+        """The number of scales."""
+        return -(-self.numel // self.GROUP)
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales begin, in bytes."""
+        return round_up(self.numel, 16)
+
+    @property
+    def nbytes(self) -> int:
+        """The whole message."""
+        return self.scales_at + round_up(4 * self.groups, 16)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from zerocast.checkpoint.sources import AnySource
-from zerocast.checkpoint.sources.masters import read_masters
+from zerocast.checkpoint.sources.master_reader import read_masters
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2.manager import CastManager, guard_of

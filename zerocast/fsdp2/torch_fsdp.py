@@ -6,6 +6,7 @@ that they moved or were written to.
 
 import contextlib
 import functools
+import importlib
 import math
 import operator
 import sys
@@ -41,6 +42,18 @@ def groups(model: nn.Module) -> Iterator[Any]:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
                     yield group
+
+
+def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:
+    """The process groups over which gradients are reduced and scattered."""
+    for group in groups(model):
+        yield group._reduce_scatter_process_group
+
+
+def default_reduce_scatter() -> Any:
+    """What FSDP2 reduces gradients with until it is told otherwise."""
+    collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    return collectives.DefaultReduceScatter()
 
 
 def reshard(groups: Iterable[Any]) -> None:

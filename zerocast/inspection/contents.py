@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zerocast.checkpoint.manifest import Manifest, Stored, check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, open_source
-from zerocast.checkpoint.sources.manifest import Manifest, Stored, check_files
 from zerocast.distributed.group import ONE_PROCESS
 
 MODEL = "model."

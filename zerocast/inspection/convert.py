@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerocast.checkpoint.checkpoint import write
 from zerocast.checkpoint.export import SHARD_BYTES, Item, write_safetensors
-from zerocast.checkpoint.sources.manifest import Stored
+from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources.source import dtype_name, read_span
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import AmaxPolicy

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources import Entry
-from zerocast.checkpoint.sources.manifest import Stored
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
 

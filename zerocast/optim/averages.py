@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.state import ZeroState
 from zerocast.optim.validate import check_owns
-from zerocast.optim.weights import ShardedWeights
 from zerocast.weight.owners import Claim
 
 BACKWARD = (

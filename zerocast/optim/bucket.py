@@ -5,7 +5,7 @@ its masters and of its bytes. Parameters start at multiples of `ALIGNMENT` eleme
 multiples of it: no block row of 16, no byte and no vector load is ever cut.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,6 +122,11 @@ class Bucket:
         if not self.storage.scales:
             return None
         return range(self.shard_numel - slot.offset % self.shard_numel, slot.numel, self.shard_numel)
+
+    def views(self, slot: Slot, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of the flat buffers `flats` in which a parameter lies."""
+        gathered = zip(self.storage.gathered, flats, strict=True)
+        return [flat[slot.offset // n : (slot.offset + slot.numel) // n] for (_, _, n), flat in gathered]
 
     def owned(self, slot: Slot, rank: int) -> tuple[Span, int]:
         """The elements of a parameter that `rank` owns, and where they start in that rank's flat

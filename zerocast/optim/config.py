@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.distributed.gradient_wire import check_grad_wire
+
 
 @dataclass(frozen=True)
 class ZeroConfig:
@@ -16,6 +18,14 @@ class ZeroConfig:
         deterministic: add gradients in rank order and take the norm in logical order, so that a run
             repeats bit for bit at the same rank count whatever the communication library does.
             Costs an all-to-all in place of each reduce-scatter.
+        grad_wire: how gradients travel to their owner: as they are added, or "fp8_1x128", as E4M3
+            codes with one FP32 scale for 128 elements (docs/formats/fp8_1x128.md), 1.03 bytes an
+            element. The scale is 448 / amax of the group, codes are rounded to nearest even, the
+            owner adds `code * (1 / scale)` of all ranks in FP32 in rank order, so this sum repeats
+            without `deterministic`, which then orders the norm alone. Every contribution is
+            rounded, the owner's own and that of a single rank too. A group with a value that is
+            not finite arrives as NaN and skips the step on all ranks. Each backward pass outside
+            `no_sync()` rounds what it sends.
         grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32,
             weight gradients of quantized weights are computed in FP32 too.
         backend: a name from `zerocast.backends`; None chooses.
@@ -32,6 +42,7 @@ class ZeroConfig:
     bucket_size: int = 32 * 1024 * 1024
     overlap_all_gather: bool = False
     deterministic: bool = False
+    grad_wire: str | None = None
     grad_dtype: torch.dtype | None = None
     backend: str | None = None
     moment_dtype: torch.dtype = torch.float32
@@ -44,6 +55,7 @@ class ZeroConfig:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
         if self.verify_every is not None and self.verify_every < 1:
             raise ValueError(f"verify_every is None or at least 1, got {self.verify_every}")
+        check_grad_wire(self.grad_wire)
         if self.grad_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"grad_dtype is None, torch.float32 or torch.bfloat16, got {self.grad_dtype}")
         if self.moment_dtype not in (torch.float32, torch.bfloat16):

@@ -17,9 +17,9 @@ from zerocast import backends
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.distributed.group import Group
-from zerocast.optim.masters import Masters
+from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
-from zerocast.optim.weights import ShardedWeights
+from zerocast.optim.sharded_weights import ShardedWeights
 
 Work = Callable[[], None]
 MOVED = (
@@ -43,7 +43,7 @@ class DeviceStep:
     def __init__(
         self,
         gradients: Tensor,
-        masters: Masters,
+        masters: FlatMasters,
         hyperparameters: Hyperparameters,
         order: LogicalOrder | None,
         group: Group,

@@ -73,7 +73,7 @@ class WeightGather:
         """
         for buffer in self._buffers:
             if id(buffer) not in self._flying:
-                buffer.check_unwritten()
+                buffer.foreign_writes.check_unwritten()
 
     def ready(self) -> None:
         """Before a cast writes: nothing in flight, every weight where the gather will write, and
@@ -82,7 +82,7 @@ class WeightGather:
         self.land()
         self.check_unwritten()
         # all of them, before anything changes
-        moved = [buffer.check_moved() for buffer in self._buffers]
+        moved = [buffer.foreign_writes.check_moved() for buffer in self._buffers]
         if any(moved):
             self.reclaim()
 
@@ -90,7 +90,7 @@ class WeightGather:
         """The same, whatever the weights hold: masters were loaded."""
         self.land()
         for buffer in self._buffers:
-            buffer.reclaim()
+            buffer.foreign_writes.reclaim()
 
     def tables(self) -> list[WeightTable]:
         """The tables of the columnwise copies."""
@@ -104,7 +104,7 @@ class WeightGather:
             return
         self._freshness.columnwise = self._freshness.cast
         for buffer in self._buffers if debugging() else ():  # a replayed graph has noted nothing
-            buffer.note()
+            buffer.foreign_writes.note()
 
     def start(self) -> None:
         """Gather the bytes of the last cast and make columnwise copies.
@@ -145,7 +145,7 @@ class WeightGather:
                 buffer.landing = False
             for weight in buffer.weights:
                 weight.state.mark_columnwise()
-            buffer.note()
+            buffer.foreign_writes.note()
             arrival = None if buffer.is_plain or not self._overlap else Arrival.now(buffer.flats[0].device)
             if arrival is not None:
                 self._arrivals[id(buffer)] = arrival

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
+from zerocast.optim.config import ZeroConfig
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.reduced_gradient import GradientPart
@@ -71,14 +72,14 @@ class GradientReducer:
         buckets: Sequence[Bucket],
         group: Group,
         stage: int,
-        deterministic: bool,
+        config: ZeroConfig,
         device: torch.device,
         norms: ParameterNorms,
     ) -> None:
         self.synchronise = True
         self.refusal = ""  # why gradients are not wanted now
         self.gradients = GradientShard(buckets, group, norms, device, self)
-        self._buckets, self._group, self._deterministic = list(buckets), group, deterministic
+        self._buckets, self._group, self._config = list(buckets), group, config
         self._stage = self._adds_from = stage  # 2 once rounds add to what was reduced
         parts = iter(self.gradients.parts)
         self._parts = [[next(parts) for _ in bucket.slots] for bucket in buckets]
@@ -278,7 +279,7 @@ class GradientReducer:
         direct = not self._company  # beside another optimizer reductions outlive the pass
         adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
-        self._flying.append(Reduction(filling, self._group, target, direct, self._deterministic, adds, what))
+        self._flying.append(Reduction(filling, self._group, target, self._config, direct, adds, what))
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""

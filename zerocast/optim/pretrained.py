@@ -11,7 +11,7 @@ from torch import Tensor
 from zerocast.checkpoint.checkpoint import group_of
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
-from zerocast.checkpoint.sources.masters import read_masters
+from zerocast.checkpoint.sources.master_reader import read_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
 
 

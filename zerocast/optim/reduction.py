@@ -1,8 +1,9 @@
 """Reductions of buckets: gradients that have arrived, the collective on its way, and its result.
 
 A gradient stays where autograd put it until its bucket is complete. One that fills a bucket alone
-is sent from there; others are packed into a buffer that lives as long as the collective. While
-buckets fill, `IdleParameters` counts which parameters get no gradient.
+is sent from there; others are packed into a buffer that lives as long as the collective, or, where
+gradients travel as FP8, until they are quantized. While buckets fill, `IdleParameters` counts which
+parameters get no gradient.
 """
 
 import logging
@@ -10,8 +11,10 @@ import logging
 import torch
 from torch import Tensor
 
+from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.distributed.group import Flight, Group
 from zerocast.optim.bucket import Bucket
+from zerocast.optim.config import ZeroConfig
 from zerocast.optim.reduced_gradient import GradientPart
 
 logger = logging.getLogger(__name__)
@@ -80,20 +83,26 @@ class Reduction:
     """One bucket on its way into `target`, this rank's part of the flat f32 shard.
 
     Args:
+        config: how gradients are sent and added (`grad_wire`, `deterministic`).
         direct: it lands before the next pass begins, so it may read a gradient where it lies and
             write its result into `target`.
-        deterministic: add the parts of the ranks in rank order, in FP32.
         adds: the mean is added to what lies in `target`.
     """
 
     def __init__(
-        self, filling: Filling, group: Group, target: Tensor, direct: bool, deterministic: bool, adds: bool, what: str
+        self, filling: Filling, group: Group, target: Tensor, config: ZeroConfig, direct: bool, adds: bool, what: str
     ) -> None:
         self._bucket, self._forgotten = filling.bucket, filling.forgotten
-        self._target, self._adds, self._ranks, self._deterministic = target, adds, group.size, deterministic
-        full = self._full = self._result = filling.packed(direct)
-        filling.gradients.clear()
+        self._target, self._adds, self._ranks = target, adds, group.size
+        self._deterministic = deterministic = config.deterministic
+        self._quantized: QuantizedReduceScatter | None = None
         self._work: Flight | None = None
+        full = filling.packed(direct or config.grad_wire is not None)
+        filling.gradients.clear()
+        if config.grad_wire:
+            self._quantized = QuantizedReduceScatter(full, group, config.backend, what)
+            return
+        self._full = self._result = full
         if group.size == 1:
             return
         if deterministic:
@@ -105,10 +114,12 @@ class Reduction:
         self._work = collective(self._result, full, async_op=True, what=what)
 
     def is_complete(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `land` would not wait."""
+        if self._quantized:
+            return self._quantized.is_complete()
         return self._work is None or self._work.is_completed()
 
-    def wait(self) -> Tensor:
+    def _mean(self) -> Tensor:
         """The mean over the ranks; deterministic: added in rank order in FP32."""
         if self._work is not None:
             self._work.wait()
@@ -122,14 +133,23 @@ class Reduction:
 
     def land(self) -> None:
         """Put the mean into its place, or add it to what is there."""
-        mean = self.wait()
+        if self._quantized:
+            self._quantized.wait()
+            if self._adds:
+                self._zero_forgotten()
+            self._quantized.land(self._target, self._ranks, self._adds)
+            return
+        mean = self._mean()
         if not self._adds:
             self._target.copy_(mean)  # of itself nothing
             return
+        self._zero_forgotten()
+        self._target.add_(mean)
+
+    def _zero_forgotten(self) -> None:
         for part in self._forgotten:
             start = part.start - self._bucket.start
             self._target[start : start + part.span.numel].zero_()
-        self._target.add_(mean)
 
 
 class IdleParameters:

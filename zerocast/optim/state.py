@@ -23,8 +23,8 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket
-from zerocast.optim.masters import Masters
-from zerocast.optim.weights import ShardedWeights
+from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.sharded_weights import ShardedWeights
 
 logger = logging.getLogger(__name__)
 HYPERPARAMETERS = ("lr", "eps", "weight_decay")
@@ -36,7 +36,7 @@ class ZeroState:
     def __init__(
         self,
         buckets: list[Bucket],
-        masters: Masters,
+        masters: FlatMasters,
         weights: ShardedWeights,
         step: Tensor,
         param_groups: list[dict[str, Any]],

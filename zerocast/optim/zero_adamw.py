@@ -26,11 +26,12 @@ from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
+from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.masters import Masters
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
+from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.state import ZeroState
 from zerocast.optim.validate import (
     Named,
@@ -42,7 +43,6 @@ from zerocast.optim.validate import (
     trainable,
     validated,
 )
-from zerocast.optim.weights import ShardedWeights
 from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
@@ -111,13 +111,13 @@ class ZeroAdamW(torch.optim.Optimizer):
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
                 parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
-        self._masters = Masters(buckets, group, device, config.moment_dtype)
+        self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
         self._weights = ShardedWeights(buckets, self._masters, group, config)
         self._plan = self._weights.plan
         names = [name for name, _, _ in named]
         order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
         norms = ParameterNorms(buckets, reduction_group, order, device)
-        self._reducer = GradientReducer(buckets, reduction_group, stage, config.deterministic, device, norms)
+        self._reducer = GradientReducer(buckets, reduction_group, stage, config, device, norms)
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         flat = self._reducer.gradients.flat
         self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group)

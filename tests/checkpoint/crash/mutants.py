@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
-from zerocast.checkpoint import checkpoints, export, whole_folder
-from zerocast.checkpoint.sources import manifest
+from zerocast.checkpoint import checkpoints, export, manifest, whole_folder
 from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
 
 

@@ -43,7 +43,6 @@ def _compiler() -> str | None:
 
 @functools.cache
 def library() -> Path:
-    """The compiled recorder."""
     compiler = _compiler()
     assert compiler is not None
     out = Path(tempfile.mkdtemp(prefix="recorder_"), "recorder.so")

@@ -90,7 +90,7 @@ class Folder:
     make: Callable[[int], Any] = trained
 
     def prepare(self, root: Path) -> None:
-        """What is there before."""
+        """Write the checkpoints that exist before the save that may be interrupted."""
         for step, steps in self.before:
             self._checkpoints(root).save(self.make(steps), step)
 
@@ -147,7 +147,7 @@ class Once:
         save_file(_model().state_dict(), root / "source.safetensors")
 
     def save(self, root: Path, mark: Callable[[str], None]) -> None:
-        """What may be interrupted."""
+        """Write one file or folder, the part that may be interrupted, and mark its end."""
         self.write(root, root / self.place)
         mark(SAVED)
 

@@ -17,8 +17,8 @@ from tests.optim.folders import saved
 from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.bench.report import stored_ratios
+from zerocast.checkpoint.manifest import NAME
 from zerocast.checkpoint.sources import open_source
-from zerocast.checkpoint.sources.manifest import NAME
 from zerocast.footprint.shapes import read_model
 from zerocast.optim import Checkpoints
 
@@ -145,8 +145,8 @@ def test_no_other_reads() -> None:
                 unbounded.append(f"{path.relative_to(root)}: {called}")
     assert sorted(unbounded) == [
         "bench/machine.py: Path('/proc/cpuinfo').read_text",
+        "checkpoint/manifest.py: (folder / NAME).open",  # to write it
         "checkpoint/regular_file.py: os.open",
-        "checkpoint/sources/manifest.py: (folder / NAME).open",  # to write it
         "checkpoint/sources/safetensors_files.py: safe_open",  # after check_regular
         "checkpoint/sources/state_dict.py: torch.load",  # after check_regular
         "checkpoint/sources/state_dict.py: zipfile.is_zipfile",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
-from zerocast.backends.extension import DTYPES, data, format_of, typed, why_no_kernels
+from zerocast.backends.extension import DTYPES, data, flat, format_of, typed, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -53,8 +53,10 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "bases": addresses,
     "typed_bases": _typed_bases,
     "typed": typed,
+    "flat": flat,
     "data": data,
     "optional": _address,
+    "messages": _address,
     "groups": _address,
     "scalars": _scalars,
     "clip": _address,
@@ -95,7 +97,7 @@ def _stage(name: str, tables: Callable[..., dict[str, Any]] | None = None, **oth
     kinds, arguments_of = {**_PLAIN, **other}, ops.arguments_of(name)
     names = [argument.name for argument in arguments_of]
     plain = {argument.name: kinds[argument.kind] for argument in arguments_of if argument.kind != "table"}
-    on = next(argument.name for argument in arguments_of if argument.kind in ("table", "segments", "data"))
+    on = next(argument.name for argument in arguments_of if argument.kind in ("table", "segments", "data", "messages"))
     entry = getattr(_C.cuda, name)
 
     def run(*arguments: Any, **given: Any) -> None:
@@ -116,3 +118,5 @@ transpose = _stage("transpose", _transpose_work, bases=one_or_more)
 dequantize = _stage("dequantize")
 adam_step = _stage("adam_step")
 adam_amax = _stage("adam_amax", _amax_work)
+quantize_gradient = _stage("quantize_gradient")
+add_gradients = _stage("add_gradients")

@@ -7,10 +7,12 @@ from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.backends.reference.stages import (
     adam_amax,
     adam_step,
+    add_gradients,
     compute_scales,
     dequantize,
     partial_amax,
     partial_cast,
+    quantize_gradient,
     roll_history,
     transpose,
 )
@@ -22,11 +24,13 @@ __all__ = [
     "Quantized",
     "adam_amax",
     "adam_step",
+    "add_gradients",
     "compute_scales",
     "dequantize",
     "partial_amax",
     "partial_cast",
     "quantize",
+    "quantize_gradient",
     "roll_history",
     "transpose",
 ]

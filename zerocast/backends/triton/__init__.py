@@ -16,6 +16,7 @@ from zerocast.backends.triton.adam_amax import adam_amax
 from zerocast.backends.triton.adam_step import adam_step
 from zerocast.backends.triton.compute_scales import compute_scales
 from zerocast.backends.triton.dequantize import dequantize
+from zerocast.backends.triton.gradient_messages import add_gradients, quantize_gradient
 from zerocast.backends.triton.partial_amax import partial_amax
 from zerocast.backends.triton.partial_cast import partial_cast
 from zerocast.backends.triton.roll_history import roll_history
@@ -28,10 +29,12 @@ PREFERENCE = -1 if INTERPRETED else 1
 __all__ = [
     "adam_amax",
     "adam_step",
+    "add_gradients",
     "compute_scales",
     "dequantize",
     "partial_amax",
     "partial_cast",
+    "quantize_gradient",
     "roll_history",
     "transpose",
 ]

@@ -14,8 +14,8 @@ from zerocast.formats.layout import Shape
 from zerocast.optim.bucket import Bucket, Slot, Storage, storage_of
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
+from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gather import WeightGather
-from zerocast.optim.masters import Masters
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.write_guard import WriteGuard
@@ -31,7 +31,7 @@ RELOAD = (
 class ShardedWeights:
     """Flat byte buffers, one cast plan over all parameters, and the all-gather."""
 
-    def __init__(self, buckets: Sequence[Bucket], masters: Masters, group: Group, config: ZeroConfig) -> None:
+    def __init__(self, buckets: Sequence[Bucket], masters: FlatMasters, group: Group, config: ZeroConfig) -> None:
         self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
         self._masters, self._group = masters, group
         weights, shards, starts, param_groups = {}, [], [], []

@@ -1,4 +1,4 @@
-"""Masters: this rank's flat FP32 master shard and Adam moments, and the views of them that
+"""FlatMasters: this rank's flat FP32 master shard and Adam moments, and the views of them that
 belong to each parameter.
 """
 
@@ -15,7 +15,7 @@ from zerocast.weight import QuantizedWeight
 FIELDS = ("master", "exp_avg", "exp_avg_sq")
 
 
-class Masters:
+class FlatMasters:
     """Flat tensors, one element for each that this rank owns, bucket after bucket: f32 `master`;
     `exp_avg` and `exp_avg_sq`.
     """

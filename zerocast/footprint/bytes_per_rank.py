@@ -24,7 +24,7 @@ from zerocast.cast.flat_buffer import ALIGNMENT
 from zerocast.cast.packed_amax import cut_rows
 from zerocast.footprint.shapes import ROOT
 from zerocast.formats import Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.layout import Buffer, Span, amax_counts, amax_grid, buffers, byte_range, round_up
+from zerocast.formats.layout import Buffer, GradientMessage, Span, amax_counts, amax_grid, buffers, byte_range, round_up
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, fill_buckets, flat_numel
 from zerocast.weight import QuantizedWeight
@@ -58,11 +58,20 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
     }
     others = ranks - 1
     wire = {
-        "reduce-scatter": sum(bucket.shard_numel * bucket.storage.grad_dtype.itemsize for bucket in buckets) * others,
+        **_of_gradients([(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets], others, config),
         "all-reduce": 2 * reduced * others // ranks,
         "all-gather": sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets) * others,
     }
     return memory, wire
+
+
+def _of_gradients(parts: Iterable[tuple[int, torch.dtype]], others: int, config: ZeroConfig) -> Bytes:
+    """The bytes of gradients that a rank sends to as many `others`, by collective; `parts` are what
+    one of them is sent: elements, and the dtype that is reduced.
+    """
+    if config.grad_wire:
+        return {"all-to-all": sum(GradientMessage(numel).nbytes for numel, _ in parts) * others}
+    return {"reduce-scatter": sum(numel * dtype.itemsize for numel, dtype in parts) * others}
 
 
 def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
@@ -98,17 +107,23 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
         packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
         peak = max(peak, waiting + packed)  # the bucket before has landed
         waiting -= gone
-        flying = (packed or gone) + _result(bucket, ranks, config.deterministic)
+        flying = (packed or gone) + _result(bucket, ranks, config)
         peak = max(peak, waiting + flying)
+        if config.grad_wire:
+            flying -= packed or gone  # codes are made of them before they are sent
     return peak
 
 
-def _result(bucket: Bucket, ranks: int, deterministic: bool) -> int:
-    """The bytes of what a collective leaves, until they are in the FP32 shard."""
+def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
+    """The bytes of what a collective leaves, until they are in the FP32 shard; of messages also
+    what it sends.
+    """
     dtype = bucket.storage.grad_dtype
+    if config.grad_wire:
+        return min(ranks, 2) * ranks * GradientMessage(bucket.shard_numel).nbytes
     if ranks == 1:
         return 0
-    if deterministic:
+    if config.deterministic:
         return bucket.numel * dtype.itemsize
     return 0 if dtype is torch.float32 else bucket.shard_numel * dtype.itemsize
 
@@ -126,6 +141,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     whole = _at_the_most({unit: shards * nbytes for unit, nbytes in sent.items()})
     scales = _at_the_most({unit: sum(map(_scales, _quantized(held))) for unit, held in units.items()})
     gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
+    reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in held) for held in units.values()]
     packed = _cut_amaxes(weights, shards)
     memory = {
         "weights": sum(_sent(tensor, shards) for tensor in weights) + whole,
@@ -138,7 +154,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     }
     other = shards - 1
     wire = {
-        "reduce-scatter": owned * grad * other,
+        **_of_gradients([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], other, config),
         "all-reduce": 2 * packed * other // shards + 2 * owned * grad * (replicas - 1) // replicas,
         "all-gather": sum(nbytes * (1 if unit == ROOT else 2) for unit, nbytes in sent.items()) * other,
     }

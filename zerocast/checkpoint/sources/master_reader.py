@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from zerocast.checkpoint.manifest import check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
-from zerocast.checkpoint.sources.manifest import check_files
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 

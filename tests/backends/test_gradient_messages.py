@@ -1,0 +1,88 @@
+"""Stages quantize_gradient and add_gradients: on every backend the bytes of the numpy model, padding included."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests import devices
+from tests.formats import model
+from tests.matrices import F32, bit_patterns
+from zerocast.formats.layout import GradientMessage
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# parts and elements of each: whole groups, tiles of them and more, short groups, odd addresses, hardly anything
+SHAPES = ((1, 128), (3, 2048 + 128), (2, 16384 + 4096), (4, 130), (2, 1001), (5, 1), (3, 16))
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, 2.0**-126, 1e-36, 1.5e-36, 3.0e38, 448.0, -448.0)
+
+
+def gradients(numel: int, seed: int, content: str) -> F32:
+    """Elements whose groups differ in size; special values, one a group, beside small ones; any bits."""
+    if content == "bits":
+        return bit_patterns(numel, seed)
+    rng = np.random.default_rng(seed)
+    values = (
+        rng.standard_normal(numel, np.float32)
+        * np.float32(2.0) ** rng.integers(-20, 3, numel // 128 + 1).repeat(128)[:numel]
+    )
+    if content == "special":
+        values[rng.random(numel) < 0.3] = 0.0
+        values[numel // 256 * 128 :][:128] = 0.0  # a group of zeros
+        places = np.arange(0, numel, 128)
+        values[places] = np.resize(np.array(SPECIAL, np.float32), len(places))
+    return values.astype(np.float32)
+
+
+def messages_of(backend: str, grad: Tensor, parts: int) -> NDArray[np.uint8]:
+    made = torch.full((parts * GradientMessage(grad.numel() // parts).nbytes,), 0xA5, dtype=torch.uint8)
+    devices.stage(backend, "quantize_gradient")(grad, parts, made)
+    return made.numpy().reshape(parts, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("content", ["ordinary", "special", "bits"])
+def test_messages(any_backend: str, dtype: torch.dtype, content: str, seed: int) -> None:
+    for parts, numel in SHAPES:
+        grad = torch.from_numpy(gradients(parts * numel, seed, content)).to(dtype)
+        expected = [model.gradient_message(part) for part in grad.float().view(parts, numel).numpy()]
+        assert np.array_equal(messages_of(any_backend, grad, parts), np.stack(expected)), (parts, numel)
+
+
+def test_a_gradient_may_begin_anywhere(any_backend: str, seed: int) -> None:
+    whole = torch.from_numpy(gradients(1025, seed, "ordinary"))
+    expected = [model.gradient_message(part) for part in whole[1:].view(2, 512).numpy()]
+    assert np.array_equal(messages_of(any_backend, whole[1:], 2), np.stack(expected))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_sums(any_backend: str, adds: bool, seed: int) -> None:
+    """In the order of the senders, in f32, divided once; NaN of a sender is NaN of the whole group."""
+    for ranks, numel in ((1, 256), (2, 4096 + 128), (9, 384), (3, 130), (2, 8), (17, 1001)):
+        parts = [gradients(numel, seed + rank, "special" if rank == 1 else "ordinary") for rank in range(ranks)]
+        messages = [model.gradient_message(part) for part in parts]
+        before = gradients(numel, seed - 1, "ordinary")
+        for divisor in (ranks, 1):
+            mean = model.gradient_mean(messages, numel, divisor)
+            out = torch.from_numpy(before.copy())
+            sent = torch.from_numpy(np.concatenate(messages))
+            devices.stage(any_backend, "add_gradients")(sent, ranks, divisor, adds, out)
+            expected = before + mean if adds else mean
+            assert np.array_equal(out.numpy(), expected, equal_nan=True), (ranks, numel, divisor)
+            if ranks > 1 and numel > 128:
+                assert np.isnan(out.numpy()[256:384]).all(), "a group with an infinity"
+
+
+def test_the_layout() -> None:
+    """1.03 bytes an element; scales and messages begin at multiples of 16 bytes."""
+    assert GradientMessage(2**20).nbytes == 2**20 + 2**20 // 32
+    for numel in (0, 1, 16, 127, 128, 129, 1000):
+        layout = GradientMessage(numel)
+        assert numel <= layout.scales_at == layout.scales_at // 16 * 16
+        assert layout.scales_at + 4 * layout.groups <= layout.nbytes == layout.nbytes // 16 * 16
+
+
+def test_no_elements(any_backend: str) -> None:
+    """A part without elements has an empty message, and nothing is written."""
+    assert messages_of(any_backend, torch.empty(0), 3).size == 0
+    devices.stage(any_backend, "add_gradients")(torch.empty(0, dtype=torch.uint8), 3, 3, True, torch.empty(0))

@@ -1,0 +1,150 @@
+"""Gradients of FSDP2 that travel as FP8: the mean of what the messages hold, to the bit, and what is refused."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import zerocast
+from tests.formats import model as formats
+from tests.optim.traffic import recorded
+from tests.workers import Ranks
+from zerocast.fsdp2 import set_grad_wire
+
+FP8 = "fp8_1x128"
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def network() -> nn.Sequential:
+    """Rows that ranks do not divide, and parts that are no multiples of 128 or of 16."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 5, bias=False))
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank + 1))
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def local_gradients(rank: int) -> list[Tensor]:
+    """The gradients of one rank alone, in FP32."""
+    model = network()
+    loss_of(model, rank).backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def part(gradients: list[Tensor], owner: int, world: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What FSDP2 sends to one rank: its rows of each gradient, with zeros up to as many as rank 0 has."""
+    pieces = []
+    for gradient in gradients:
+        rows = -(-len(gradient) // world)
+        padded = torch.zeros(world * rows, *gradient.shape[1:])
+        padded[: len(gradient)] = gradient
+        pieces.append(padded[owner * rows :][:rows].flatten())
+    return torch.cat(pieces).numpy()
+
+
+def reduced(reduce_dtype: torch.dtype, replicas: int) -> tuple[list[str], bool]:
+    """The collectives of a backward pass, and whether every gradient of this rank is the mean of messages."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = world // replicas
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    model = network()
+    fully_shard(
+        model, mesh=mesh if replicas > 1 else mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    )
+    set_grad_wire(model, FP8)
+    with recorded() as log:
+        loss_of(model, rank).backward()  # type: ignore[no-untyped-call]
+    means = []
+    for replica in range(replicas):
+        senders = [local_gradients(replica * shards + shard) for shard in range(shards)]
+        parts = [part([g.to(reduce_dtype).float() for g in gradients], rank % shards, shards) for gradients in senders]
+        messages = [formats.gradient_message(p) for p in parts]
+        mean = torch.from_numpy(formats.gradient_mean(messages, len(parts[0]), shards))
+        means.append(mean.to(reduce_dtype).float())
+    expected = torch.stack(means).mean(0)
+    start, equal = 0, True
+    for parameter in model.parameters():
+        mine = parameter.grad.to_local()  # type: ignore[union-attr]
+        equal &= torch.equal(mine.flatten(), expected[start : start + mine.numel()])
+        start += -(-parameter.shape[0] // shards) * parameter.shape[1:].numel()
+    return [kind for kind, _ in log], equal
+
+
+@pytest.mark.parametrize(
+    ("world", "reduce_dtype", "replicas"),
+    [(2, torch.float32, 1), (3, torch.float32, 1), (2, torch.bfloat16, 1), (4, torch.float32, 2)],
+)
+def test_gradients_are_the_mean_of_messages(ranks: Ranks, world: int, reduce_dtype: torch.dtype, replicas: int) -> None:
+    for kinds, equal in ranks(world)(reduced, reduce_dtype, replicas):
+        assert equal
+        assert Counter(kinds)["all-to-all"] == 1 and "reduce-scatter" not in kinds
+
+
+def trained(grad_wire: str | None) -> tuple[list[float], int]:
+    """Losses of a prepared model, and the bytes of the last step's messages."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": "nvfp4"}))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mp_policy=POLICY)
+    fully_shard(model, mp_policy=POLICY)
+    set_grad_wire(model, grad_wire)
+    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(8):
+        with recorded() as log:
+            loss = (model(x) - x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, sum(nbytes for kind, nbytes in log if kind == "all-to-all")
+
+
+def test_prepared_models_train(ranks: Ranks) -> None:
+    """A quarter of the bytes of FP32, which None sends as FSDP2 does by itself."""
+    (plain, plain_bytes), (losses, nbytes) = (ranks(2)(trained, wire)[0] for wire in (None, FP8))
+    assert losses[0] == plain[0] and losses != plain
+    assert losses[-1] == pytest.approx(plain[-1], rel=0.02) and losses[-1] < 0.8 * losses[0]
+    elements = 2 * 64 * 128 + 128 + 64
+    assert plain_bytes == 0 and nbytes == pytest.approx(elements * 33 / 32, rel=0.01)
+
+
+def refusals() -> list[str]:
+    """What is said on this rank of settings that cannot be."""
+    model, rank = network(), dist.get_rank()
+    found = []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    attempt(lambda: set_grad_wire(model, FP8))
+    fully_shard(model)
+    attempt(lambda: set_grad_wire(model, "fp8" if rank else FP8))
+    attempt(lambda: set_grad_wire(model, FP8 if rank else None))
+    set_grad_wire(model, FP8)
+    model.set_gradient_divide_factor(7.0)  # type: ignore[operator]
+    attempt(lambda: loss_of(model, 0).backward())  # type: ignore[no-untyped-call]
+    return found
+
+
+@pytest.mark.notices("ranks set another grad_wire", where="FSDP2", answer="raises on all ranks")
+def test_refused_on_every_rank(ranks: Ranks) -> None:
+    for unsharded, name, difference, factor in ranks(2)(refusals):
+        assert unsharded.startswith("ValueError: set_grad_wire takes a model that fully_shard has sharded")
+        assert name == "ValueError: rank 1: grad_wire is None or 'fp8_1x128', got 'fp8'"
+        assert difference.startswith("ValueError: settings differ between ranks: grad_wire None on rank 0")
+        assert "scale the loss" in factor

@@ -1,0 +1,106 @@
+"""Stages quantize_gradient and add_gradients: a gradient on its way between ranks, in groups of 128
+elements with one scale.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerocast.backends.triton.codec import INF, as_f32, decode, encode, magnitude
+from zerocast.backends.triton.launch import launch
+from zerocast.formats.layout import GradientMessage
+
+GROUPS = 32  # a program of quantize_gradient
+RUN = 2048  # elements a program of add_gradients
+FLT_MAX = tl.constexpr(0x7F7FFFFF)
+ONE = tl.constexpr(0x3F800000)
+NAN = tl.constexpr(0x7FC00000)
+
+
+def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
+    """Write the message of each of `parts` equal parts of a gradient."""
+    part = GradientMessage(grad.numel() // parts)
+    tiles = triton.cdiv(part.groups, GROUPS)
+    sizes = part.numel, part.groups, part.scales_at, part.nbytes, tiles
+    is_bf16 = grad.dtype is torch.bfloat16  # whose subnormals Triton's interpreter loses
+    words = grad.view(torch.int16) if is_bf16 else grad
+    constants = {"GROUP": part.GROUP, "GROUPS": GROUPS, "BF16": is_bf16}
+    launch(_quantize, parts * tiles, grad.device, words, messages, *sizes, **constants)
+
+
+def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
+    """Add what `parts` ranks sent in their order, divide, and store or add it to `out`."""
+    part = GradientMessage(out.numel())
+    sizes = part.numel, part.scales_at, part.nbytes, parts, float(divisor)
+    constants = {"ADDS": adds, "GROUP": part.GROUP, "RUN": RUN}
+    launch(_add, triton.cdiv(part.numel, RUN), out.device, messages, out, *sizes, **constants)
+
+
+@triton.jit
+def _quantize(
+    grad,
+    messages,
+    numel,
+    groups,
+    scales_at,
+    nbytes,
+    tiles,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    part = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    message = messages + part * nbytes
+    group = tile.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(grad + part * numel + i, mask=i < numel, other=0)
+    if BF16:
+        x = as_f32(x.to(tl.int32) << 16)
+    x = x.to(tl.float32)
+    amax = tl.max(magnitude(x), 1)
+    scale = tl.minimum(tl.div_rn(448.0, as_f32(amax)).to(tl.int32, bitcast=True), FLT_MAX)
+    scale = tl.where(amax == 0, ONE, scale)
+    scale = tl.where(amax >= INF, NAN, scale)
+    scale_inv = tl.where(amax >= INF, NAN, tl.div_rn(1.0, as_f32(scale)).to(tl.int32, bitcast=True))
+    tl.store(message + i, encode(x * as_f32(scale)[:, None], "e4m3").to(tl.uint8), mask=i < numel)
+    tl.store((message + scales_at).to(tl.pointer_type(tl.int32)) + group, scale_inv, mask=group < groups)
+    if tile == 0:
+        gap = numel + tl.arange(0, 16)
+        end = scales_at + 4 * groups + tl.arange(0, 16)
+        tl.store(message + gap, (gap * 0).to(tl.uint8), mask=gap < scales_at)
+        tl.store(message + end, (end * 0).to(tl.uint8), mask=end < nbytes)
+
+
+@triton.jit
+def _add(
+    messages,
+    out,
+    numel,
+    scales_at,
+    nbytes,
+    parts,
+    divisor,
+    ADDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
+    here = i < numel
+    total = _values(messages, i, here, scales_at, GROUP)
+    for _ in range(1, parts):
+        messages += nbytes
+        total = total + _values(messages, i, here, scales_at, GROUP)
+    mean = tl.div_rn(total, divisor)
+    if ADDS:
+        mean = tl.load(out + i, mask=here, other=0.0) + mean
+    tl.store(out + i, mean, mask=here)
+
+
+@triton.jit
+def _values(message, i, here, scales_at, GROUP: tl.constexpr):
+    """Elements `i` of one message."""
+    codes = tl.load(message + i, mask=here, other=0).to(tl.int32)
+    scales = (message + scales_at).to(tl.pointer_type(tl.float32))
+    return decode(codes, "e4m3") * tl.load(scales + i // GROUP, mask=here, other=0.0)

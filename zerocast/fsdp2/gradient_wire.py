@@ -1,0 +1,76 @@
+"""FSDP2's gradients as FP8 on the wire, through the interface that torch has for it.
+
+`FSDPModule.set_custom_reduce_scatter` takes an object that FSDP2 asks for memory and calls in place
+of its reduce-scatter, on the stream of its reductions. All that ours needs is in that call: the
+gradients of a unit in `reduce_dtype`, one part a rank, the group, and whether to average.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.gradient_wire import QuantizedReduceScatter, check_grad_wire
+from zerocast.distributed.group import Group
+from zerocast.fsdp2 import torch_fsdp
+
+
+def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
+    """Let the gradients of every FSDP module within `model` travel as `grad_wire` says: None, as
+    FSDP2 reduces them, or "fp8_1x128", as E4M3 codes with one FP32 scale for 128 elements
+    (docs/formats/fp8_1x128.md).
+
+    Call it on all ranks after `fully_shard`. The owner adds in FP32 in rank order, and rounds once
+    to the `reduce_dtype` of the policy. Groups of 128 lie in what a unit of FSDP2 sends to one
+    rank, so other cuts round otherwise. FSDP2 does not reduce over a shard group of one rank, and
+    nothing is rounded then. The all-reduce of HSDP's replicas follows in `reduce_dtype`, as before.
+
+    Raises ValueError for another name, for settings that differ between ranks, on all of them, and
+    for a model that `fully_shard` has not sharded: there another program reduces the gradients.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ValueError(
+            "set_grad_wire takes a model that fully_shard has sharded; elsewhere the host reduces gradients itself"
+        )
+    problem = None
+    try:
+        check_grad_wire(grad_wire)
+    except ValueError as error:
+        problem = error
+    for group in {id(group): group for group in torch_fsdp.reduction_groups(model)}.values():
+        validate_across_ranks(Group.of(group), [], problem, "sets grad_wire", f"grad_wire {grad_wire!r}")
+    reduce_scatter: Any = _ReduceScatter() if grad_wire else torch_fsdp.default_reduce_scatter()
+    for module in modules:
+        module.set_custom_reduce_scatter(reduce_scatter)
+
+
+class _ReduceScatter:
+    """What FSDP2 calls; it keeps nothing between calls."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is reduced, and for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Write this rank's part of the sum, or of the mean, of `input_tensor` over the ranks."""
+        divisors = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: group.size()}
+        divisor = next((divisor for known, divisor in divisors.items() if op == known), None)
+        if divisor is None:
+            raise RuntimeError(
+                "set_gradient_divide_factor asks for a product with each gradient, which fp8_1x128 does not carry: "
+                "scale the loss, or set_grad_wire(model, None)"
+            )
+        reduction = QuantizedReduceScatter(input_tensor, Group.of(group), None, "the gradients of an FSDP unit")
+        if output_tensor.dtype is torch.float32:
+            reduction.land(output_tensor, divisor, adds=False)
+            return
+        exact = torch.empty_like(output_tensor, dtype=torch.float32)
+        reduction.land(exact, divisor, adds=False)
+        output_tensor.copy_(exact)
