@@ -107,6 +107,8 @@ def test_whoever_stands_for_a_weight_follows():
     value = sharded.whole[0].view(SHAPE).bfloat16()
     assert torch.equal(detached.dequantize(), value)
     assert torch.equal(transposed.dequantize(), value.t())
+    assert weight.read(columnwise=True, dtype=torch.bfloat16) is weight.rowwise_data  # products copy nothing
+    assert weight.dequantize().data_ptr() != weight.rowwise_data.data_ptr()
     x = torch.randn(4, SHAPE[1], dtype=torch.bfloat16, requires_grad=True)
     torch.nn.functional.linear(x, weight).sum().backward()
     assert torch.equal(x.grad, torch.ones(4, SHAPE[0], dtype=torch.bfloat16) @ value)

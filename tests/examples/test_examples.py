@@ -162,7 +162,7 @@ def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str,
     constant = tiny(text, tmp_path / "constant", format=name, steps=8, deterministic=True)
     train.main(constant)
     expected = losses(tmp_path / "whole")
-    assert expected[:5] == pytest.approx(losses(tmp_path / "constant")[:5], rel=1e-2)  # another cosine, no: the same steps
+    assert expected[:4] == losses(tmp_path / "constant")[:4]
     for kept in (6, 7):  # checkpoints of the last three steps are kept
         out = tmp_path / f"from {kept}"
         shutil.copytree(tmp_path / "whole", out)

@@ -114,18 +114,22 @@ class QuantizedWeight(WeightBuffers):
         constant, for autograd.
         """
         value = self.read(columnwise=False, dtype=self.dtype)
+        if self.format.element is None:
+            value = value.clone()  # which was the storage itself
         if self.transposed_of is None:
             return value.view(self.shape)
         return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or
-        missing columnwise copy.
+        """One direction, dequantized to `dtype` `[rows, columns]`; the storage itself where that is
+        what it holds. RuntimeError for a stale or missing columnwise copy.
         """
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
         if self._makes_columnwise:
             columnwise = False  # the transposed codes are the same codes
         data, scale_inv = self.direction(columnwise)
+        if data.dtype == dtype:
+            return data
         backend, key = backends.choose(data.device), str(self.format)
         value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
         return value
