@@ -33,6 +33,8 @@ RUNS = {
     "fp8 wire": Run(config=FP8_WIRE, max_norm=0.1),
     "fp8 wire, fp32 gradients": Run(config=ZeroConfig(grad_wire="fp8_1x128", grad_dtype=FP32), stage=1),
     "fp8 wire, deterministic": Run(config=dataclasses.replace(FP8_WIRE, deterministic=True, bucket_size=1)),
+    # ranks 1 and 2 own padding alone
+    "fp8 wire, one element": Run(specs=(Spec("one", (1,), dtype=FP32),), options=(ADAM,), config=FP8_WIRE),
     "stage 1": Run(stage=1, max_norm=0.1),
     "assigned gradients": Run(assign=True, max_norm=0.1),
     "assigned fp32 gradients": Run(assign=True, config=FP32_GRADIENTS, stage=1),
@@ -59,7 +61,7 @@ RUNS = {
     some(
         RUNS,
         *("plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
-        *("fp8 wire", "fp8 wire, deterministic"),
+        *("fp8 wire", "fp8 wire, deterministic", "fp8 wire, one element"),
     ),
 )
 def test_bits_of_the_undistributed_update(ranks, world, run):
