@@ -157,6 +157,19 @@ def test_what_cannot_be_switched(case):
     assert str(plan.weights[0].format) == "fp8_current"
 
 
+def test_storage_of_the_caller_stays_with_a_weight_that_does_not_change():
+    weights, storage = (
+        [QuantizedWeight.empty(SHAPE, "fp8_current") for _ in range(2)],
+        torch.zeros(NUMEL, dtype=torch.uint8),
+    )
+    both = [masters(0), masters(1)]
+    plan = CastPlan(weights, both, [0, 0], ONE_PROCESS, fsdp_shard_model_weights=[storage, None], names=["a", "b"])
+    zerocast.switch(plan, Recipe({"b": "nvfp4"}, default="fp8_current"))
+    wanted = casts.unsharded("fp8_current", both[0].view(SHAPE), torch.bfloat16)
+    assert (casts.raw(storage) == wanted["rowwise_data"]).all()
+    assert not weights[0].rowwise_data.any()
+
+
 def test_not_within_a_transaction():
     plan = CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [masters(0)], [0], ONE_PROCESS)
     with plan.transaction("a step"), pytest.raises(RuntimeError, match="between two steps"):

@@ -282,8 +282,16 @@ class CastPlan:
         self.weights = self.weights if weights is None else list(weights)
         shards, anew = self._partition.shards, self.delayed.unseeded | {*changed}
         kept = {name: state for name, state in self.delayed.state_dict().items() if name not in anew}
-        masters, starts = [shard.master for shard in shards], [shard.span.start for shard in shards]
-        self._partition = partition(self.group, self.weights, masters, starts, None, self.backend, scale_cuts)
+        cuts = [shard.cuts for shard in shards] if scale_cuts is None else scale_cuts
+        self._partition = partition(
+            self.group,
+            self.weights,
+            [shard.master for shard in shards],
+            [shard.span.start for shard in shards],
+            [shard.shard_data for shard in shards],
+            self.backend,
+            cuts,
+        )
         self._step_hooks.partition = self._partition
         self._lay_out()
         self.delayed.load_state_dict(kept)
