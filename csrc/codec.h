@@ -240,6 +240,17 @@ ZC_HD float e8m0_value(int32_t code) {
   return float_of(code == 255 ? kNaN : bits);
 }
 
+// E2M1 codes with E8M0 scales as E4M3 codes with one scale a group of blocks (docs/formats/mxfp4.md).
+constexpr int32_t kUpcastExponent = 6;  // UPCAST_EXPONENT of zerocast/formats/spec.py
+constexpr int32_t kMostSpread = 31;     // from here on every code is a zero
+
+// `spread` is the exponent of the group's largest scale less that of the code's own.
+ZC_HD int32_t upcast_code(int32_t code, int32_t spread) {
+  return encode<E4M3>(decode<E2M1>(code) * e8m0_value(127 + kUpcastExponent - smaller(spread, kMostSpread)));
+}
+
+ZC_HD float upcast_scale(int32_t largest_exponent) { return e8m0_value(largest_exponent) * (1.0f / (1 << kUpcastExponent)); }
+
 // Two-level scales (docs/formats/nvfp4.md). The order of operations is part of the format.
 struct TwoLevel {
   float multiplier;  // of a block's amax, before its E4M3 encoding

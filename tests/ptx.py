@@ -28,7 +28,7 @@ from zerocast import backends, get_format
 from zerocast.formats import Columnwise, layout
 from zerocast.formats.layout import GradientMessage
 
-FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity")
+FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "identity")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", re.MULTILINE)
 
 
@@ -80,6 +80,12 @@ def run_dequantize(fmt: str, nominal: torch.dtype, out: torch.dtype) -> None:
         backends.load("triton").dequantize(spec, *arguments, torch.empty(64, 64, dtype=out))
 
 
+def run_upcast(transposed: bool) -> None:
+    data, scale = torch.zeros((128, 64), dtype=torch.uint8), torch.zeros((128, 4), dtype=torch.uint8)
+    made = torch.zeros((128, 128), dtype=torch.uint8), torch.zeros((1, 4))
+    backends.load("triton").upcast(get_format("mxfp4"), data, scale, 128, 128, transposed, *made)
+
+
 def run_gradient_messages(dtype: torch.dtype) -> None:
     messages, triton = torch.zeros(2 * GradientMessage(4096).nbytes, dtype=torch.uint8), backends.load("triton")
     triton.quantize_gradient(torch.zeros(8192, dtype=dtype), 2, messages)
@@ -89,12 +95,14 @@ def run_gradient_messages(dtype: torch.dtype) -> None:
 
 def run_every_kernel() -> None:
     run_gradient_messages(torch.bfloat16)
-    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity"):
+    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):
         run_adam_amax(fmt, torch.bfloat16, torch.float32)
     for fmt in ("identity", "nvfp4"):
         run_dequantize(fmt, torch.bfloat16, torch.float16)
+    for transposed in (False, True):
+        run_upcast(transposed)
     master, moment = torch.zeros(SIZE), torch.zeros(SIZE)
     rest = SEGMENTS, torch.from_numpy(scalars()), torch.ones(1), None
     backends.load("triton").adam_step(master, master.bfloat16(), moment, moment, *rest)

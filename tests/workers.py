@@ -43,6 +43,15 @@ def preload(module: str) -> None:
     context.set_forkserver_preload(_preloaded)
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """The error of a call, as "ValueError: what it says"; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class RanksFailed(AssertionError):
     """A case raised, died or was late on some ranks; the message holds what each of them said."""
 

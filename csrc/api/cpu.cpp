@@ -63,6 +63,11 @@ void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv
   cpu::dequantize(format, weight, array_of(out), threads);
 }
 
+void upcast(const Format& format, const TypedBase& data, const TypedBase& scale_inv, int64_t rows, int64_t columns,
+            bool transposed, const TypedBase& codes, const TypedBase& group_scale_inv, int threads) {
+  cpu::upcast(format, {data.first, scale_inv.first, rows, columns, transposed, codes.first, group_scale_inv.first}, threads);
+}
+
 void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
                const TableArgument& segments, uintptr_t scalars, float clip, int threads) {
   const AdamState state{master.first, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
@@ -111,6 +116,8 @@ void register_cpu(py::module_& m) {
           "column_scales"_a, "threads"_a);
   cpu.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
           "columnwise"_a, "out"_a, "threads"_a);
+  cpu.def("upcast", &upcast, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "rows"_a, "columns"_a, "transposed"_a,
+          "codes"_a, "group_scale_inv"_a, "threads"_a);
   cpu.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
           "scalars"_a, "clip"_a, "threads"_a);
   cpu.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,

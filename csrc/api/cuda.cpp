@@ -100,6 +100,12 @@ void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv
   cuda::dequantize(format, weight, array_of(out), stream_of(stream));
 }
 
+void upcast(const Format& format, const TypedBase& data, const TypedBase& scale_inv, int64_t rows, int64_t columns,
+            bool transposed, const TypedBase& codes, const TypedBase& group_scale_inv, const StreamArgument& stream) {
+  cuda::upcast(format, {data.first, scale_inv.first, rows, columns, transposed, codes.first, group_scale_inv.first},
+               stream_of(stream));
+}
+
 void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
                const WorkArgument& segments, uintptr_t scalars, uintptr_t clip, cuda::Flag skip,
                const StreamArgument& stream) {
@@ -184,6 +190,8 @@ void register_cuda(py::module_& m) {
            "row_scales"_a, "column_data"_a, "column_scales"_a, "stream"_a);
   cuda.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
            "columnwise"_a, "out"_a, "stream"_a);
+  cuda.def("upcast", &upcast, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "rows"_a, "columns"_a, "transposed"_a,
+           "codes"_a, "group_scale_inv"_a, "stream"_a);
   cuda.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
            "scalars"_a, "clip"_a, "skip"_a, "stream"_a);
   cuda.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,

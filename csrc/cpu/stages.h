@@ -33,6 +33,15 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, int threads);
 
+// Of a weight, or of its transpose, from its rowwise codes.
+struct Upcast {
+  uintptr_t data, scale_inv;
+  int64_t rows, columns;  // of the weight
+  bool transposed;
+  uintptr_t codes, group_scale_inv;
+};
+void upcast(const Format& format, const Upcast& weight, int threads);
+
 void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
                int threads);
 

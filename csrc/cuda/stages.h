@@ -58,6 +58,15 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, Stream stream);
 
+// Of a weight, or of its transpose, from its rowwise codes; `codes` begin at a multiple of 16 bytes.
+struct Upcast {
+  uintptr_t data, scale_inv;
+  int64_t rows, columns;  // of the weight
+  bool transposed;
+  uintptr_t codes, group_scale_inv;
+};
+void upcast(const Format& format, const Upcast& weight, Stream stream);
+
 struct AdamState {
   uintptr_t master;
   Array grad, exp_avg, exp_avg_sq;

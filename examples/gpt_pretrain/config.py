@@ -6,7 +6,7 @@ from typing import Literal
 
 from examples.gpt_pretrain.model import GPTConfig
 
-Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4"]
 Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 
 

@@ -1,6 +1,5 @@
 """What the optimizer says about what it does not take, on the ranks of a pool."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,6 +12,7 @@ from tests.apex.checkpoints import different, held
 from tests.apex.comparing import FIELDS
 from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.apex.training import SMALL, Case, Run
+from tests.workers import error_of
 from zerocast import ZeroAdamW
 
 if not WHY_NOT:
@@ -40,14 +40,6 @@ class Foreign(Tensor):
         raise NotImplementedError(func)
 
 
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def model(fmt: str = "nvfp4") -> nn.Module:
     return zerocast.quantize_(
         nn.Linear(64, 32, device=device()), zerocast.Recipe({"weight": fmt}), dtype=torch.bfloat16
@@ -62,7 +54,7 @@ def with_option(name: str) -> str:
     value = False if name == "store_params" else torch.bfloat16 if name == "dtype" else True
     others = NEEDED.get(name, {})
     with host_on_cpu(), mock.patch.object(apex, "_FOUND_DEPRECATED_FUSED_ADAM", True):
-        return _error(lambda: build(model(), **{name: value, "device": device(), **others}))
+        return error_of(lambda: build(model(), **{name: value, "device": device(), **others}))
 
 
 def twice() -> tuple[str, str]:
@@ -70,10 +62,10 @@ def twice() -> tuple[str, str]:
     with host_on_cpu():
         one = model()
         held = build(one)
-        again = _error(lambda: build(one))
+        again = error_of(lambda: build(one))
         other = model()
         zero = ZeroAdamW(other.named_parameters())
-        after_zero = _error(lambda: build(other))
+        after_zero = error_of(lambda: build(other))
         assert held is not None and zero is not None
         del held  # what nobody holds owns nothing
         assert build(one) is not None
@@ -86,12 +78,12 @@ def foreign(only_on: int) -> str:
         one = model()
         if dist.get_rank() == only_on:
             one.register_parameter("bias", Foreign(32))
-        return _error(lambda: build(one))
+        return error_of(lambda: build(one))
 
 
 def other_weights() -> str:
     with host_on_cpu():
-        return _error(lambda: build(model("nvfp4" if dist.get_rank() else "fp8_block")))
+        return error_of(lambda: build(model("nvfp4" if dist.get_rank() else "fp8_block")))
 
 
 def not_to_be_trained() -> tuple[str, str]:
@@ -100,23 +92,23 @@ def not_to_be_trained() -> tuple[str, str]:
         frozen, one = model(), model()
         frozen.weight.requires_grad_(False)
         named = [("weight", one.weight), ("again", one.weight)]
-        return _error(lambda: build(frozen)), _error(lambda: DistributedFusedAdam(named, bucket_cap_mb=SMALL))
+        return error_of(lambda: build(frozen)), error_of(lambda: DistributedFusedAdam(named, bucket_cap_mb=SMALL))
 
 
 def more_parameters() -> str:
     with host_on_cpu():
         optimizer = build(model())
-        return _error(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=device()))]}))
+        return error_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=device()))]}))
 
 
 def first_format() -> tuple[str, str, str]:
     with host_on_cpu():
         optimizer = build(model())
-        save = _error(lambda: optimizer.state_dict(state_dict_format=1))
+        save = error_of(lambda: optimizer.state_dict(state_dict_format=1))
         return (
             save,
-            _error(lambda: optimizer.load_state_dict({"gathered_states": []})),
-            _error(lambda: optimizer.load_state_dict({"format": 1})),
+            error_of(lambda: optimizer.load_state_dict({"gathered_states": []})),
+            error_of(lambda: optimizer.load_state_dict({"format": 1})),
         )
 
 
@@ -136,7 +128,7 @@ def other_states(only_on: int) -> tuple[list[str], list[str]]:
             {**state, "param_groups": [{**group, "params": group["params"][1:]}, *state["param_groups"][1:]]},
         ):
             given = other if dist.get_rank() == only_on else state
-            said.append(_error(lambda given=given: run.optimizer.load_state_dict(dict(given))))
+            said.append(error_of(lambda given=given: run.optimizer.load_state_dict(dict(given))))
         return said, different(held(run), before)
 
 
@@ -150,7 +142,7 @@ def without(name: str) -> str:
         host_on_cpu(),
         mock.patch.object(apex.DistributedFusedAdam, name, property(absent, lambda *_: None), create=True),
     ):
-        return _error(lambda: build(model()))
+        return error_of(lambda: build(model()))
 
 
 def of_another_layout() -> str:
@@ -159,7 +151,7 @@ def of_another_layout() -> str:
         host_on_cpu(),
         mock.patch.object(apex, "_round_to_multiple", lambda number, multiple, round_up=True: number + 1),
     ):
-        return _error(lambda: build(model()))
+        return error_of(lambda: build(model()))
 
 
 def moved() -> list[str]:

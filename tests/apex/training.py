@@ -27,8 +27,11 @@ if not WHY_NOT:
 # Apex's reductions start alike on all ranks only where all ranks have the same gradients.
 MIXED = tuple(spec if spec.used == "never" else dataclasses.replace(spec, used="always") for spec in probe.MIXED)
 BF16, FP32 = torch.bfloat16, torch.float32
-EVERY_FORMAT = tuple(  # some of them larger than a small bucket, some sharing one
-    Spec(f"{index}", (64, 96), fmt, (BF16, FP32)[index % 2], index % 2) for index, fmt in enumerate(casts.FORMATS)
+EVERY_FORMAT = (
+    tuple(  # some of them larger than a small bucket, some sharing one; identity stays a plain FP32 parameter
+        Spec(f"{index}", (64, 96), fmt, FP32 if index % 2 or fmt == "identity" else BF16, index % 2)
+        for index, fmt in enumerate(casts.FORMATS)
+    )
 )
 SMALL = 0.01  # MiB a bucket, in gradients: 2,621 FP32 elements
 

@@ -30,6 +30,7 @@ KERNELS = {
     "roll_history._roll",
     "transpose._data",
     "transpose._scales",
+    "upcast._upcast",
 }
 # Approximate division and root, contracted multiply and add, and subnormals flushed to zero.
 INEXACT = re.compile(r"div\.(full|approx)|sqrt\.approx|rcp\.|fma\.|\w+\..*ftz")
@@ -52,7 +53,7 @@ def check(found: dict[str, Any]) -> None:
             assert {"div.rn.f32", "sqrt.rn.f32"} <= set(instructions), name
         if name.startswith(("adam", "partial_amax", "partial_cast")):
             assert "ld.global.v4.b32" in instructions, f"{name} has no wide loads"
-        if name.startswith(("adam", "partial_cast", "transpose._data")):
+        if name.startswith(("adam", "partial_cast", "transpose._data", "upcast")):
             assert "st.global.v4.b32" in instructions, f"{name} has no wide stores"
 
 

@@ -82,5 +82,10 @@ def test_a_small_mxfp8_cast_by_hand():
     assert traffic.cast == 2 * 196_608 + 2 * 12_288 + 8_192 + 98_304
 
 
+def test_a_small_mxfp4_upcast_by_hand():
+    traffic = of(HALF, "mxfp4")  # a weight has 8 x 6 tiles, and 2 x 2 groups in a buffer of 2 x 4
+    assert traffic.upcast == 2 * (24_576 + 48 + 49_152 + 4 * 8)
+
+
 def test_per_tensor_scales_are_not_transposed():
     assert of(HALF, "fp8_current").transpose == 2 * 2 * 49_152

@@ -74,7 +74,7 @@ def main() -> None:
     """Print the table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, nargs=3, default=[4096, 4096, 8192], metavar=("ROWS", "OUT", "IN"))
-    parser.add_argument("--format", nargs="+", default=["fp8_current", "fp8_block", "nvfp4"])
+    parser.add_argument("--format", nargs="+", default=["fp8_current", "fp8_block", "mxfp4", "nvfp4"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

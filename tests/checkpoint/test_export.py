@@ -21,11 +21,11 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(40, 144)
-        self.up = nn.Linear(144, 272)
+        self.embed = nn.Embedding(40, 160)
+        self.up = nn.Linear(160, 288)
         self.zeros = nn.Linear(32, 32, bias=False)
-        self.experts = nn.Parameter(torch.randn(2, 128, 80))
-        self.head = nn.Linear(144, 40, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 128, 96))
+        self.head = nn.Linear(160, 40, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("kept", torch.arange(3.0))
         self.register_buffer("dropped", torch.arange(3.0), persistent=False)
@@ -64,6 +64,13 @@ def compressed(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor
     return unpack(found[f"{name}_packed"]) * (spread(scale, 1, 16, shape) / found[f"{name}_global_scale"])
 
 
+def compressed_mx(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    scale = found[f"{name}_scale"]
+    assert scale.dtype == torch.uint8 and scale.shape == (*shape[:-1], shape[-1] // 32)
+    assert f"{name}_global_scale" not in found
+    return unpack(found[f"{name}_packed"]) * torch.exp2(spread(scale, 1, 32, shape) - 127)
+
+
 def modelopt(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
     assert found[f"{name}_scale_2"].shape == ()
     return unpack(found[name]) * (spread(found[f"{name}_scale"], 1, 16, shape) * found[f"{name}_scale_2"])
@@ -83,6 +90,8 @@ def plain(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
 
 CASES = [
     ("compressed-tensors", "nvfp4", compressed),
+    ("compressed-tensors", "mxfp4", compressed_mx),
+    ("compressed-tensors", "mxfp4:exact_in_fp8=False,scale_rounding=floor", compressed_mx),
     ("modelopt", "nvfp4", modelopt),
     ("deepseek", "fp8_block", deepseek),
     ("deepseek", "fp8_block:power_of_2_scale=False", deepseek),
@@ -124,7 +133,7 @@ def after_training(folder: str) -> None:
     optimizer.step()
     if torch.distributed.get_rank() == 1:
         export_safetensors(source, folder, "modelopt")
-        decoded = modelopt(read(Path(folder)), "up.weight", torch.Size((272, 144)))
+        decoded = modelopt(read(Path(folder)), "up.weight", torch.Size((288, 160)))
         wanted = source.get_parameter("up.weight").dequantize()  # type: ignore[operator]
         torch.testing.assert_close(decoded, wanted.float(), rtol=2**-8, atol=0.0)
     torch.distributed.barrier()
@@ -139,6 +148,8 @@ def test_after_training(ranks, tmp_path):
     [
         ("gguf", "nvfp4", "naming is one of bf16, compressed-tensors, modelopt, deepseek, got 'gguf'"),
         ("deepseek", "nvfp4", "experts is nvfp4; deepseek has names for fp8_block"),
+        ("modelopt", "mxfp4", "experts is mxfp4; modelopt has names for nvfp4"),
+        ("compressed-tensors", "mxfp8", "experts is mxfp8; compressed-tensors has names for nvfp4 and mxfp4"),
         ("modelopt", "fp8_current", "experts is fp8_current; modelopt has names for nvfp4"),
         ("deepseek", "fp8_block:element=e5m2", "with E2M1 or E4M3 codes: export it as bf16"),
     ],

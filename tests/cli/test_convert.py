@@ -11,7 +11,7 @@ from torch import nn
 
 import zerocast
 from tests.checkpoint.sources.written import KINDS, values
-from tests.checkpoint.test_export import compressed, deepseek, modelopt
+from tests.checkpoint.test_export import compressed, compressed_mx, deepseek, modelopt
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import train
@@ -57,6 +57,7 @@ def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) ->
 
 NAMINGS = [
     ("compressed-tensors", "nvfp4", compressed),
+    ("compressed-tensors", "mxfp4", compressed_mx),
     ("modelopt", "nvfp4", modelopt),
     ("deepseek", "fp8_block", deepseek),
 ]

@@ -25,7 +25,7 @@ from examples.gpt_pretrain.run_log import Record, RunLog, read_records
 ROOT = Path(__file__).resolve().parents[2]
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=128, context=32)
 TINY_ARGUMENTS = shlex.split("--model.n-layer 1 --model.n-head 2 --model.n-embd 128 --model.context 32 --batch-size 2")
-FORMATS = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+FORMATS = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import torch
 
 from tests import casts, stages
 from tests.matrices import TINY, lcg_matrix
-from zerocast import CastPlan, QuantizedWeight
+from zerocast import CastPlan, QuantizedWeight, get_format
+from zerocast.backends.reference.scales import stored_scales
 from zerocast.distributed.group import ONE_PROCESS
 
 GOLDENS: dict[str, Any] = json.loads(Path(__file__).with_name("goldens.json").read_text())
@@ -95,6 +96,41 @@ def test_mxfp8(backend_anywhere: str) -> None:
     assert hexes(weight.columnwise_data[0, :8]) == golden["col_data_first8"]
     found = [casts.sha(t) for t in (weight.rowwise_data, row, weight.columnwise_data, column)]
     assert found == [golden[key] for key in ("data_sha", "scale_sha", "cdata_sha", "cscale_sha")]
+
+
+def incumbent_exponents(amax: torch.Tensor) -> torch.Tensor:
+    """Biased exponents as the reference in TransformerEngine's test of its 2-D MXFP8 quantization computes them: the amax is
+    divided by 448, the exponent rounded up unless it is the last or the quotient is at most half the smallest normal number.
+    """
+    quotient = (amax / 448.0).contiguous().view(torch.int32)
+    exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
+    stays = (mantissa == 0) | (exponent == 254) | ((exponent == 0) & (mantissa <= 0x400000))
+    return torch.where(stays, exponent, exponent + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_square_mxfp8_is_that_of_the_incumbent(backend_anywhere: str, dtype: torch.dtype) -> None:
+    """Codes, and both directions' scales with each of them repeated along its 32 rows or columns."""
+    for rows, columns in ((64, 64), (96, 288), (352, 64)):
+        master = torch.randn(rows, columns, generator=torch.Generator().manual_seed(9012)) * torch.logspace(
+            -3, 3, columns
+        )
+        weight = casts.cast_whole("mxfp8:block=32x32", master, dtype, backend=backend_anywhere)
+        tiles = master.to(dtype).float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+        scale = incumbent_exponents(tiles.abs().amax((1, 3)))
+        codes = (tiles / torch.exp2(scale.double() - 127).float()[:, None, :, None]).to(torch.float8_e4m3fn)
+        assert torch.equal(weight.rowwise_data, codes.view(rows, columns).view(torch.uint8))
+        row, column = weight.rowwise_scale_inv, weight.columnwise_scale_inv
+        assert row is not None and column is not None
+        assert torch.equal(row[:rows, : columns // 32], scale.repeat_interleave(32, 0))
+        assert torch.equal(column[: rows // 32, :columns], scale.repeat_interleave(32, 1))
+
+
+def test_square_mxfp8_has_the_scale_of_the_incumbent_for_every_amax() -> None:
+    """For every positive finite bf16 number dividing by 448 and multiplying by 1/448 give one exponent."""
+    amaxes = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()[:, None]
+    found = stored_scales(get_format("mxfp8:block=32x32"), amaxes, None, None)
+    assert torch.equal(found.int(), incumbent_exponents(amaxes))
 
 
 @pytest.mark.parametrize("rounding", ["up", "floor"])

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 
 
 def double(tensor: Any) -> Any:
@@ -173,11 +173,7 @@ def changed_on_one(name: str, rank: int, first: bool) -> tuple[str, list[str]]:
         zerocast.fsdp2.refresh(model)
     if dist.get_rank() == rank:
         ONE_RANK[name](model)
-    said = "nothing"
-    try:
-        model(models.batch(0, 64))
-    except RuntimeError as error:
-        said = str(error)
+    said = error_of(lambda: model(models.batch(0, 64)))
     zerocast.fsdp2.refresh(model)
     with torch.no_grad():
         model(models.batch(0, 64))  # gathers again what the other pass has left
@@ -220,11 +216,8 @@ def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
     model(models.batch(1, 64)).float().square().mean().backward()
     if dist.get_rank() == 1:
         optimizer.step()
-    began, said = time.monotonic(), "nothing"
-    try:
-        model(models.batch(2, 64))
-    except RuntimeError as error:
-        said = str(error)
+    began = time.monotonic()
+    said = error_of(lambda: model(models.batch(2, 64)))
     return said, time.monotonic() - began
 
 

@@ -16,7 +16,7 @@ from tests import casts
 from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED
 from tests.fsdp2.slices import complaints
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 
 WIDTH = 128
 
@@ -144,11 +144,7 @@ def test_one_reduction_for_all_slices(ranks: Ranks) -> None:
 
 def refusal(fmt: str, with_mesh: bool = False, hidden: int = 192) -> str:
     """What the first forward pass says."""
-    try:
-        parallel(fmt, with_mesh, hidden)(models.batch(0, WIDTH, rank=0))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: parallel(fmt, with_mesh, hidden)(models.batch(0, WIDTH, rank=0)))
 
 
 def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:

@@ -25,7 +25,7 @@ from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import CHANGES
 from tests.fsdp2.test_fused_adamw import digests
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import TrainingState
 
 SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=64, context=32)
@@ -158,11 +158,7 @@ def changed_on_one() -> str:
     models.complaints(model, "")
     if dist.get_rank() == 1:
         CHANGES["write_data"](model)
-    try:
-        model.loss(*text(0, dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return error_of(lambda: model.loss(*text(0, dist.get_rank())))
 
 
 def test_a_change_on_one_rank_raises_on_all(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
@@ -269,12 +269,8 @@ def a_weight(model: nn.Module) -> Any:
 
 def forward(model: nn.Module) -> str:
     """What a forward pass raises."""
-    try:
-        with torch.no_grad():
-            model(models.batch(0, 64))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    with torch.no_grad():
+        return error_of(lambda: model(models.batch(0, 64)))
 
 
 def found_after(model: nn.Module, what: str) -> list[str]:
@@ -457,14 +453,9 @@ def moved_by_hand() -> list[str]:
     """What is said of operators that give a master other memory."""
     model = models.sharded(Net(("fp8_current",), 64, 96))
     assert not forward(model)
-    found = []
     local = a_weight(model).detach().to_local()
-    for change in (lambda: local.set_(torch.ones(local.shape)), lambda: local.resize_(1), lambda: local.t_()):
-        try:
-            change()
-        except RuntimeError as error:
-            found.append(str(error))
-    return [*found, *found_after(model, "refused")]
+    changes = lambda: local.set_(torch.ones(local.shape)), lambda: local.resize_(1), lambda: local.t_()
+    return [*map(error_of, changes), *found_after(model, "refused")]
 
 
 @pytest.mark.notices(

@@ -17,7 +17,7 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
 from tests.fsdp2.test_freshness import write_data
 from tests.host_traffic import HostTraffic
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
 from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
 from zerocast.weight.write_guard import WriteGuard
@@ -117,14 +117,7 @@ def disagreed(reader: str, optimizer: str) -> tuple[list[str], list[str]]:
         calls += [lambda: TrainingState(model, steps).load_state_dict(state), calls[1]]
         if dist.get_rank() == 1:
             write_data(model)
-        said = []
-        for call in calls:
-            try:
-                call()
-                said.append("")
-            except RuntimeError as error:
-                said.append(str(error))
-        return said, models.complaints(model, "loaded")
+        return [error_of(call) for call in calls], models.complaints(model, "loaded")
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -138,7 +131,6 @@ def test_a_disagreement_reaches_all_ranks_a_step_later(ranks: Ranks, reader: str
 
 def half_stepped() -> list[str]:
     """One rank's masters are partial: what a step and the next one say there and on the other."""
-    said = []
     with as_on_a_gpu():
         model = models.sharded(Net(FORMATS, 64, 96))
         optimizer = FusedAdamW(model.parameters(), lr=1e-2)
@@ -146,13 +138,7 @@ def half_stepped() -> list[str]:
         if dist.get_rank() == 1:
             for guard in (zerocast.fsdp2.manager.guard_of(optimizer), models.manager(model).guard):
                 guard.mark_partial("an optimizer step")
-        for number in (1, 2):
-            try:
-                step(model, optimizer, number)
-                said.append("")
-            except RuntimeError as error:
-                said.append(str(error))
-    return said
+        return [error_of(lambda number=number: step(model, optimizer, number)) for number in (1, 2)]
 
 
 def test_a_step_that_broke_off_on_one_rank_reaches_all(ranks: Ranks) -> None:
@@ -178,11 +164,7 @@ def passes_without_steps() -> list[int]:
 
 def is_refused(model: Any) -> bool:
     """Whether a forward pass says that one rank's masters were changed."""
-    try:
-        model(models.batch(0, 64))
-    except RuntimeError as error:
-        return "was changed on ranks" in str(error)
-    return False
+    return "was changed on ranks" in error_of(lambda: model(models.batch(0, 64)))
 
 
 def test_a_loop_without_steps_is_told_too(ranks: Ranks) -> None:

@@ -12,7 +12,10 @@ from zerocast import QuantizedWeight
 
 FORMATS = (
     "nvfp4",
+    "mxfp4",
+    "mxfp4:exact_in_fp8=False,scale_rounding=floor",
     "mxfp8",
+    "mxfp8:block=32x32",
     "fp8_block",
     "fp8_block:power_of_2_scale=False",
     "fp8_current",
@@ -56,7 +59,7 @@ class Shard:
 @st.composite
 def shards(draw: st.DrawFn) -> Shard:
     fmt = draw(st.sampled_from(FORMATS))
-    shape = draw(shapes(fmt.partition(":")[0]))
+    shape = draw(shapes(fmt))
     numel = torch.Size(shape).numel()
     first, last = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
     return Shard(

@@ -16,7 +16,8 @@ from tests.fuzz.bounded import LENGTHS, SAID, fuzz
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import optim
-from zerocast.checkpoint.sources import manifest, open_source
+from zerocast.checkpoint import manifest
+from zerocast.checkpoint.sources import open_source
 
 RUN = Run(tuple(spec for spec in MIXED if spec.name in ("delayed", "nv", "bias")))
 MISTAKES = ("flip", "byte", "cut", "more", "hole", "swap", "empty")

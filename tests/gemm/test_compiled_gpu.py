@@ -56,7 +56,9 @@ def test_inductor_quantizes_as_the_kernels_do(
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_delayed:amax_history_len=4", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "fmt", ["fp8_current", "fp8_delayed:amax_history_len=4", "fp8_block", "mxfp4", "mxfp8", "nvfp4"]
+)
 def test_a_model_compiles_whole(fmt: str, backend: str) -> None:
     model = test_compiled.built(fmt, device="cuda", shape=(256, 512))
     rows = {row.name: row.path for row in backends.report(model).layers}
@@ -68,7 +70,8 @@ def test_a_model_compiles_whole(fmt: str, backend: str) -> None:
         assert torch.equal(ours, theirs) or backend == "inductor"
         assert (ours - theirs).norm() <= 0.05 * theirs.norm()
     if torch.cuda.get_device_capability()[0] == 9:
-        path = {"fp8_c": "per_tensor", "fp8_d": "per_tensor", "fp8_b": "block_128"}.get(
+        upcast = "block_128 after upcast to e4m3, cuda backend"
+        path = {"fp8_c": "per_tensor", "fp8_d": "per_tensor", "fp8_b": "block_128", "mxfp4": upcast}.get(
             fmt[:5], "dequantize to bfloat16, cuda backend"
         )
         assert set(rows.values()) == {path}, "the report says what ran"
@@ -115,7 +118,7 @@ PREDICTED = (
 SMALL = 2**20  # a number a row, scales, what the allocator rounds
 
 
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp4", "mxfp8", "nvfp4"])
 def test_a_graph_keeps_what_that_of_bf16_keeps(fmt: str) -> None:
     """Neither a dequantized weight nor a transposed one."""
     assert abs(kept(None) - PREDICTED) < SMALL

@@ -230,7 +230,11 @@ def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
     [
         ("block_128", "fp8_block", (256, 640), 0.04),
         ("block_128", "fp8_block:power_of_2_scale=False", (128, 128), 0.04),
+        ("block_128", "mxfp4", (256, 640), 0.04),
         ("mxfp8", "mxfp8", (160, 96), 0.04),
+        ("mxfp8", "mxfp8:block=32x32", (160, 96), 0.04),
+        ("mxfp4", "mxfp4", (160, 96), 0.14),
+        ("mxfp4", "mxfp4:exact_in_fp8=False", (160, 96), 0.14),
         ("nvfp4", "nvfp4", (160, 96), 0.14),
     ],
 )
@@ -253,6 +257,23 @@ def test_operands_multiply_to_the_product(
         assert exact.numel() == 0 or error > loss / 40, "the input was quantized"
 
 
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_four_bits_multiply_as_eight(on_demand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of an mxfp4 weight are those of its exact value stored as fp8_block, to the bit; gradients too."""
+    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+    spread = torch.exp2(torch.randint(-12, 13, (8, 20)).float()).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    weight: Any = nn.Parameter(casts.cast_whole("mxfp4", torch.randn(256, 640) * spread, torch.float32))
+    weight.state.columnwise_on_demand = on_demand
+    exact = weight.read(columnwise=False, dtype=torch.float32)
+    eight: Any = nn.Parameter(casts.cast_whole("fp8_block", exact, torch.float32))
+    assert torch.equal(eight.read(columnwise=False, dtype=torch.float32), exact)
+    x, grad, bias = torch.randn(37, 640).to(BF16), torch.randn(37, 256).to(BF16), torch.randn(256).to(BF16)
+    found, expected = (
+        (multiply("block_128", x, w, bias=bias), multiply_gradient("block_128", grad, w)) for w in (weight, eight)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) -> None:
     weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))
@@ -260,7 +281,9 @@ def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) ->
     assert (scale_inv.frexp()[0] == 0.5).all() == power_of_2
 
 
-@pytest.mark.parametrize(("path", "fmt"), [("block_128", "fp8_block"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
+@pytest.mark.parametrize(
+    ("path", "fmt"), [("block_128", "fp8_block"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
+)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so_in_groups(
     path: str, fmt: str, bad: float, monkeypatch: pytest.MonkeyPatch

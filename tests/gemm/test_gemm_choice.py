@@ -13,7 +13,7 @@ from torch import nn
 
 from tests import casts
 from zerocast import QuantizedWeight, Recipe, backends, gemm, get_format, quantize_
-from zerocast.gemm import choice, nvfp4
+from zerocast.gemm import choice, mxfp4, nvfp4
 
 H200 = {"device": "cuda", "capability": (9, 0), "cuda": (13, 0)}
 B200 = {"device": "cuda", "capability": (10, 0), "cuda": (13, 0)}
@@ -38,7 +38,12 @@ CHOSEN = [
     ("fp8_current", B200, "per_tensor"),
     ("fp8_block", H200, "block_128"),
     ("fp8_block:power_of_2_scale=False", H200, "block_128"),
+    ("mxfp4", H200, "block_128"),
+    ("mxfp4:scale_rounding=floor", H200, "block_128"),
     ("mxfp8", B200, "mxfp8"),
+    ("mxfp8:block=32x32", B200, "mxfp8"),
+    ("mxfp4", B200, "mxfp4"),
+    ("mxfp4:exact_in_fp8=False", B200, "mxfp4"),
     ("nvfp4", B200, "nvfp4"),
 ]
 NOT_CHOSEN = [
@@ -58,12 +63,23 @@ NOT_CHOSEN = [
     ("fp8_block", H200, {"matrix_shape": (256, 192)}, "multiples of 128"),
     ("mxfp8", H200, {}, r"Blackwell GPUs \(compute capability 10.x\), this device has 9.0"),
     ("mxfp8", GEFORCE, {}, "this device has 12.0"),
+    ("mxfp4", A100, {}, "runs on Hopper .* this device has 8.0; runs on Blackwell .* this device has 8.0"),
+    ("mxfp4", H200, {"matrix_shape": (4128, 256)}, r"multiples of 128, the weight is \[4128, 256\]"),
+    ("mxfp4", H200, {"matrix_shape": (256, 4128)}, r"multiples of 128, the weight is \[256, 4128\]"),
+    ("mxfp4:exact_in_fp8=False", H200, {}, r"Blackwell GPUs \(compute capability 10.x\), this device has 9.0"),
+    ("mxfp4", B200, {"dtype": torch.float16}, "bfloat16, not float16"),
     ("nvfp4", H200, {}, "this device has 9.0"),
     ("nvfp4", GEFORCE, {}, "this device has 12.0"),
     ("nvfp4", CPU, {}, "not on cpu tensors"),
     ("nvfp4", B200, {"matrix_shape": (256, 48)}, "multiples of 32"),
     ("identity", H200, {}, "identity has no scaled product"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def mxfp4_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in builds of torch for GPUs."""
+    monkeypatch.setattr(mxfp4, "_has_kernel", lambda: True)
 
 
 @pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
@@ -82,13 +98,18 @@ def test_the_reason_why_not(fmt: str, on: dict[str, Any], changes: dict[str, Any
         assert gemm.decide(case(fmt, on, **changes), "scaled_mm") == (None, found.reason)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "mxfp4"])
 def test_what_has_never_run_is_reached_on_its_own_hardware_only(fmt: str) -> None:
     devices = [CPU, ROCM, {"device": "xpu"}, {"device": "meta"}]
     devices += [{**H200, "capability": (major, minor)} for major in range(7, 14) for minor in range(10)]
     for on in devices:
         blackwell = on.get("capability", (0, 0))[0] == 10
-        for wish, otherwise in (("auto", "dequantize"), ("scaled_mm", None), ("dequantize", "dequantize")):
+        elsewhere = "block_128" if fmt == "mxfp4" and on.get("capability", (0, 0))[0] == 9 else None
+        for wish, otherwise in (
+            ("auto", elsewhere or "dequantize"),
+            ("scaled_mm", elsewhere),
+            ("dequantize", "dequantize"),
+        ):
             expected = fmt if blackwell and wish != "dequantize" else otherwise
             assert gemm.decide(case(fmt, on), wish).path == expected
 
@@ -101,6 +122,9 @@ def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(nvfp4.unsupported_reasons(case("nvfp4", B200)))[1] == "this torch has no torch.float4_e2m1fn_x2"
     monkeypatch.undo()
     gemm.decide.cache_clear()
+    missing = "this torch was built without USE_FBGEMM_GENAI and USE_MSLK, one of which has the product"
+    monkeypatch.setattr(mxfp4, "_has_kernel", lambda: False)
+    assert next(mxfp4.unsupported_reasons(case("mxfp4", B200))) == missing
 
 
 FALLING = [

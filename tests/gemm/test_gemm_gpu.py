@@ -29,6 +29,7 @@ CASES = [
     ("block_128", "fp8_block", (256, 640)),  # 5 and 2 blocks: scale rows padded to 8 and 4
     ("block_128", "fp8_block", (128, 128)),
     ("block_128", "fp8_block:power_of_2_scale=False", (384, 1024)),
+    ("block_128", "mxfp4", (256, 640)),
 ]
 
 
@@ -118,7 +119,7 @@ def test_forward_and_gradients(path: str, fmt: str, shape: tuple[int, int], rows
     grad = torch.randn_like(y)
     y.backward(grad)
     rowwise, columnwise = (weight.read(columnwise=c, dtype=torch.float32).double() for c in (False, True))
-    power_of_2 = weight.format.power_of_2_scale
+    power_of_2 = weight.format.power_of_2_scale or weight.format.is_exact_in_fp8
     assert_product(y, seen(path, x.detach(), E4M3, power_of_2), rowwise.t(), bias.detach().double())
     element = E5M2 if path == "per_tensor" and weight.format.element == E4M3 else E4M3
     assert x.grad is not None and bias.grad is not None
@@ -128,7 +129,9 @@ def test_forward_and_gradients(path: str, fmt: str, shape: tuple[int, int], rows
     torch.testing.assert_close(bias.grad, flat.sum(0))
 
 
-@pytest.mark.parametrize(("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block")])
+@pytest.mark.parametrize(
+    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
+)
 def test_other_dtypes_strides_and_ways_to_write_it(path: str, fmt: str) -> None:
     weight = parameter(fmt, (256, 384))
     needs(path, weight)
@@ -144,12 +147,14 @@ def test_other_dtypes_strides_and_ways_to_write_it(path: str, fmt: str) -> None:
     half = parameter(fmt, (256, 384), torch.float16)
     assert_product(
         F.linear(x.half(), half),
-        seen(path, x.half(), E4M3, half.format.power_of_2_scale),
+        seen(path, x.half(), E4M3, half.format.power_of_2_scale or half.format.is_exact_in_fp8),
         half.read(columnwise=False, dtype=torch.float32).double().t(),
     )
 
 
-@pytest.mark.parametrize(("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block")])
+@pytest.mark.parametrize(
+    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
+)
 def test_autocast_and_no_rows(path: str, fmt: str) -> None:
     weight = parameter(fmt, (256, 384), torch.float32)
     x = torch.randn(16, 384, device="cuda", requires_grad=True)
@@ -166,8 +171,34 @@ def test_autocast_and_no_rows(path: str, fmt: str) -> None:
     assert y.shape == (2, 0, 256) and empty.grad is not None and empty.grad.shape == empty.shape
 
 
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_four_bits_multiply_as_eight(on_demand: bool) -> None:
+    """An mxfp4 weight gives the bits of its exact value stored as fp8_block; what is read is upcast, never dequantized."""
+    four = parameter("mxfp4", (4096, 1024))
+    needs("block_128", four)
+    four.state.columnwise_on_demand = on_demand
+    eight = zerocast.QuantizedWeight.empty((4096, 1024), "fp8_block", BF16, "cuda")
+    cast_whole(eight, four.read(columnwise=False, dtype=torch.float32))
+    x, grad = (torch.randn(200, n, device="cuda", dtype=BF16) for n in (1024, 4096))
+    x.requires_grad_()
+
+    def products(weight: Any) -> tuple[Tensor, Tensor]:
+        y = F.linear(x, weight)
+        return y, torch.autograd.grad(y, x, grad)[0]
+
+    assert all(map(torch.equal, products(four), products(nn.Parameter(eight))))
+    operators, _ = traced(lambda: products(four))
+    assert "zerocast::upcast" in operators and "zerocast::transposed" not in operators
+    model = nn.Linear(1024, 4096, device="cuda", dtype=BF16)
+    model.weight = four
+    (row,) = zerocast.backends.report(model).layers
+    assert row.path == "block_128 after upcast to e4m3, cuda backend" and not row.reason
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block")])
+@pytest.mark.parametrize(
+    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
+)
 def test_what_is_not_finite_stays_so(path: str, fmt: str, bad: float) -> None:
     weight = parameter(fmt, (256, 384))
     needs(path, weight)
@@ -189,6 +220,8 @@ def test_what_is_not_finite_stays_so(path: str, fmt: str, bad: float) -> None:
         ("fp8_current", (272, 520), "multiples of 16"),
         ("fp8_block", (256, 192), "multiples of 128"),
         ("fp8_block:element=e5m2", (256, 256), "must be e4m3"),
+        ("mxfp4", (4128, 256), "multiples of 128"),
+        ("mxfp4:exact_in_fp8=False", (256, 256), "Blackwell"),
         ("mxfp8", (96, 64), "Blackwell"),
         ("nvfp4", (96, 64), "Blackwell"),
     ],
@@ -206,7 +239,9 @@ def test_what_cannot_run_is_dequantized_or_refused(fmt: str, shape: tuple[int, i
         F.linear(x, weight)
 
 
-@pytest.mark.parametrize(("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block")])
+@pytest.mark.parametrize(
+    ("path", "fmt"), [("per_tensor", "fp8_current"), ("block_128", "fp8_block"), ("block_128", "mxfp4")]
+)
 def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
     """No synchronisation, no allocation that a CUDA graph could not hold; a replay gives the bits of an eager run."""
     weight = parameter(fmt, (256, 384)).detach()
@@ -241,7 +276,7 @@ def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4"])
 def test_a_copy_made_for_a_product_makes_the_host_wait_for_nothing(fmt: str) -> None:
     """Under FSDP2 a backward pass makes it, in other memory every time; the bits are those of a kept one."""
     weight = parameter(fmt, (256, 512))

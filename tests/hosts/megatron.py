@@ -16,6 +16,7 @@ from tests.megatron.attached import METADATA, Attached
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import MIXED, Case
+from tests.workers import error_of
 from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.primary import weight_of
@@ -136,7 +137,7 @@ class Megatron(HostUnderTest):
             "save": lambda: self.save(9),
             "refresh": self.attachment.refresh,
         }
-        if "attachment.refresh()" in _said(optimizer.state_dict):
+        if "attachment.refresh()" in error_of(optimizer.state_dict):
             del calls["refresh"]  # which mends it
         return calls
 
@@ -154,11 +155,3 @@ class Megatron(HostUnderTest):
     @property
     def verified(self) -> Any:
         return self.attachment
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""

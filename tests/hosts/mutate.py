@@ -1,10 +1,12 @@
-"""Whether the shared tests of hosts notice when a guard is gone: each guard is broken once, in a copy of the tree.
+"""Whether tests notice when a guard is gone: each guard is broken once, in a copy of the tree.
+
+The guards of a host are asked of the shared tests of hosts alone, those of plans of the tests that build and cast them.
 
     python -m tests.hosts.mutate                    # every mutant, on each host that it is about
     python -m tests.hosts.mutate --only step --hosts FSDP2 Apex
 
 Prints a table, mutants by hosts: `killed` by a test, or `survived`; `not found` where the text of a guard has changed, so that this
-list must. Ends with status 1 unless all are killed. Only the tests of every run are asked, and those of this folder alone.
+list must. Ends with status 1 unless all are killed. Only the tests of every run are asked. `mutants.md` has the last table.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from tests.hosts.under_test import HOSTS, find
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("csrc", "zerocast", "integrations", "tests", "pyproject.toml")
 SUITE = [f"tests/hosts/test_{name}.py" for name in ("faults", "verify", "checkpoints")]
+PLANS = "plans"
+SUITE_OF_PLANS = ["tests/distributed/test_ownership.py", "tests/optim/test_gathered_scales.py"]
 SECONDS = 400
 ALL = tuple(HOSTS)
 
@@ -46,6 +50,8 @@ VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_adamw.py"
 FUSED, STATE = "zerocast/fsdp2/fused_adamw.py", "zerocast/fsdp2/state.py"
 PREPARE, MANAGER = "zerocast/fsdp2/prepare.py", "zerocast/fsdp2/manager.py"
 METHODS, APEX = "integrations/megatron/guard.py", "integrations/apex/optimizer.py"
+OWNERSHIP, AMAXES = "zerocast/distributed/ownership.py", "zerocast/cast/packed_amax.py"
+PARTITION, MOVED = "zerocast/cast/partition.py", "zerocast/optim/foreign_writes.py"
 NO_GUARD = "if True:"
 CHECK = "        self._plan.guard.check_complete()\n"
 PARTIAL_PLAN = "        if self._plan.guard.is_partial:\n"
@@ -186,6 +192,85 @@ MUTANTS = [
         "problem = None",
         "Apex",
     ),
+    # Plans on any number of ranks
+    _mutant("owners overlap", OWNERSHIP, "        if second.start < first.stop:\n", "        if False:\n", PLANS),
+    _mutant(
+        "an overlap beside a gap of the same size",
+        OWNERSHIP,
+        "    unlike = (sums != whole_sums([item.numel for item in items])).any(1)",
+        "    unlike = (sums[:, 0] != whole_sums([item.numel for item in items])[:, 0])",
+        PLANS,
+    ),
+    _mutant(
+        "ranks that own everything do not send all spans",
+        OWNERSHIP,
+        "        if sums[index, 0] > items[index].numel:\n            break\n",
+        "",
+        PLANS,
+    ),
+    _mutant(
+        "spans that end inside a byte are exchanged",
+        OWNERSHIP,
+        "index in doubtful or span.start % item.elements_per_byte or span.stop % item.elements_per_byte",
+        "index in doubtful",
+        PLANS,
+    ),
+    _mutant(
+        "spans lie between the cuts of gathered scales",
+        PARTITION,
+        "    if not {span.start, span.stop} <= {0, weight.numel(), *cuts}:\n",
+        "    if False:\n",
+        PLANS,
+    ),
+    _mutant(
+        "scales can be cut where they are",
+        PARTITION,
+        "    if not entries or any(cut % n for n in entries.values() for cut in (cuts.start, cuts.step)):\n",
+        "    if False:\n",
+        PLANS,
+    ),
+    _mutant(
+        "amaxes of cut blocks are reduced",
+        AMAXES,
+        "            self.buffer[self._there] = self.buffer[self._here]\n",
+        "            pass\n",
+        PLANS,
+    ),
+    _mutant(
+        "reduced amaxes of cut blocks are taken",
+        AMAXES,
+        "            self.buffer[self._here] = self.buffer[self._there]\n",
+        "            pass\n",
+        PLANS,
+    ),
+    _mutant(
+        "only cut blocks are reduced",
+        AMAXES,
+        "        inside = places % (width if height == 1 else height * columns) != 0\n",
+        "        inside = places >= 0\n",
+        PLANS,
+    ),
+    _mutant(
+        "each cut row has a place of its own",
+        AMAXES,
+        "                size += row.cuts.numel() * row.across\n",
+        "",
+        PLANS,
+    ),
+    _mutant(
+        "ranks agree on the dtype of amaxes",
+        AMAXES,
+        "        dtypes = {self._dtype(index) for index in cast if self._has_amaxes(index)}\n",
+        "        dtypes = {self._dtype(index) for index in cast if self._shards[index].span.numel}\n",
+        PLANS,
+    ),
+    _mutant(
+        "moved scales are brought back",
+        MOVED,
+        "            if tensor is None or tensor.data_ptr() != place.data_ptr():\n",
+        "            if tensor is None:\n",
+        PLANS,
+    ),
 ]
 
 
@@ -200,8 +285,9 @@ def copied(folder: Path) -> None:
 
 
 def passes(host: str, folder: Path) -> bool:
-    """Whether the tests of a host pass in a copy of the tree. What hangs does not."""
-    line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", host, *SUITE]
+    """Whether the tests of a host, or of plans, pass in a copy of the tree. What hangs does not."""
+    suite = SUITE_OF_PLANS if host == PLANS else ["-k", host, *SUITE]
+    line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *suite]
     known = os.environ | {"PYTHONPATH": str(folder)}
     try:
         ran = subprocess.run(line, cwd=folder, env=known, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -232,10 +318,10 @@ def _is_named(mutant: Mutant, only: Sequence[str]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", nargs="+", choices=ALL, default=ALL)
+    parser.add_argument("--hosts", nargs="+", choices=(*ALL, PLANS), default=(*ALL, PLANS))
     parser.add_argument("--only", nargs="+", default=[""], help="mutants whose guard and path hold one of these")
     chosen = parser.parse_args(arguments)
-    hosts = [host for host in chosen.hosts if not find(host).why_not]
+    hosts = [host for host in chosen.hosts if host == PLANS or not find(host).why_not]
     mutants = [m for m in MUTANTS if _is_named(m, chosen.only) and {*m.hosts} & {*hosts}]
     _print("guard", "file", *hosts)
     _print(*["---"] * (2 + len(hosts)))

@@ -30,7 +30,7 @@ HOSTS = {  # in the order of the table, each with what is to be read about it
     "Apex": "integrations/apex",
     "torchtitan": "integrations/torchtitan",
 }
-FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
 PACKAGE_OF = {"Megatron-Core": "megatron-core", "TransformerEngine": "transformer-engine", "torchtitan": "torchtitan"}
 PACKAGES = ("torch", "triton", *PACKAGE_OF.values())
 

@@ -102,9 +102,9 @@ def test_the_table_of_a_run(found: dict[str, Any]) -> None:
     made = table([found])
     rows = [line for line in made.splitlines() if line.startswith("| [")]
     assert rows == [
-        "| [ZeroAdamW](zerocast/optim) | data |  |  |  |  | CPU 1, GPU 1 |",
-        "| [FSDP2](zerocast/fsdp2) | data, tensor |  |  |  | CPU 4 | GPU 4 |",
-        "| [Apex](integrations/apex) | data |  |  | CPU 1 |  | CPU 1-2 |",
+        "| [ZeroAdamW](zerocast/optim) | data |  |  |  |  |  | CPU 1, GPU 1 |",
+        "| [FSDP2](zerocast/fsdp2) | data, tensor |  |  |  | CPU 4 |  | GPU 4 |",
+        "| [Apex](integrations/apex) | data |  |  | CPU 1 |  |  | CPU 1-2 |",
     ]
     assert "4 cores of some processor" in made and "2 some GPU" in made and "hosts:" not in made
     with_package = {**found["passed"][0], "host": "Megatron-Core"}

@@ -1,7 +1,6 @@
 """What `attach`, `detach` and `building` say and leave behind, on the ranks of a pool."""
 
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ from torch import nn
 from tests.megatron import training
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
+from tests.workers import error_of
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
@@ -28,14 +28,6 @@ def _built(case: Case) -> Run:
         return build(case)
 
 
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _attach(run: Run) -> Any:
     return integration.attach(run.optimizer, run.ddp)
 
@@ -48,7 +40,7 @@ def twice() -> str:
     with host():
         run = _built(Case())
         _attach(run)
-        return _error(lambda: _attach(run))
+        return error_of(lambda: _attach(run))
 
 
 def owned_twice() -> tuple[str, str]:
@@ -56,14 +48,14 @@ def owned_twice() -> tuple[str, str]:
     with host():
         run = _built(Case())
         attached = _attach(run)
-        zero = _error(lambda: ZeroAdamW(run.ddp.named_parameters()))
+        zero = error_of(lambda: ZeroAdamW(run.ddp.named_parameters()))
         attached.detach()
         weights = [p for p in run.ddp.parameters() if isinstance(p, QuantizedWeight)]
         masters = [nn.Parameter(torch.zeros(w.numel())) for w in weights]
         plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
         optimizer = torch.optim.SGD(masters)
         handle = plan.attach(optimizer)  # what detach has freed
-        again = _error(lambda: _attach(run))
+        again = error_of(lambda: _attach(run))
         handle.remove()
         _attach(run)
         return zero, again
@@ -76,14 +68,14 @@ def after_a_step(only_on: int | None = None) -> str:
         if only_on in (None, dist.get_rank()):
             main = _own(run).optimizer.param_groups[0]["params"][0]
             _own(run).optimizer.state[main]["step"] = torch.ones(())
-        return _error(lambda: _attach(run))
+        return error_of(lambda: _attach(run))
 
 
 def with_setting(of: str, name: str) -> str:
     with host():
         run = _built(Case())
         setattr(getattr(_own(run), of), name, True)
-        return _error(lambda: _attach(run))
+        return error_of(lambda: _attach(run))
 
 
 def layer_wise() -> str:
@@ -93,15 +85,15 @@ def layer_wise() -> str:
     with host():
         run = _built(Case())
         run.optimizer.chained_optimizers.append(LayerWiseOptimizer())
-        return _error(lambda: _attach(run))
+        return error_of(lambda: _attach(run))
 
 
 def of_another_shape() -> tuple[str, str]:
     with host():
         run = _built(Case())
         del _own(run).model_float16_groups
-        optimizer = _error(lambda: _attach(run))
-        chunk = _error(lambda: integration.attach(_built(Case()).optimizer, nn.Linear(2, 2)))
+        optimizer = error_of(lambda: _attach(run))
+        chunk = error_of(lambda: integration.attach(_built(Case()).optimizer, nn.Linear(2, 2)))
         return optimizer, chunk
 
 
@@ -109,13 +101,13 @@ def not_distributed() -> str:
     with host():
         run = _built(Case())
         run.optimizer.chained_optimizers = [SimpleNamespace()]
-        return _error(lambda: _attach(run))
+        return error_of(lambda: _attach(run))
 
 
 def of_another_model() -> str:
     with host():
         ours, theirs = _built(Case()), _built(Case())
-        return _error(lambda: integration.attach(ours.optimizer, [ours.ddp, theirs.ddp]))
+        return error_of(lambda: integration.attach(ours.optimizer, [ours.ddp, theirs.ddp]))
 
 
 def with_a_tensor_of_others() -> str:
@@ -123,7 +115,7 @@ def with_a_tensor_of_others() -> str:
         run = _built(Case())
         buffer = next(b for b in _own(run).buffers if b.param_dtype == torch.uint8)
         buffer.params.append(nn.Parameter(torch.zeros(2)))
-        return _error(lambda: _attach(run))
+        return error_of(lambda: _attach(run))
 
 
 class Experts(MegatronModule):
@@ -137,23 +129,23 @@ class Experts(MegatronModule):
 
 def with_grouped_experts() -> str:
     with host(), mock.patch.object(training, "Model", lambda config, te: Experts(config)):
-        return _error(lambda: _attach(_built(Case("experts"))))
+        return error_of(lambda: _attach(_built(Case("experts"))))
 
 
 def in_a_format(fmt: str) -> str:
     with host():
-        return _error(lambda: _built(Case(fmt)))
+        return error_of(lambda: _built(Case(fmt)))
 
 
 def without_four_bits() -> str:
     """An nvfp4 weight in a megatron-core that has FP8 buffers only, or as if this one had."""
     with host(), mock.patch.object(seams, "has_four_bit_buffers", return_value=False):
-        return _error(lambda: _built(Case("nvfp4")))
+        return error_of(lambda: _built(Case("nvfp4")))
 
 
 def built_outside() -> str:
     with host():
-        return _error(lambda: build(Case()))
+        return error_of(lambda: build(Case()))
 
 
 def left_behind() -> list[str]:
@@ -171,7 +163,7 @@ def left_behind() -> list[str]:
         ]
         if hooks != [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]:
             changed.append("hooks")
-        return changed + [error for error in (_error(lambda: _attach(run)),) if error]
+        return changed + [error for error in (error_of(lambda: _attach(run)),) if error]
 
 
 def _methods(owner: Any) -> set[tuple[str, Any]]:
@@ -192,7 +184,7 @@ def interrupted() -> list[tuple[str, bool]]:
             mock.patch.object(attachment, "refusing_quantized", side_effect=ValueError("no")),
         ):
             with failing:
-                said = _error(lambda: _attach(run))
+                said = error_of(lambda: _attach(run))
             found.append((said, [_methods(owner) for owner in owners] != before))
         return found
 

@@ -14,6 +14,7 @@ from tests.megatron import te
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import MIXED, Case, Run, build
+from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 
 if not WHY_NOT:
@@ -86,11 +87,7 @@ def small_buckets(kind: str, is_loading: bool) -> str:
     with host():
         run = attached(Case(MIXED, experts=True))
         run.step(0)
-        try:
-            _content(run, is_loading, kind)
-        except ValueError as error:
-            return str(error)
-        return ""
+        return error_of(lambda: _content(run, is_loading, kind))
 
 
 def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:

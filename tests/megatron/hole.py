@@ -7,6 +7,7 @@ from unittest import mock
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS
 from tests.megatron.training import Case, build, trained
+from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 
@@ -45,12 +46,7 @@ def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
     with host(case.te):
         with integration.quantized_params(), hosts_own_layout():
             run = build(case)
-        try:
-            integration.attach(run.optimizer, run.ddp)
-        except ValueError as error:
-            said = str(error)
-        else:
-            said = ""
+        said = error_of(lambda: integration.attach(run.optimizer, run.ddp))
         with mock.patch.object(attachment, "bytes_not_sent", return_value=None):
             integration.attach(run.optimizer, run.ddp)
         return said, trained(run)[1]

@@ -13,6 +13,7 @@ from tests.megatron.checkpoints import attached, save
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import FORMATS, Case, build, build_chunk, build_optimizer
+from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 
 if not WHY_NOT:
@@ -170,8 +171,4 @@ CASES: dict[str, Callable[[], Any]] = {
 def say(name: str) -> str:
     """The message that a case raises."""
     with host():
-        try:
-            CASES[name]()
-        except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+        return error_of(CASES[name])

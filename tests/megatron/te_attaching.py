@@ -3,7 +3,6 @@
 import gc
 import importlib
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ from tests.megatron import te
 from tests.megatron.here import host
 from tests.megatron.training import ALL_LAYERS, Case, Run, build, trained
 from tests.transformer_engine import hybrids, tensors
+from tests.workers import error_of
 from zerocast import get_format, verify
 from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
@@ -25,14 +25,6 @@ def _attached(case: Case) -> tuple[Run, Any]:
     with integration.quantized_params():
         run = build(case)
     return run, integration.attach(run.optimizer, run.ddp)
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def steps(formats: str, layers: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
@@ -65,7 +57,7 @@ def built_outside(formats: str) -> tuple[str, dict[str, int]]:
     """A model that Megatron laid out by itself: what `attach` says, and if nothing, stale bytes after some steps."""
     with host(ALL_LAYERS):
         run = build(Case(formats, te=ALL_LAYERS))
-        said = _error(lambda: integration.attach(run.optimizer, run.ddp))
+        said = error_of(lambda: integration.attach(run.optimizer, run.ddp))
         return said, {} if said else trained(run)[1]
 
 
@@ -131,12 +123,12 @@ def partial() -> list[str]:
         with mock.patch.object(
             importlib.import_module(seams.BUFFER), "dist_all_gather_func", side_effect=RuntimeError("no")
         ):
-            said = [_error(run.force_sync)]
+            said = [error_of(run.force_sync)]
         layer = run.ddp.module.layers[0]
         x = torch.zeros(1, layer.weight.shape[1], dtype=torch.bfloat16, device=layer.weight.device)
-        said.append(_error(lambda: run.forward_and_backward(1)))
-        said.append(_error(lambda: layer(x)))
-        said.append(_error(lambda: integration.dequantize_(run.ddp.module.sharded_state_dict())))
+        said.append(error_of(lambda: run.forward_and_backward(1)))
+        said.append(error_of(lambda: layer(x)))
+        said.append(error_of(lambda: integration.dequantize_(run.ddp.module.sharded_state_dict())))
         attached.refresh()
         run.step(1)
         return [*said, *map(str, run.stale_bytes())]
@@ -183,7 +175,7 @@ def of_a_kind(kind: str) -> str:
             return torch.nn.Parameter(one)
 
         with mock.patch.object(te, "_te_parameter", made):
-            return _error(lambda: _attached(Case("mxfp8" if kind == "mxfp8" else "fp8_current", te="0")))
+            return error_of(lambda: _attached(Case("mxfp8" if kind == "mxfp8" else "fp8_current", te="0")))
 
 
 def grouped_experts() -> str:
@@ -198,7 +190,7 @@ def grouped_experts() -> str:
         for buffer in run.optimizer.chained_optimizers[0].buffers:
             if buffer.param_dtype == torch.uint8:
                 buffer.params.append(tensor)
-        return _error(lambda: integration.attach(run.optimizer, run.ddp))
+        return error_of(lambda: integration.attach(run.optimizer, run.ddp))
 
 
 def changed_afterwards(what: str) -> str:
@@ -215,7 +207,7 @@ def changed_afterwards(what: str) -> str:
             weight._rowwise_data = None
         run.ddp.start_grad_sync()
         run.ddp.finish_grad_sync()
-        return _error(run.optimizer.step)
+        return error_of(run.optimizer.step)
 
 
 def without_a_seam() -> str:
@@ -226,4 +218,4 @@ def without_a_seam() -> str:
         kind = type(run.ddp.bucket_groups[0])
         with mock.patch.object(kind, "_post_param_sync"):
             del kind._post_param_sync
-            return _error(lambda: integration.attach(run.optimizer, run.ddp))
+            return error_of(lambda: integration.attach(run.optimizer, run.ddp))

@@ -45,7 +45,7 @@ def test_debug_mode(ranks: Ranks) -> None:
 
 
 def test_nobody_is_asked_after_detach(ranks: Ranks) -> None:
-    assert ranks(2)(verifying.detached) == ["nobody is known to own masters of this model's weights"] * 2
+    assert ranks(2)(verifying.detached) == [" nobody is known to own masters of this model's weights"] * 2
 
 
 @pytest.mark.parametrize("every", [0, -1])

@@ -14,6 +14,7 @@ from tests.megatron import training
 from tests.megatron.attached import METADATA, Attached
 from tests.megatron.here import host
 from tests.megatron.training import FORMATS, MIXED, Case, Run, build, build_chunk, build_optimizer
+from tests.workers import error_of
 from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.unattached import RefusedMethod
@@ -41,15 +42,6 @@ def _bytes(model: Any) -> casts.Bytes:
 
 def _different(before: casts.Bytes, after: casts.Bytes) -> tuple[str, ...]:
     return tuple(name for name in before.keys() | after.keys() if not (before.get(name) == after.get(name)).all())
-
-
-def said(call: Callable[[], Any]) -> str:
-    """The error of a call, empty if there is none."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class _Blocks(contextlib.ExitStack):
@@ -89,7 +81,7 @@ def combination(model: str, ddp: str, optimizer: str, state: str, case: Case) ->
         attachment.detach()
     run.forward_and_backward(1)
     before = _bytes(module)
-    error = said(run.optimizer.step)
+    error = error_of(run.optimizer.step)
     changed = _different(before, _bytes(module)) if error else ()
     if case.overlap:
         run.force_sync()
@@ -142,7 +134,7 @@ def every_call(case: Case, detached: bool, folder: str) -> dict[str, tuple[str, 
         run.forward_and_backward(1)
         found, before = {}, attached.everything()
         for name, call in _calls(run, state, folder).items():
-            error, after = said(call), attached.everything()
+            error, after = error_of(call), attached.everything()
             found[name] = error, tuple(n for n in before.keys() | after.keys() if not _same(before, after, n))
         assert not run.stale_bytes()
         return found
@@ -161,7 +153,7 @@ def attached_again(case: Case) -> tuple[list[str], dict[str, int], bool, list[st
             other.run.step(number)
         old = other.attachment
         old.detach()
-        after = [said(old.refresh), said(lambda: verify(old)), said(lambda: verify(other.run.ddp))]
+        after = [error_of(old.refresh), error_of(lambda: verify(old)), error_of(lambda: verify(other.run.ddp))]
         loss = other.run.forward(2).item()  # the model can be read
         assert loss == straight.run.forward(2).item()
         other.attachment = integration.attach(other.run.optimizer, other.run.ddp)
@@ -193,9 +185,9 @@ def detached_torn(case: Case) -> tuple[list[str], list[str], list[str]]:
         weight = next(iter(attached.run.weights.values()))
         attached.attachment.detach()
         calls = (attached.run.optimizer.step, attached.run.optimizer.state_dict, own.state_dict, weight.dequantize)
-        detached = [said(call) for call in calls]
+        detached = [error_of(call) for call in calls]
         attached.attachment = integration.attach(attached.run.optimizer, attached.run.ddp)
-        again = [said(call) for call in (*calls, attached.attachment.refresh)]
+        again = [error_of(call) for call in (*calls, attached.attachment.refresh)]
         attached.load(state)
         attached.run.step(1)
         return detached, again, list(attached.run.stale_bytes())
@@ -207,10 +199,10 @@ def one_of_two(formats: str) -> tuple[str, str]:
         with integration.quantized_params():
             run = build(Case(formats, experts=True))
         dense, _ = run.optimizer.chained_optimizers
-        error = said(lambda: integration.attach(dense, run.ddp))
+        error = error_of(lambda: integration.attach(dense, run.ddp))
         run.forward_and_backward(0)
         before = _bytes(run.ddp)
-        step = said(run.optimizer.step)
+        step = error_of(run.optimizer.step)
         assert not step or not _different(before, _bytes(run.ddp))
         assert not run.stale_bytes(), run.stale_bytes()
         return error, step
@@ -236,7 +228,7 @@ def two_chunks() -> tuple[str, list[tuple[str, ...]]]:
         for chunk in chunks:
             Run(chunk, optimizer, case).forward_and_backward(0)
         before = [_bytes(chunk) for chunk in chunks]
-        error = said(optimizer.step)
+        error = error_of(optimizer.step)
         return error, [_different(old, _bytes(chunk)) for old, chunk in zip(before, chunks, strict=True)]
 
 
@@ -250,7 +242,7 @@ def interrupted() -> tuple[str, str, tuple[str, ...]]:
         (run,) = runs
         run.forward_and_backward(0)
         before = _bytes(run.ddp)
-        step, outside = said(run.optimizer.step), said(lambda: build_optimizer(Case(), [run.ddp]))
+        step, outside = error_of(run.optimizer.step), error_of(lambda: build_optimizer(Case(), [run.ddp]))
         return step, outside, _different(before, _bytes(run.ddp))
 
 
@@ -262,7 +254,7 @@ def inside_the_block(attach: bool) -> Outcome:
             integration.attach(run.optimizer, run.ddp)
         run.forward_and_backward(0)
         before = _bytes(run.ddp)
-        error = said(run.optimizer.step)
+        error = error_of(run.optimizer.step)
         return Outcome(error, _different(before, _bytes(run.ddp)) if error else (), tuple(run.stale_bytes()))
 
 
@@ -276,5 +268,5 @@ def torch_optimizer(case: Case) -> tuple[str, tuple[str, ...]]:
             param.grad = param.main_grad.to(param.dtype)
         quantized = [param for param in run.ddp.parameters() if isinstance(param, QuantizedWeight)]
         before = _bytes(run.ddp)
-        error = said(lambda: torch.optim.AdamW(quantized).step())
+        error = error_of(lambda: torch.optim.AdamW(quantized).step())
         return error, _different(before, _bytes(run.ddp))

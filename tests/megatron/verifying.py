@@ -10,7 +10,8 @@ from torch import Tensor
 import zerocast
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, NARROW, Case, Run, build
-from zerocast import QuantizedWeight, VerificationError, verify
+from tests.workers import error_of
+from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
 
 
@@ -63,12 +64,7 @@ def steps(every: int, overlap: bool) -> list[str]:
             if number == 1:
                 (group,) = (g for g in run.ddp.bucket_groups if any(weight in b.params for b in g.buckets))
                 _break(group, weight)
-            try:
-                run.step(number)
-            except VerificationError as error:
-                said.append(str(error))
-            else:
-                said.append("")
+            said.append(error_of(lambda number=number: run.step(number)))
         return said
 
 
@@ -136,8 +132,4 @@ def detached() -> str:
         run, attached = _attached(Case())
         run.step(0)
         attached.detach()
-        try:
-            verify(run.ddp)
-        except ValueError as error:
-            return str(error).split(":")[0]
-        return "nothing"
+        return error_of(lambda: verify(run.ddp)).split(":")[1]

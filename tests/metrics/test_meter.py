@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.optim.probe import MIXED, Probe
+from tests.optim.probe import MIXED, Probe, Spec
 from tests.optim.runs import Run, Trainer
 from tests.optim.traffic import recorded
 from tests.workers import Ranks
@@ -83,9 +83,10 @@ def test_steps_that_are_not_measured_do_nothing_more(ranks: Ranks) -> None:
 
 def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:
     """A sample, the bytes that the layout of its buckets makes, and the collectives beyond a step's own."""
-    trainer = Trainer(Run(config=config))
+    run = Run((*MIXED, Spec("scales are gathered too", (256, 128), "mxfp8")), config=config)
+    trainer = Trainer(run)
     optimizer, ranks = trainer.optimizer, dist.get_world_size()
-    meter, alone = Meter(optimizer, every=2), Trainer(Run(config=config))
+    meter, alone = Meter(optimizer, every=2), Trainer(run)
     list(train(trainer, meter, 1))
     list(train(alone, Meter(alone.optimizer), 1))
     with recorded() as measured:
@@ -100,7 +101,7 @@ def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:
             expected["alltoall_base_"] += ranks * GradientMessage(bucket.shard_numel).nbytes
         else:
             expected["_reduce_scatter_base_"] += bucket.shard_numel * ranks * bucket.storage.grad_dtype.itemsize
-    packed = optimizer._weights.plan.packed.buffer
+    packed = optimizer._weights.plan.packed._reduced
     expected["allreduce_"] += packed.nbytes + 8  # and the norm, f64
     return sample, dict(expected), [call for call in measured if call not in plain]
 

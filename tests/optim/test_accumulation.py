@@ -8,7 +8,7 @@ from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, check
 from tests.optim.undistributed import Undistributed
 from tests.selection import some, worlds
-from zerocast import ZeroConfig
+from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim.reduced_gradient import ReducedGradient
 
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
@@ -179,3 +179,35 @@ def test_closure():
     assert isinstance(trainer.optimizer.step(closure), torch.Tensor)
     reference.step({spec.name: trainer.run.rounds(spec, 0, 1) for spec in MIXED}, trainer.run.options)
     assert_equals(trainer, reference, "closure")
+
+
+class Tripled(torch.autograd.Function):
+    """Its backward writes into the gradient that it is given, which is also that of what was added to it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(3)
+
+
+@pytest.mark.notices(
+    "a backward function writes into a gradient that has arrived and waits to be reduced",
+    where="ZeroAdamW",
+    answer="raises, and names the parameter",
+)
+def test_a_gradient_that_changes_after_it_arrived():
+    """Of a first backward pass autograd copies a gradient that two share; of a second one it hands over the same."""
+    weight, bias = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    optimizer = ZeroAdamW([("weight", weight), ("bias", bias)])
+    loss = ((Tripled.apply(2 * weight) + bias) * torch.ones(8, 8)).sum()
+    loss.backward(retain_graph=True)
+    assert torch.equal(bias.grad.full_tensor(), torch.ones(8, 8))
+    with pytest.raises(RuntimeError, match="the gradient of bias was changed in place after it had arrived"):
+        loss.backward()
+    optimizer.zero_grad()
+    loss = (weight * bias).sum()
+    loss.backward()
+    assert torch.equal(bias.grad.full_tensor(), torch.ones(8, 8))

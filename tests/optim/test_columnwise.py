@@ -105,3 +105,20 @@ def test_nothing_is_kept_by_hand_either():
     demand = ZeroAdamW(model.named_parameters(), config=DEMAND)
     assert all(weight.columnwise_data is None for weight in weights)
     assert zerocast.verify(demand).ok
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved, lambda model: model], ids=["deepcopy", "saved", "the same"])
+@pytest.mark.parametrize("fmt", ["fp8_current", "nvfp4"])
+def test_a_plan_of_the_caller_keeps_them_again(fmt, copied):
+    """Weights of an optimizer that is gone, and copies of weights, are as others under a plan and under the two calls."""
+    model, optimizer, _ = trained(fmt, DEMAND)
+    del optimizer
+    weights: list[Any] = list(copied(model).parameters())
+    masters = [weight.dequantize().float().view(-1) for weight in weights]
+    plan = zerocast.CastPlan(weights, masters, [0, 0])
+    plan.cast()
+    plan.post_all_gather()
+    by_plan = [weight.columnwise_data.clone() for weight in weights]
+    zerocast.quantize_master_weights(weights, masters, [0, 0])
+    zerocast.post_all_gather_processing(weights)
+    assert all(torch.equal(weight.columnwise_data, made) for weight, made in zip(weights, by_plan, strict=True))

@@ -16,6 +16,7 @@ from tests import casts
 from tests.optim.folders import names
 from tests.optim.runs import Run, Trainer, snapshot
 from tests.optim.test_resume import train
+from tests.workers import error_of
 from zerocast import optim
 from zerocast.checkpoint.manifest import Manifest
 from zerocast.optim import Checkpoints
@@ -101,12 +102,7 @@ def saves_on_a_full_disk(folder: str, fault: str, culprit: int, asynchronous: bo
 
 
 def _error_of_saving(checkpoints: Checkpoints, trainer: Trainer, step: int) -> str:
-    try:
-        checkpoints.save(trainer.optimizer, step)
-        checkpoints.wait()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return error_of(lambda: checkpoints.save(trainer.optimizer, step)) or error_of(checkpoints.wait)
 
 
 def _together() -> None:

@@ -1,5 +1,6 @@
 """Gradients after a backward pass: clipping and scaling by torch's own functions give the global truth, and the step uses it."""
 
+import functools
 import math
 from collections import Counter
 from typing import Any
@@ -14,6 +15,7 @@ from tests.optim.probe import FP32, MIXED, Probe, Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes
 from tests.optim.traffic import recorded
 from tests.selection import worlds
+from tests.workers import error_of
 from zerocast import ZeroAdamW, ZeroConfig
 
 LIBRARY = ZeroConfig(bucket_size=4096)
@@ -278,11 +280,8 @@ def not_finite() -> list[str]:
         values["nv"][0, 0] = math.nan
     trainer.probe.loss(values).backward()
     found = [str(float(get_total_norm(gradients(trainer), norm_type))) for norm_type in (2.0, INF, 1.0)]
-    try:
-        clip_grad_norm_(trainer.probe.parameters(), 1.0, error_if_nonfinite=True)
-    except RuntimeError as error:
-        found.append(str(error))
-    return found
+    clip = functools.partial(clip_grad_norm_, trainer.probe.parameters(), 1.0, error_if_nonfinite=True)
+    return [*found, error_of(clip)]
 
 
 def test_error_if_nonfinite(ranks):
@@ -355,10 +354,7 @@ def under_no_sync(stage: int) -> list[str]:
             for step in (BUSY, 2):
                 trainer.probe.backward(step, rank())
                 if trainer is ours:
-                    try:
-                        clip_grad_norm_(trainer.probe.parameters(), 1e-2)
-                    except RuntimeError as error:
-                        said.append(str(error))
+                    said.append(error_of(lambda: clip_grad_norm_(ours.probe.parameters(), 1e-2)))
     found = clip_grad_norm_(ours.probe.parameters(), 1e-2)
     assert ulps(found, theirs.optimizer.clip_grad_norm_(1e-2)) <= 4
     for trainer in (ours, theirs):

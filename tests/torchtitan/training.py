@@ -8,6 +8,7 @@ from typing import Any
 import zerocast
 from tests.fsdp2 import models, slices
 from tests.torchtitan.host_on_cpu import WHY_NOT, host_on_cpu, importable
+from tests.workers import error_of
 
 if not WHY_NOT:
     with importable():
@@ -132,8 +133,5 @@ def refused(case: Case, folder: str) -> str:
 def converter_after_sharding(case: Case, folder: str) -> str:
     """What the converter says to a model that torchtitan has sharded."""
     with trainer(case, folder) as run:
-        try:
-            MasterWeightConverter(run.job_config, run.parallel_dims).convert(run.model_parts[0])
-        except ValueError as error:
-            return str(error)
-    return ""
+        converter = MasterWeightConverter(run.job_config, run.parallel_dims)
+        return error_of(lambda: converter.convert(run.model_parts[0]))

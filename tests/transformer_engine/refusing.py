@@ -1,6 +1,5 @@
 """What the calls say about what they do not take, on the ranks of a pool."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,15 +9,7 @@ from tests.sharded import Weight
 from tests.transformer_engine.casting import Casting
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from tests.transformer_engine.tensors import bytes_of
-
-
-def said(call: Callable[[], Any]) -> str:
-    """The error of a call, empty for none."""
-    try:
-        call()
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+from tests.workers import error_of
 
 
 def wrong_on_one_rank(cases: tuple[Weight, ...]) -> tuple[str, bool]:
@@ -28,7 +19,7 @@ def wrong_on_one_rank(cases: tuple[Weight, ...]) -> tuple[str, bool]:
         if casting.rank == 1:
             casting.tensors[1]._quantizer.nvfp4_use_4over6 = True
         before = [bytes_of(one) for one in casting.tensors]
-        error = said(casting.cast)
+        error = error_of(casting.cast)
         for held, one in zip(before, casting.tensors, strict=True):
             casts.assert_same_bytes(bytes_of(one), held)
         return error, True
@@ -38,7 +29,7 @@ def other_formats(cases: tuple[Weight, ...]) -> str:
     """The error where ranks pass different lists."""
     with host_on_cpu():
         casting = Casting(cases if dist.get_rank() == 0 else cases[::-1])
-        return said(casting.cast)
+        return error_of(casting.cast)
 
 
 def cut_anew(case: Weight, spans: tuple[tuple[int, int], ...]) -> list[Any]:
@@ -50,10 +41,10 @@ def cut_anew(case: Weight, spans: tuple[tuple[int, int], ...]) -> list[Any]:
         dist.barrier()
         (start, stop), calls = spans[rank], integration()
         part = case.master().view(-1)[start:stop].clone()
-        errors = [said(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None))]
+        errors = [error_of(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None))]
         calls.release(casting.tensors)
         casting.tensors[0]._rowwise_data.fill_(0)
-        errors.append(said(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None)))
+        errors.append(error_of(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None)))
         return [*errors, bytes_of(casting.tensors[0])]
 
 
@@ -69,7 +60,7 @@ def calls_out_of_step(cases: tuple[Weight, ...]) -> str:
         zerocast.set_debug(True)
         try:
             if casting.rank == 0:
-                return said(casting.cast)
-            return said(lambda: validate_across_ranks(Group.of(None), [], None, what="does something else"))
+                return error_of(casting.cast)
+            return error_of(lambda: validate_across_ranks(Group.of(None), [], None, what="does something else"))
         finally:
             zerocast.set_debug(False)

@@ -12,6 +12,7 @@ from tests.transformer_engine.casting import Casting
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from tests.transformer_engine.hybrids import hybrid
 from tests.transformer_engine.tensors import buffers
+from tests.workers import error_of
 from zerocast.metrics import Meter
 
 
@@ -134,10 +135,7 @@ def not_known(cases: tuple[Weight, ...]) -> list[str]:
         run, other = Run(cases), Casting(cases)
 
         def verify(weights: Any) -> None:
-            try:
-                zerocast.verify(integration().masters_of(weights))
-            except (RuntimeError, TypeError, ValueError) as error:
-                said.append(f"{type(error).__name__}: {error}")
+            said.append(error_of(lambda: zerocast.verify(integration().masters_of(weights))))
 
         verify(other.tensors)
         verify(run.tensors[::-1])

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 import zerocast
 from tests import casts
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast import QuantizedWeight
 from zerocast.weight import unsupported, weight
 
@@ -305,11 +305,7 @@ def wrap(name: str, group: Any) -> nn.Module:
 
 
 def wrapped_message(name: str) -> str:
-    try:
-        wrap(name, torch.distributed.group.WORLD)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: wrap(name, torch.distributed.group.WORLD))
 
 
 WRAPPERS = {

@@ -144,4 +144,6 @@ def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
         path, reason = weight.gemm_choice()
         if path == "dequantize":
             path += f" to {str(weight.dtype).removeprefix('torch.')}, {choose(weight.device)} backend"
+        elif path == "block_128" and fmt.is_exact_in_fp8:
+            path += f" after upcast to e4m3, {choose(weight.device)} backend"
         yield LayerRow(name, str(fmt), path or "refused", reason)

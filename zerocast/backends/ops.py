@@ -39,6 +39,9 @@ STAGES = {
     "dequantize": (
         "format fmt, data data, optional scale_inv, optional amax, int rows, int columns, bool columnwise, typed out!"
     ),
+    "upcast": (
+        "format fmt, data data, data scale_inv, int rows, int columns, bool transposed, data codes!, data group_scale_inv!"
+    ),
     "adam_step": (
         "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
     ),
@@ -175,6 +178,31 @@ def _dequantize_fake(
     return data.new_empty((rows, columns), dtype=dtype)
 
 
+def _upcast(
+    backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """New E4M3 codes and f32 scales of one weight, or of its transpose."""
+    codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, rows, columns, transposed)
+    _implementation("upcast", backend, format)(
+        data=data,
+        scale_inv=scale_inv,
+        rows=rows,
+        columns=columns,
+        transposed=transposed,
+        codes=codes,
+        group_scale_inv=group_scale_inv,
+    )
+    return codes, group_scale_inv
+
+
+def _upcast_fake(
+    backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    shape = (columns, rows) if transposed else (rows, columns)
+    codes, scales = layout.upcast_operand(get_format(format), *shape)
+    return data.new_empty(codes.shape), data.new_empty(scales.shape, dtype=scales.dtype)
+
+
 def _writes_only(*args: object, **arguments: object) -> None:
     return None
 
@@ -216,4 +244,10 @@ dequantize = define(
     "ScalarType dtype) -> Tensor",
     _dequantize,
     _dequantize_fake,
+)
+upcast = define(
+    "upcast",
+    "(str backend, str format, Tensor data, Tensor scale_inv, int rows, int columns, bool transposed) -> (Tensor, Tensor)",
+    _upcast,
+    _upcast_fake,
 )

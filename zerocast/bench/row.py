@@ -62,6 +62,8 @@ COMPUTE_SCALES = Work("compute_scales", work.compute_scales, lambda traffic: tra
 PARTIAL_CAST = Work("partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast)
 AMAX_AND_CAST = Work("amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
 TRANSPOSE = Work("transpose", work.transpose, lambda traffic: traffic.transpose)
+UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast)
+UPCAST_TRANSPOSED = Work("upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast)
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam)
 QUANTIZE_GRADIENT = Work("quantize gradient", work.quantize_gradient, lambda traffic: traffic.quantize_gradient)
 ADD_GRADIENTS = Work("add gradients", work.add_gradients, lambda traffic: traffic.add_gradients)
@@ -78,6 +80,7 @@ CAST_LIMIT = {
 FORMATS = tuple(CAST_LIMIT)
 OWN_SCALES_LIMIT = 1.08
 TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
+UPCAST_LIMIT = 1.1
 STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06}
 ADAM_LIMIT, MANY_LIMIT, SHARE_LIMIT, GRADIENT_LIMIT = 1.04, 1.15, 1.3, 1.1
 HOST_MS = 0.1
@@ -103,6 +106,8 @@ def all_rows() -> Iterator[Row]:
         yield Row(C, AMAX_AND_CAST, fmt, Target(SHARE_LIMIT, row=whole.name, share=A.world / C.world))
     for fmt, limit in TRANSPOSE_LIMIT.items():
         yield Row(A, TRANSPOSE, fmt, Target(limit))
+    for upcast in (UPCAST, UPCAST_TRANSPOSED):
+        yield Row(A, upcast, "mxfp4", Target(UPCAST_LIMIT))
     for fmt in FORMATS:
         yield from (Row(A, stage, fmt) for stage in (PARTIAL_AMAX, COMPUTE_SCALES, PARTIAL_CAST))
 

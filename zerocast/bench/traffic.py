@@ -16,7 +16,7 @@ import torch
 
 from zerocast.bench.workload import Workload
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, amax_grid, buffers
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, amax_grid, buffers, upcast_operand
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize
@@ -133,6 +133,21 @@ class Traffic:
         padded.
         """
         return self._whole(self._transpose_of)
+
+    @property
+    def upcast(self) -> int:
+        """E4M3 operands of all weights: codes and a scale a tile read, codes and a scale a group
+        written.
+        """
+        return self._whole(self._upcast_of)
+
+    def _upcast_of(self, rows: int, columns: int) -> int:
+        data = nbytes(buffers(self.fmt, (rows, columns), NOMINAL)["rowwise_data"])
+        return (
+            data
+            + math.prod(amax_grid(self.fmt.block, rows, columns))
+            + sum(map(nbytes, upcast_operand(self.fmt, rows, columns)))
+        )
 
     def _transpose_of(self, rows: int, columns: int) -> int:
         found = buffers(self.fmt, (rows, columns), NOMINAL)

@@ -175,7 +175,8 @@ TRANSFORMER_ENGINE_RECIPES = {
     "current": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
 }
-FP8_FORMATS, OTHER_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block"), ("mxfp8", "nvfp4")
+FP8_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp4")  # whose products run in FP8 on Hopper
+OTHER_FORMATS = ("mxfp8", "mxfp8:block=32x32", "nvfp4")
 VARIANTS = (
     *(
         Variant(host, fmt, fp8_weight_gradients)

@@ -72,6 +72,25 @@ def transpose(shard: Shard, table: WeightTable) -> None:
     shard.plan.post_all_gather()
 
 
+def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
+    def build(workload: Workload, fmt: str, place: Place) -> Job:
+        shard = Shard(workload, fmt, place)
+        shard.plan.cast()
+        made: list[Tensor] = []
+
+        def run() -> None:
+            for weight in shard.weights:
+                codes = weight.rowwise_data, weight.rowwise_scale_inv
+                made[:] = ops.upcast(place.backend, fmt, *codes, *weight.matrix_shape, transposed)
+
+        return Job(run, lambda: made)
+
+    return build
+
+
+# Jobs of what products read of every weight, forward and in the backward pass, one after another.
+upcast, upcast_transposed = _upcast(transposed=False), _upcast(transposed=True)
+
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
 GRADIENT = 1e-3

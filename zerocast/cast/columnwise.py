@@ -19,31 +19,35 @@ class ColumnwiseCopies:
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight], backend: str) -> None:
-        transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
-        self._weights = [w for w in transposed if not w.state.columnwise_on_demand]
+        self._transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
+        self._weights: list[QuantizedWeight] = []
         self._backend = backend
         self._generation = -1
         self._tables: list[WeightTable] = []
 
     def make(self) -> None:
         """Transpose all of them; waits for gathers in flight."""
+        tables = self.tables()
         for w in self._weights:
             w.wait()
-        for table in self.tables():
+        for table in tables:
             table.transpose()
 
     def tables(self) -> list[WeightTable]:
         """The tables of where everything lies now."""
         moved = self._generation != weight_state.generation() or any(table.moved() for table in self._tables)
-        if self._weights and moved:
+        if moved:
             self._bind()
         return self._tables
 
     def _bind(self) -> None:
+        self._weights = [w for w in self._transposed if not w.state.columnwise_on_demand]
         for name in ("columnwise_data", "columnwise_scale_inv"):
             into_flat_buffer([w for w in self._weights if w.state.buffers[name] is None], name)
-        tables = WeightTables(self._weights[0].device, self._backend)
-        for w in self._weights:
-            tables.of(w).add(w)
-        self._tables = tables.freeze()
+        self._tables = []
+        if self._weights:
+            tables = WeightTables(self._weights[0].device, self._backend)
+            for w in self._weights:
+                tables.of(w).add(w)
+            self._tables = tables.freeze()
         self._generation = weight_state.generation()

@@ -4,13 +4,14 @@
 |---|---|---|
 | `bf16` | all, dequantized | `weight` |
 | `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` |
+| `compressed-tensors` | mxfp4 | `weight_packed`, `weight_scale` |
 | `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` |
 | `deepseek` | fp8_block | `weight` E4M3 `[M, K]`, `weight_scale_inv` f32 |
 
-Codes of nvfp4 are u8 `[M, K/2]` with the even element in the low half, its scales E4M3
-`[M, K/16]`; `weight_global_scale` is f32 `[1]`, 2688 / amax, and `weight_scale_2` f32 `[]`,
-amax / 2688. `weight_scale_inv` is `[M/128, K/128]`, rounded up. Scales have no padding. All other
-tensors are written unchanged.
+Codes of nvfp4 and mxfp4 are u8 `[M, K/2]` with the even element in the low half. Scales of nvfp4
+are E4M3 `[M, K/16]`, those of mxfp4 biased exponents, u8 `[M, K/32]`; `weight_global_scale` is f32
+`[1]`, 2688 / amax, and `weight_scale_2` f32 `[]`, amax / 2688. `weight_scale_inv` is
+`[M/128, K/128]`, rounded up. Scales have no padding. All other tensors are written unchanged.
 
 The export has weights only: an engine that also quantizes activations needs their scales from a
 calibration. Layers that an engine fuses (query, key and value) keep one global scale each, and some
@@ -179,6 +180,10 @@ def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:
     return {"_packed": _codes(weight), "_scale": scales, "_global_scale": TOP / _amax(weight)}
 
 
+def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
+    return {"_packed": _codes(weight), "_scale": _scales(weight, (1, 32))}
+
+
 def _modelopt_nvfp4(weight: QuantizedWeight) -> Parts:
     scales = _scales(weight, (1, 16)).view(torch.float8_e4m3fn)
     return {"": _codes(weight), "_scale": scales, "_scale_2": (_amax(weight) / TOP).view(())}
@@ -190,7 +195,7 @@ def _deepseek_block(weight: QuantizedWeight) -> Parts:
 
 NAMINGS: Mapping[str, Mapping[str, Callable[[QuantizedWeight], Parts]]] = {
     "bf16": {},
-    "compressed-tensors": {"nvfp4": _compressed_nvfp4},
+    "compressed-tensors": {"nvfp4": _compressed_nvfp4, "mxfp4": _compressed_mxfp4},
     "modelopt": {"nvfp4": _modelopt_nvfp4},
     "deepseek": {"fp8_block": _deepseek_block},
 }

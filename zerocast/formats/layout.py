@@ -181,6 +181,14 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
     return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), torch.uint8)
 
 
+def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Buffer]:
+    """The E4M3 codes `[rows, columns]` of an upcast weight, or of its transpose, and their f32
+    scales, one a scale group: the buffers of fp8_block.
+    """
+    down, across = amax_grid(fmt.scale_group, rows, columns)
+    return Buffer((rows, columns), torch.uint8), Buffer((down, round_up(across, 4)), torch.float32, 1.0)
+
+
 def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
     """How many elements lie to each entry of the scale buffers that a cast fills, by name.
 

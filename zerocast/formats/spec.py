@@ -14,7 +14,9 @@ from typing import Any
 from zerocast.formats.element import Element
 
 Block = tuple[int, int]
-SCALE_SPREAD = 14  # E2M1 values times 2**6 to 2**-8 are E4M3 numbers
+# E2M1 values times 2**UPCAST_EXPONENT, and down to 2**(UPCAST_EXPONENT - SCALE_SPREAD), are E4M3
+# numbers.
+UPCAST_EXPONENT, SCALE_SPREAD = 6, 14
 
 
 class ScaleRule(enum.IntEnum):
@@ -96,6 +98,11 @@ class FormatSpec:
         ones.
         """
         return self.scale_group or self.block
+
+    @property
+    def is_exact_in_fp8(self) -> bool:
+        """Whether stage `upcast` turns its codes into E4M3 ones of the same values."""
+        return self.scale_group is not None
 
     def scale_repeat(self, columnwise: bool = False) -> Block:
         """(rows, columns) of a scale buffer that one scale fills.

@@ -13,6 +13,9 @@ Hopper only, with cuBLAS 12.9 or later; no fast accumulation, which this scaling
 are padded to a multiple of 16, both extents of the weight must be multiples of 128. Inputs and
 gradients are E4M3, as is usual with blocks this small (TransformerEngine, "FP8 Blockwise Scaling";
 DeepSeek-V3), their scales powers of two where those of the weight are.
+
+The codes of mxfp4 become such a weight without rounding (stage upcast), for the one product that
+reads it: the weight stays 4 bits an element in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +30,13 @@ from zerocast.gemm import inputs, scaling, torch_api
 from zerocast.gemm.case import Case
 
 BLOCK = 128
+BLOCK_SHAPE = (BLOCK, BLOCK)
 FIRST_CUDA = (12, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """FP32 scales in 128x128 blocks."""
-    return fmt.scale_rule is ScaleRule.FP32 and fmt.block == (BLOCK, BLOCK)
+    """FP32 scales in 128x128 blocks, or codes that become E4M3 ones with such scales."""
+    return BLOCK_SHAPE in (fmt.block if fmt.scale_rule is ScaleRule.FP32 else None, fmt.scale_group)
 
 
 def hardware(case: Case) -> Iterator[str]:
@@ -45,9 +49,13 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
     yield from torch_api.unsupported_reasons()
     if case.cuda is not None and case.cuda < FIRST_CUDA:
         yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
-    if case.format.element != E4M3:
+    if case.format.element != E4M3 and not case.format.is_exact_in_fp8:
         yield f"the weight must be e4m3, it is {case.format.element.name if case.format.element else None}"
     yield from case.unsupported_reasons(multiple=BLOCK)
+
+
+def _has_power_of_2_scales(fmt: FormatSpec) -> bool:
+    return fmt.power_of_2_scale or fmt.is_exact_in_fp8
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
@@ -55,7 +63,7 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     with zeros to a multiple of 16.
     """
     rows = scaling.padded(x.reshape(-1, x.shape[-1]), scaling.ROWS)
-    codes, scale_inv = inputs.groups(rows, BLOCK, E4M3, fmt.power_of_2_scale)
+    codes, scale_inv = inputs.groups(rows, BLOCK, E4M3, _has_power_of_2_scales(fmt))
     return codes, scale_inv.t().contiguous().t()
 
 
@@ -69,7 +77,7 @@ def quantize_both_ways(
     `[L4, k / 128]`), padded with zeros alike.
     """
     rows = x.reshape(-1, x.shape[-1])
-    codes, scale_inv, *turned = inputs.groups_both_ways(rows, BLOCK, E4M3, fmt.power_of_2_scale, is_square)
+    codes, scale_inv, *turned = inputs.groups_both_ways(rows, BLOCK, E4M3, _has_power_of_2_scales(fmt), is_square)
     return (codes, scale_inv), tuple(turned)
 
 
@@ -91,6 +99,7 @@ def multiply(
     """
     assert not transposed
     codes, scale_inv = operands
-    data, weight_scale_inv = weight.direction(columnwise)
+    read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
+    data, weight_scale_inv = read(columnwise)
     b, b_scale_inv = data.view(torch.float8_e4m3fn).t(), weight_scale_inv.t()
     return torch_api.scaled_mm(codes, scale_inv, b, b_scale_inv, ["BlockWise1x128"], ["BlockWise128x128"], bias, dtype)

@@ -3,7 +3,6 @@ weight's storage moves.
 """
 
 import functools
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm import block_128, dequantize, mxfp8, nvfp4, per_tensor
+from zerocast.gemm import block_128, dequantize, mxfp4, mxfp8, nvfp4, per_tensor
 from zerocast.gemm.case import Case
 
 logger = logging.getLogger(__name__)
@@ -77,6 +76,7 @@ PATHS: dict[str, Path] = {
     "per_tensor": per_tensor,
     "block_128": block_128,
     "mxfp8": mxfp8,
+    "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "dequantize": dequantize,  # takes every format: whatever no other path does
 }
@@ -141,8 +141,14 @@ def weight_gradients_of(path: str) -> str:
     return _weight_gradients if path in GRADIENTS else "nominal"
 
 
-def _path_of_format(fmt: FormatSpec) -> str:
-    return next(name for name, path in PATHS.items() if path.supports(fmt))
+def _path_of(case: Case) -> tuple[str, str]:
+    """The name of the first path that takes the format on this device, or the first that takes the
+    format, and then why the device can run none.
+    """
+    names = [name for name, path in PATHS.items() if path.supports(case.format)]
+    reasons = {name: next(PATHS[name].hardware(case), "") for name in names if name != "dequantize"}
+    able = next((name for name, reason in reasons.items() if not reason), None)
+    return (able, "") if able else (names[0], "; ".join(reasons.values()))
 
 
 @functools.cache
@@ -150,9 +156,8 @@ def decide(case: Case, wish: str) -> Choice:
     """The path for a case; the same answer on every machine with the same torch."""
     if wish == "dequantize":
         return Choice("dequantize", "asked for")
-    name = _path_of_format(case.format)
-    path = PATHS[name]
-    reason = next(itertools.chain(path.hardware(case), path.unsupported_reasons(case)), "")
+    name, reason = _path_of(case)
+    reason = reason or next(PATHS[name].unsupported_reasons(case), "")
     if name == "dequantize":
         reason = f"{case.format} has no scaled product"
     if wish == "scaled_mm":
@@ -186,13 +191,14 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
     if key not in choices:
         case = Case.of(weight, dtype, transposed)
         choices[key] = decide(case, _wish), falls_back(case, _wish)
+        logger.info("the products of %s take the path %s", weight.state.name or repr(weight), choices[key][0])
     return choices[key]
 
 
 def falls_back(case: Case, wish: str) -> bool:
     """Whether a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
-    path = PATHS[_path_of_format(case.format)]
-    able = case.device in AUTOMATIC_DEVICES and path is not dequantize and next(path.hardware(case), None) is None
+    name, reason = _path_of(case)
+    able = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
     return able and wish == "auto" and decide(case, wish).path == "dequantize"
 
 

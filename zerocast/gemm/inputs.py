@@ -148,11 +148,24 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
     mxfp8 along the rows.
     """
-    fmt = get_format("mxfp8")
+    codes, scales = _microscaled(get_format("mxfp8"), x)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(bytes u8 `[rows, k/2]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
+    docs/formats/mxfp4.md with a scale for 1x32 elements, each for itself.
+    """
+    codes, scales = _microscaled(get_format("mxfp4", exact_in_fp8=False), x)
+    return pack(codes), scales
+
+
+def _microscaled(fmt: FormatSpec, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale buffer) of `x` with an E8M0 scale for 32 elements of a row."""
     codes, scales, _ = _quantize(fmt, (1, 32), x)
     finite = x.unflatten(1, (-1, 32)).isfinite().all(2)
     scales[: finite.shape[0], : finite.shape[1]].masked_fill_(~finite, E8M0_NAN)
-    return codes.view(torch.float8_e4m3fn), scales
+    return codes, scales
 
 
 def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -74,6 +74,7 @@ class CastCounts:
 
 
 FIELDS = len(CastCounts.__dataclass_fields__)
+GATHERED = ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv")
 
 
 class CastMeter:
@@ -83,8 +84,8 @@ class CastMeter:
     `identity` have no codes and are left out.
 
     Attributes:
-        gathered_into: the buffers that a gather of the weights writes to; None under FSDP2, where a
-            step gathers into temporary memory.
+        gathered_into: the buffers that a gather of the weights may write to; None under FSDP2,
+            where a step gathers into temporary memory.
         device: the device of the weights.
 
     Raises TypeError for an object that owns no masters.
@@ -109,7 +110,7 @@ class CastMeter:
         """
         if self._transient:
             return None
-        held = [buffers[name] for buffers in self._buffers for name in ("rowwise_data", "columnwise_data")]
+        held = [buffers[name] for buffers in self._buffers for name in GATHERED]
         return [tensor for tensor in held if tensor is not None]
 
     def _sources(self) -> Iterator[MasterViews]:

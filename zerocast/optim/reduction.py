@@ -18,6 +18,10 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.reduced_gradient import GradientPart
 
 logger = logging.getLogger(__name__)
+CHANGED = (
+    "was changed in place after it had arrived, by a backward function or a hook that writes into the gradient it is given; "
+    "another parameter's gradient may share that memory, so let it return a new tensor"
+)
 PATIENCE = 100  # backward passes without a gradient, until a parameter is called idle
 
 
@@ -30,6 +34,7 @@ class Filling:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.gradients: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
         self.forgotten: list[GradientPart] = []
 
     @property
@@ -49,12 +54,18 @@ class Filling:
         before, dtype = self.gradients.get(part.offset), self.bucket.storage.grad_dtype
         if more and before is not None:
             gradient = (before.to(dtype) + gradient).to(dtype)
-        self.gradients[part.offset] = gradient
+        self.gradients[part.offset], self._versions[part.offset] = gradient, gradient._version
 
     def packed(self, as_it_lies: bool) -> Tensor:
         """The gradients end to end, `[bucket.numel]`, zero where there is none; `as_it_lies` lets a
         gradient that fills the bucket alone be given without a copy.
+
+        RuntimeError for a gradient that was changed in place since it arrived.
         """
+        for slot in self.bucket.slots:
+            gradient = self.gradients.get(slot.offset)
+            if gradient is not None and gradient._version != self._versions[slot.offset]:
+                raise RuntimeError(f"the gradient of {slot.name} {CHANGED}")
         bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
         alone = self.gradients.get(0)
         if bucket.is_one_gradient and as_it_lies and alone is not None and _is_plain(alone, dtype):

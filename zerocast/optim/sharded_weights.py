@@ -42,7 +42,6 @@ class ShardedWeights:
                 shards.append(views["master"])
                 starts.append(span.start)
                 param_groups.append(slot.param_group)
-                weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         self._order = list(weights)
         self._flatten_scales()
         self.plan = CastPlan(
@@ -56,6 +55,8 @@ class ShardedWeights:
             scale_cuts=self._cuts(),
             guard=WriteGuard(RELOAD),
         )
+        for weight in weights.values():
+            weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         self.plan.delayed.broadcast(group)
         self.plan.freshness.watch([masters.master], sharded=group.size > 1)
         self.plan.freshness.advice = ADVICE

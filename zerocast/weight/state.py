@@ -131,13 +131,15 @@ class WeightState:
         """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan
         notices that it lost the weight.
 
-        `is_cast` says whether the casts of that plan write this weight.
+        `is_cast` says whether the casts of that plan write this weight. A plan keeps columnwise
+        copies, unless its owner decides otherwise.
         """
         fresh = self.columnwise_is_fresh()
         self._forget()
         self.was_cast = self.ever_cast
         self.freshness, self.is_cast = freshness, is_cast
         self.columnwise_cast = freshness.cast if fresh else -1
+        self.columnwise_on_demand = False
         moved()
 
     def set_columnwise_on_demand(self, on_demand: bool) -> None:
@@ -147,6 +149,7 @@ class WeightState:
         self.columnwise_on_demand = on_demand
         if on_demand:
             self.drop_columnwise()
+        moved()
 
     def drop_columnwise(self) -> None:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""

@@ -134,6 +134,17 @@ class QuantizedWeight(WeightBuffers):
         value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
         return value
 
+    def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
+        """(E4M3 codes uint8, scale_inv f32 a 128x128 block) of the same values, laid out as the
+        `direction` of an fp8_block weight; for formats that are exact in FP8.
+        """
+        from_copy = columnwise and not self._makes_columnwise  # which lies as a rowwise weight does
+        data, scale_inv = self.direction(columnwise=from_copy)
+        shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
+        backend, key = backends.choose(data.device), str(self.format)
+        made: tuple[Tensor, Tensor] = ops.upcast(backend, key, data, scale_inv, *shape, columnwise and not from_copy)
+        return made
+
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or
         missing columnwise copy.

@@ -15,6 +15,7 @@ from zerocast.backends.reference.stages import (
     quantize_gradient,
     roll_history,
     transpose,
+    upcast,
 )
 
 DEVICES = None
@@ -33,4 +34,5 @@ __all__ = [
     "quantize_gradient",
     "roll_history",
     "transpose",
+    "upcast",
 ]

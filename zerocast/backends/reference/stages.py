@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.descriptor import Column
-from zerocast.backends.reference.codec import decode, decode_e4m3, encode, encode_e4m3, pack, to_nominal, unpack
+from zerocast.backends.reference.codec import (
+    decode,
+    decode_e4m3,
+    decode_e8m0,
+    encode,
+    encode_e4m3,
+    pack,
+    to_nominal,
+    unpack,
+)
 from zerocast.backends.reference.scales import (
     FLT_MAX,
     block_amax,
@@ -22,7 +31,8 @@ from zerocast.backends.reference.scales import (
 )
 from zerocast.backends.reference.window import Window
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
-from zerocast.formats.layout import GradientMessage, amax_grid, columnwise_scale_inv, rowwise_scale_inv
+from zerocast.formats.layout import GradientMessage, amax_grid, columnwise_scale_inv, rowwise_scale_inv, upcast_operand
+from zerocast.formats.spec import UPCAST_EXPONENT
 
 
 def adam_step(
@@ -308,6 +318,34 @@ def dequantize(
     )
     value = decode(fmt.element, codes) * expand(decode_scales(fmt, stored, amax), block, height, width)
     out.copy_(to_nominal(value.t() if transposed else value, out.dtype))
+
+
+def upcast(
+    fmt: FormatSpec,
+    data: Tensor,
+    scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    transposed: bool,
+    codes: Tensor,
+    group_scale_inv: Tensor,
+) -> None:
+    """Stage upcast: E4M3 codes of the values of rowwise codes, with one f32 scale a scale group, of
+    the weight or of its transpose.
+    """
+    assert fmt.element and fmt.block and fmt.scale_group
+    blocks = fmt.scale_group[0] // fmt.block[0], fmt.scale_group[1] // fmt.block[1]
+    exponent = scale_grid(scale_inv, fmt.scale_repeat(), *amax_grid(fmt.block, rows, columns)).int()
+    largest = block_amax(exponent.float(), blocks).int()
+    spread = expand(largest, blocks, *exponent.shape) - exponent
+    factor = decode_e8m0((127 + UPCAST_EXPONENT - spread).clamp(min=0))
+    value = decode(fmt.element, unpack(data)) * expand(factor, fmt.block, rows, columns)
+    group_scale = decode_e8m0(largest) * 2.0**-UPCAST_EXPONENT
+    if transposed:
+        value, group_scale = value.t(), group_scale.t()
+    codes.copy_(encode_e4m3(value))
+    buffer = upcast_operand(fmt, *value.shape)[1]
+    group_scale_inv.copy_(fill_scales(group_scale, (1, 1), buffer))
 
 
 def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:

@@ -21,6 +21,7 @@ from zerocast.backends.triton.partial_amax import partial_amax
 from zerocast.backends.triton.partial_cast import partial_cast
 from zerocast.backends.triton.roll_history import roll_history
 from zerocast.backends.triton.transpose import transpose
+from zerocast.backends.triton.upcast import upcast
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICES = ("cpu",) if INTERPRETED else ("cuda",)  # the interpreter dereferences host addresses
@@ -37,4 +38,5 @@ __all__ = [
     "quantize_gradient",
     "roll_history",
     "transpose",
+    "upcast",
 ]

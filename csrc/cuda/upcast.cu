@@ -1,0 +1,157 @@
+// Stage upcast: E2M1 codes with E8M0 scales in 32x32 tiles as E4M3 codes of the same values, with one
+// f32 scale for 128x128, of the weight or of its transpose.
+//
+// A thread block takes 128x128, a thread 16 neighbouring codes of four rows. Tables in shared memory
+// hold the E4M3 codes of the eight magnitudes for each spread of scales, which a thread looks up four
+// at a time. Transposed, its four rows become words along the columns, and those rows of 128 bytes.
+#include <stdexcept>
+#include <utility>
+
+#include "cuda/dispatch.cuh"
+#include "cuda/stages.h"
+#include "cuda/turning.cuh"
+
+namespace zerocast::cuda {
+namespace {
+
+constexpr int kGroup = 128, kTile = 32, kTiles = kGroup / kTile;
+constexpr int kCodes = 16, kRows = 4, kLanes = kGroup / kCodes, kThreads = kLanes * kGroup / kRows;
+static_assert(kThreads == (kMostSpread + 1) * 8, "a thread makes one entry of the tables");
+
+struct Source {
+  const uint8_t* data;
+  const uint8_t* scales;
+  int32_t rows, columns;
+  int64_t scale_columns;  // of the scale buffer
+  bool aligned;           // codes can be read eight bytes at once
+};
+
+struct Target {
+  uint8_t* codes;
+  float* scales;
+  int32_t down, across;  // groups
+
+  // The scale of a group, and behind the last one of a row the padding.
+  __device__ void store_scale(int32_t row, int32_t column, float scale) const {
+    const int32_t width = (across + 3) / 4 * 4, last = column + 1 == across ? width : column + 1;
+    for (int32_t c = column; c < last; ++c) scales[static_cast<int64_t>(row) * width + c] = c == column ? scale : 1.0f;
+  }
+};
+
+// The greatest of 16 bytes.
+__device__ uint32_t greatest_byte(uint4 w) {
+  uint32_t most = __vmaxu4(__vmaxu4(w.x, w.y), __vmaxu4(w.z, w.w));
+  most = __vmaxu4(most, most >> 16);
+  return __vmaxu4(most, most >> 8) & 0xFF;
+}
+
+__device__ uint2 load_codes(const uint8_t* at, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint2*>(at);
+  uint2 codes{};
+#pragma unroll
+  for (int i = 0; i < kCodes / 2; ++i) (i < 4 ? codes.x : codes.y) |= static_cast<uint32_t>(at[i]) << (i % 4 * 8);
+  return codes;
+}
+
+// The E4M3 codes of the four E2M1 codes in the lower half of a word. Three bits of each choose a byte
+// of the table; with the fourth set, a permutation repeats the sign of the byte that it chooses.
+__device__ uint32_t upcast_four(uint32_t codes, uint2 table) {
+  const uint32_t magnitudes = __byte_perm(table.x, table.y, codes & 0x7777u);
+  const uint32_t signs = __byte_perm(0x80808080u, 0x80808080u, codes);  // 0xFF for a minus, else 0x80
+  return magnitudes | (signs << 7 & 0x80808080u);
+}
+
+__device__ uint4 upcast_all(uint2 codes, uint2 table) {
+  return {upcast_four(codes.x, table), upcast_four(codes.x >> 16, table), upcast_four(codes.y, table),
+          upcast_four(codes.y >> 16, table)};
+}
+
+template <bool kTransposed>
+__global__ void __launch_bounds__(kThreads) upcast_kernel(Source from, Target to) {
+  constexpr int kWords = kGroup / 4;  // of a column
+  __shared__ uint2 tables[kMostSpread + 1];
+  __shared__ __align__(16) uint8_t exponents[kTiles][kTiles];
+  __shared__ __align__(16) uint32_t turned[kTransposed ? kGroup * kWords : 4];
+  // groups follow each other as the result lies in memory
+  const int32_t first = blockIdx.x / to.across, second = blockIdx.x - first * to.across;
+  const int32_t down = kTransposed ? second : first, across = kTransposed ? first : second;
+  const int lane = threadIdx.x % kLanes, strip = threadIdx.x / kLanes;
+  const int32_t row = down * kGroup + strip * kRows, column = across * kGroup + lane * kCodes;
+
+  const bool exists = row < from.rows && column < from.columns;  // extents are multiples of 32
+  uint2 codes[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t index = static_cast<int64_t>(row + r) * from.columns + column;
+    if (exists) codes[r] = load_codes(from.data + index / 2, from.aligned);
+  }
+  reinterpret_cast<uint8_t*>(tables)[threadIdx.x] =
+      static_cast<uint8_t>(upcast_code(threadIdx.x % 8, static_cast<int32_t>(threadIdx.x / 8)));
+  if (threadIdx.x < kTiles * kTiles) {
+    const int i = threadIdx.x / kTiles, j = threadIdx.x % kTiles;  // the padding of the buffer is 0
+    exponents[i][j] =
+        from.scales[(static_cast<int64_t>(down) * kGroup + i * kTile) * from.scale_columns + across * kTiles + j];
+  }
+  __syncthreads();
+  const int32_t largest = static_cast<int32_t>(greatest_byte(*reinterpret_cast<const uint4*>(exponents)));
+  if (threadIdx.x == 0) to.store_scale(first, second, upcast_scale(largest));
+  const int32_t exponent = exponents[strip * kRows / kTile][lane * kCodes / kTile];
+  const uint2 table = tables[smaller(largest - exponent, kMostSpread)];
+  uint4 fp8[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) fp8[r] = upcast_all(codes[r], table);
+
+  if constexpr (!kTransposed) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t index = static_cast<int64_t>(row + r) * from.columns + column;
+      if (exists) *reinterpret_cast<uint4*>(to.codes + index) = fp8[r];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) words[r] = (&fp8[r].x)[i];
+      transpose_bytes(words);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) turned[place<kWords, kCodes>(lane * kCodes + 4 * i + c, strip)] = words[c];
+    }
+    __syncthreads();
+    constexpr int kPieces = kWords / 4;  // of 16 bytes, a column
+#pragma unroll
+    for (int i = threadIdx.x; i < kGroup * kPieces; i += kThreads) {
+      const int c = i / kPieces, piece = i % kPieces;
+      const int64_t out_row = static_cast<int64_t>(across) * kGroup + c, out_column = down * kGroup + piece * 16;
+      if (out_row < from.columns && out_column < from.rows) {
+        *reinterpret_cast<uint4*>(to.codes + out_row * from.rows + out_column) =
+            *reinterpret_cast<const uint4*>(turned + place<kWords, kCodes>(c, piece * 4));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void upcast(const Format& format, const Upcast& weight, Stream stream) {
+  if (format.element != Element::kE2M1 || !is(format.block, kTile, kTile) || !is(format.scale_group, kGroup, kGroup)) {
+    throw std::invalid_argument("only E2M1 codes in 32x32 tiles whose scales come in groups are exact in FP8");
+  }
+  if (weight.rows > INT32_MAX || weight.columns > INT32_MAX)
+    throw std::invalid_argument("at most 2^31 - 1 rows and columns");
+  if (weight.codes % sizeof(uint4)) throw std::invalid_argument("the E4M3 codes must begin at a multiple of 16 bytes");
+  const GridShape groups = grid_shape(format.scale_group, weight.rows, weight.columns);
+  const Source from{reinterpret_cast<const uint8_t*>(weight.data),
+                    reinterpret_cast<const uint8_t*>(weight.scale_inv),
+                    static_cast<int32_t>(weight.rows),
+                    static_cast<int32_t>(weight.columns),
+                    rowwise_scale_buffer(format, weight.rows, weight.columns).columns,
+                    weight.data % sizeof(uint2) == 0};
+  Target to{reinterpret_cast<uint8_t*>(weight.codes), reinterpret_cast<float*>(weight.group_scale_inv),
+            static_cast<int32_t>(groups.down), static_cast<int32_t>(groups.across)};
+  if (weight.transposed) std::swap(to.down, to.across);
+  launch(weight.transposed ? upcast_kernel<true> : upcast_kernel<false>, groups.down * groups.across, kThreads, stream, from,
+         to);
+}
+
+}  // namespace zerocast::cuda

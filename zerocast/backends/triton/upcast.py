@@ -1,0 +1,141 @@
+"""Stage upcast: E2M1 codes with E8M0 scales as E4M3 codes of the same values, one f32 scale a
+scale group; of the weight or of its transpose.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerocast.backends.triton.codec import as_f32, decode, decode_e8m0, encode
+from zerocast.backends.triton.launch import addresses, launch
+from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
+from zerocast.formats import FormatSpec
+from zerocast.formats import spec as formats
+
+UPCAST_EXPONENT = tl.constexpr(formats.UPCAST_EXPONENT)
+
+
+def upcast(
+    fmt: FormatSpec,
+    data: Tensor,
+    scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    transposed: bool,
+    codes: Tensor,
+    group_scale_inv: Tensor,
+) -> None:
+    """Write E4M3 codes and the scales of their groups; a program takes a group."""
+    assert fmt.block and fmt.scale_group and all(t.is_contiguous() for t in (data, scale_inv, codes, group_scale_inv))
+    height, width = fmt.scale_group
+    programs = -(-rows // height) * -(-columns // width)
+    bases = addresses((data, scale_inv, codes, group_scale_inv), data.device)
+    sizes = rows, columns, scale_inv.shape[-1], group_scale_inv.shape[-1]
+    launch(
+        _upcast,
+        programs,
+        data.device,
+        bases,
+        *sizes,
+        TRANSPOSED=transposed,
+        HEIGHT=height,
+        WIDTH_A=width,
+        ROWS_A=fmt.block[0],
+        COLUMNS_A=fmt.block[1],
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "scale_width", "group_scale_width"])
+def _upcast(
+    bases,
+    rows,
+    columns,
+    scale_width,
+    group_scale_width,
+    TRANSPOSED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64)
+    groups_across = (columns + WIDTH_A - 1) // WIDTH_A
+    down = group // groups_across
+    across = group % groups_across
+    top = down * HEIGHT
+    left = across * WIDTH_A
+    tiles_down: tl.constexpr = HEIGHT // ROWS_A
+    tiles_across: tl.constexpr = WIDTH_A // COLUMNS_A
+    # beyond the weight the buffer holds zeros, the smallest exponent
+    i = (top + tl.arange(0, tiles_down)[:, None] * ROWS_A) * scale_width
+    j = across * tiles_across + tl.arange(0, tiles_across)[None, :]
+    exponent = tl.load(tl.load(bases + 1).to(tl.pointer_type(tl.uint8)) + i + j).to(tl.int32)
+    largest = tl.max(tl.max(exponent, axis=1), axis=0)
+    _store_scales(
+        tl.load(bases + 3), largest, down, across, rows, columns, group_scale_width, TRANSPOSED, HEIGHT, WIDTH_A
+    )
+    factor = decode_e8m0(tl.maximum(exponent - largest + (127 + UPCAST_EXPONENT), 0))
+    source = tl.load(bases) + (top * columns + left) // 2
+    target = tl.load(bases + 2) + (left * rows + top if TRANSPOSED else top * columns + left)
+    whole = (top + HEIGHT <= rows) & (left + WIDTH_A <= columns)
+    if whole & (source % 16 == 0) & (target % 16 == 0):
+        _group(source, target, rows, columns, top, left, factor, TRANSPOSED, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A, True)
+    else:
+        _group(source, target, rows, columns, top, left, factor, TRANSPOSED, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A, False)
+
+
+@triton.jit
+def _store_scales(
+    at,
+    largest,
+    down,
+    across,
+    rows,
+    columns,
+    width,
+    TRANSPOSED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+):
+    """Store the scale of a group, and behind the last one of a row the padding, which is 1."""
+    row, column = down, across
+    last = (columns + WIDTH_A - 1) // WIDTH_A - 1
+    if TRANSPOSED:
+        row, column = across, down
+        last = (rows + HEIGHT - 1) // HEIGHT - 1
+    k = tl.arange(0, 4)
+    bits = decode_e8m0(largest) * as_f32(largest * 0 + ((127 - UPCAST_EXPONENT) << 23))
+    mask = (k == 0) | ((column == last) & (column + k < width))
+    tl.store(at.to(tl.pointer_type(tl.float32)) + row * width + column + k, tl.where(k == 0, bits, 1.0), mask=mask)
+
+
+@triton.jit
+def _group(
+    source,
+    target,
+    rows,
+    columns,
+    top,
+    left,
+    factor,
+    TRANSPOSED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    down = tl.arange(0, HEIGHT)[:, None]
+    mask = (top + down < rows) & (left + 2 * tl.arange(0, WIDTH_A // 2)[None, :] < columns)
+    i = offsets((columns // 2).to(tl.int64), HEIGHT, WIDTH_A // 2, FULL)
+    packed = load_raw(source, i, mask, tl.uint8, FULL).to(tl.int32)
+    value = decode(tl.join(packed & 0xF, packed >> 4), "e2m1")
+    tiles = tl.reshape(value, (HEIGHT // ROWS_A, ROWS_A, WIDTH_A // COLUMNS_A, COLUMNS_A))
+    fp8 = encode(tl.reshape(tiles * factor[:, None, :, None], (HEIGHT, WIDTH_A)), "e4m3").to(tl.uint8)
+    if TRANSPOSED:
+        mask = (left + tl.arange(0, WIDTH_A)[:, None] < columns) & (top + tl.arange(0, HEIGHT)[None, :] < rows)
+        store_raw(target, offsets(rows.to(tl.int64), WIDTH_A, HEIGHT, FULL), tl.trans(fp8), mask, tl.uint8, FULL)
+    else:
+        mask = (top + down < rows) & (left + tl.arange(0, WIDTH_A)[None, :] < columns)
+        store_raw(target, offsets(columns.to(tl.int64), HEIGHT, WIDTH_A, FULL), fp8, mask, tl.uint8, FULL)
