@@ -35,7 +35,7 @@ def came() -> bool:
 
 def end_at_once() -> None:
     """Make Ctrl-C end this process, if it is the command line and no other handler is installed."""
-    if _COMMAND_LINE and _ours_to_handle(signal.default_int_handler, _raise):
+    if COMMAND_LINE and _ours_to_handle(signal.default_int_handler, _raise):
         signal.signal(signal.SIGINT, _end)
 
 
@@ -60,7 +60,7 @@ def over() -> None:
     While Python cleans up it would kill the process and so change the exit status.
     """
     # _raise: Ctrl-C may come while that handler is being installed
-    if _COMMAND_LINE and _ours_to_handle(_end, _raise, signal.default_int_handler):
+    if COMMAND_LINE and _ours_to_handle(_end, _raise, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -75,7 +75,7 @@ def _raise(*_: object) -> None:
     if _first is None:
         _first = now
         # a finaliser or a library may take the error for itself
-        if _COMMAND_LINE and hasattr(signal, "setitimer"):
+        if COMMAND_LINE and hasattr(signal, "setitimer"):
             signal.signal(signal.SIGALRM, _end)
             signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
         raise KeyboardInterrupt
@@ -115,5 +115,5 @@ def _is_command_line() -> bool:
     return Path(sys.argv[0]).stem == "zerocast"
 
 
-_COMMAND_LINE = _is_command_line()  # now: Python rewrites sys.argv before it runs the module
+COMMAND_LINE = _is_command_line()  # at import: Python rewrites sys.argv before it runs the module
 end_at_once()

@@ -11,6 +11,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import Claim
 
 
 def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Module:
@@ -82,13 +83,14 @@ def _quantized(name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype
     return new
 
 
-def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False) -> None:
+def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False, claim: Claim | None = None) -> None:
     """Cast a whole weight from its unsharded value on this process, columnwise copies included.
 
-    With `seed`, the amax of this value also gives the delayed scale.
+    With `seed`, the amax of this value also gives the delayed scale. A weight that has an owner is
+    written only for it, with its `claim`.
     """
     has_masters = weight.state.freshness.has_masters
-    plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS)
+    plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS, claim=claim)
     plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
     if seed:
         plan.delayed.forget()

@@ -5,6 +5,7 @@ a gather, and around these whatever writes, saves or loads, so that what one of 
 half-written is neither used nor saved (`guard.py`).
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from zerocast import CastPlan, verify
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches
 from zerocast.verification.master_views import MasterViews
+from zerocast.weight.owners import Claim
 
 from . import unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
@@ -144,10 +146,12 @@ class Attachment:
     ) -> None:
         """Replace the methods of the host; `detach` gives them back."""
         self._optimizers = list({id(one): one for one in (optimizer, *distributed)}.values())
+        claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
+        claims.update((id(param), one.claim) for one in self._optimizer_plans for param in one.shards.params)
         modules = [chunk.module for chunk in chunks]
         saves = [Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules]
         for chunk in chunks:
-            for remove in (*load_plain_values(chunk), *check_before_forward(chunk, self._guard.check_complete)):
+            for remove in (*load_plain_values(chunk, claims), *check_before_forward(chunk, self._guard.check_complete)):
                 patches.callback(remove)
         unattached.lift(patches, self._optimizers)
         for one in self._optimizer_plans:

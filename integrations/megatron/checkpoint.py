@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerocast import QuantizedWeight
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.quantize import cast_whole
+from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
 from . import host
@@ -83,19 +84,21 @@ def _entries(nested: Any) -> Iterator[Any]:
         yield nested
 
 
-def load_plain_values(chunk: nn.Module) -> list[Callable[[], None]]:
+def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Callable[[], None]]:
     """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk.
 
-    Returns what undoes it.
+    `claims` are those of their owners, by id of the parameter. Returns what undoes it.
     """
     return [
-        module.register_load_state_dict_pre_hook(_cast_in).remove
+        module.register_load_state_dict_pre_hook(functools.partial(_cast_in, claims)).remove
         for module in chunk.modules()
         if any(map(is_primary, module.parameters(recurse=False)))
     ]
 
 
-def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _cast_in(
+    claims: Mapping[int, Claim], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
     """Before a module takes its entries: cast plain ones, and leave the weight in their place."""
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
@@ -104,7 +107,7 @@ def _cast_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: 
                 raise ValueError(
                     f"{prefix + name} has shape {tuple(param.shape)}, and {tuple(value.shape)} in the checkpoint"
                 )
-            cast_whole(weight_of(param), value.detach().to(param.device))
+            cast_whole(weight_of(param), value.detach().to(param.device), claim=claims.get(id(param)))
             state_dict[prefix + name] = loaded(param)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_only_ours_is_measured_without_peers():
     heard = []
     report = Bench(small(only=("A Adam",), peers=False)).run(heard.append)
     assert [m.by for m in report.measurements] == ["cpu"]
-    assert heard == list(report.measurements)
+    assert heard == ["A Adam by cpu"]
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
@@ -86,7 +87,7 @@ def test_the_check_notices_one_wrong_byte(row: Row):
 
         return Job(run, job.written)
 
-    wrong = dataclasses.replace(row, work=Work("wrong", spoiled, row.work.moved))
+    wrong = dataclasses.replace(row, work=Work("wrong", spoiled, row.work.moved, ""))
     with pytest.raises(WrongBytesError, match="buffer 0"):
         check(wrong, row.workload.scaled(256), Place(CPU, "cpu", seed=0))
 
@@ -95,7 +96,7 @@ def test_a_row_that_fails_is_reported_and_costs_no_other(monkeypatch: pytest.Mon
     def broken(workload: Workload, fmt: str, place: Place) -> Job:
         raise RuntimeError("no such kernel\nand more")
 
-    rows = [Row(SMALL, Work("broken", broken, lambda traffic: 1), "nvfp4"), Row(SMALL, CAST, "nvfp4")]
+    rows = [Row(SMALL, Work("broken", broken, lambda traffic: 1, ""), "nvfp4"), Row(SMALL, CAST, "nvfp4")]
     monkeypatch.setattr(bench_run, "select", lambda only, scale: rows)
     report = Bench(small()).run()
     assert [m.row.name for m in report.measurements] == ["A cast nvfp4"]
@@ -115,10 +116,11 @@ def test_the_command_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.C
     options = ["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--only", "A cast nvfp4", "A Adam"]
     assert main([*options, "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "| A cast nvfp4 | cpu |" in out and "A Adam" in err
+    assert [len(re.findall(rf"^{row} +cpu ", out, re.MULTILINE)) for row in ("A cast nvfp4", "A Adam")] == [1, 1]
+    assert "A Adam" not in err
     (written,) = tmp_path.glob("*.json")
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
-    assert written.with_suffix(".md").read_text().strip() == out.strip()
+    assert "| A cast nvfp4 | cpu |" in written.with_suffix(".md").read_text()
 
     stored = json.loads(written.read_text())
     for factor, status in ((1e6, 0), (1e-6, 1)):  # what was stored was far slower, then far faster
@@ -148,8 +150,7 @@ def test_an_option_that_cannot_be_met_ends_with_its_reason(
 def test_without_its_extra_the_command_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.delitem(sys.modules, "zerocast.cli.app", raising=False)
-    monkeypatch.setitem(sys.modules, "tyro.extras", None)
+    monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["bench"]) == 2
     assert "needs tyro: pip install 'zerocast[cli]'" in capsys.readouterr().err
 

@@ -220,6 +220,9 @@ def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest
         written[0].write_text(json.dumps(changed))
         assert main([*wish, "--json", "--out", str(tmp_path / "again"), "--compare", str(written[0])]) == status
         assert json.loads(capsys.readouterr().out)["ranks"] == 1
+    assert main([*wish, "--seed", "1", "--compare", str(written[0])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the stored report has 1 ranks" in line, "said before anything is measured"
     assert not dist.is_initialized()
 
 
@@ -241,7 +244,7 @@ def test_a_wish_that_cannot_be_met_ends_with_its_reason(
 def test_options_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in (
         ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"threshold": -1.0}, "cannot be negative"),
+        ({"threshold": -1.0}, "threshold must be between 0 and inf, got -1.0"),
         ({"text": Path("x"), "vocabulary": 128}, "a vocabulary of at least 256, got 128"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

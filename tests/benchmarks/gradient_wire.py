@@ -139,7 +139,7 @@ def show_losses(found: dict[str, dict[int, float]]) -> str:
 
 
 def show_errors(rows: list[dict[str, object]]) -> str:
-    """A table of them."""
+    """The errors as a table, a row for each case."""
     lines = [
         "| after | ranks | way | error of the mean | 1 - cosine | of it between batches |",
         "|---|---|---|---|---|---|",

@@ -55,6 +55,21 @@ def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) ->
     assert all(torch.equal(back[name], tensor.float()) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_of_either_dtype(capsys: Any, tmp_path: Path, dtype: str) -> None:
+    """The command says which it wrote, and an optimizer loads both."""
+    state = values(SHAPES, torch.float32)
+    save_file(state, tmp_path / "m.safetensors")
+    options = ["--to", "checkpoint", *(["--masters", dtype] if dtype != "float32" else [])]
+    assert main(["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "c"), *options]) == 0
+    assert f"{len(SHAPES)} masters in {dtype}; formats are recorded for 0" in capsys.readouterr().out
+    assert {entry.dtype for entry in open_source(tmp_path / "c").entries.values()} == {dtype}
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(state[name].shape)) for name in ("embed", "norm")})
+    optim.load_masters(zerocast.ZeroAdamW(model.named_parameters()), tmp_path / "c", ignore=["*up.weight", "*experts"])
+    for name, parameter in model.items():
+        assert torch.equal(parameter, state[name].to(getattr(torch, dtype)).float())
+
+
 NAMINGS = [
     ("compressed-tensors", "nvfp4", compressed),
     ("compressed-tensors", "mxfp4", compressed_mx),
@@ -70,7 +85,7 @@ def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, f
     save_file(state, tmp_path / "m.safetensors")
     options = ["--naming", naming, "--format", fmt, "--weights", "up.*", "experts", "--shard-bytes", 70000]
     found = converted(capsys, tmp_path / "m.safetensors", tmp_path / "out", *options)
-    assert found["quantized"] == {"experts": fmt, "up.weight": fmt} and len(found["files"]) == 3
+    assert found["quantized"] == {"up.weight": fmt, "experts": fmt} and len(found["files"]) == 3
     assert sum(found["files"].values()) == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     written: dict[str, Any] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):

@@ -1,5 +1,6 @@
 """zerocast doctor: a sound installation passes, a backend that writes one wrong byte or raises does not."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -30,12 +31,26 @@ def test_a_sound_installation(capsys):
         assert text in said
     for name in formats.format_names():
         assert name == "identity" or f"  {name}" in said
+    assert "\nno GPU was found: torch " in said
+    assert said.endswith(f"verdict: right bytes; casts run with {COMPILED} on cpu\n")
+
+
+def test_lines_are_streamed(monkeypatch, capsys):
+    """What is known before the self-test is said before it."""
+
+    def looked_at(*_: Any) -> list[Any]:
+        assert "self-test against the reference, seed" in capsys.readouterr().out
+        return []
+
+    monkeypatch.setattr(importlib.import_module("zerocast.cli.doctor"), "self_test", looked_at)
+    assert main(["doctor"]) == 0
 
 
 def test_json(capsys):
     assert main(["doctor", "--seconds", "0", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"devices", "communication", "backends", "products", "seed", "self_test"}
+    sections = {"devices", "no_gpu", "communication", "backends", "products", "seed", "self_test", "verdict"}
+    assert set(report) == sections
     (chosen,) = (row["backend"] for row in report["backends"] if row["device"] == "cpu" and row["chosen"])
     assert chosen == COMPILED
     assert [o["backend"] for o in report["self_test"]] == [name for name in [COMPILED] if name != "reference"]
@@ -89,7 +104,9 @@ def test_a_backend_that_raises(monkeypatch, capsys):
     monkeypatch.setattr(backends.load(COMPILED), "partial_cast", broken)
     monkeypatch.setattr(self_test, "FORMATS", ("fp8_block:amax_epsilon=9e-13",))
     assert main(["doctor", "--seconds", "0"]) == 1
-    assert "WRONG: RuntimeError: no kernel image (seed " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "WRONG: RuntimeError: no kernel image (seed " in said
+    assert said.endswith(f"verdict: do not train with {COMPILED} on cpu: its bytes are not those of the reference\n")
 
 
 def test_a_preference_that_cannot_be_met(monkeypatch, capsys):

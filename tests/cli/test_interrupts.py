@@ -137,7 +137,9 @@ OUTPUTS = ("out", "reports", "trace.json", "plan.png", "inspect.png")
 def test_at_any_time(tmp_path: Path, command: str, delay: float) -> None:
     """From the moment that the command line itself is imported; a command that was done before has ended well."""
     torch.save({f"w{i}": torch.ones(1024, MASTERS // 1024 // 4) for i in range(6)}, tmp_path / "masters.pt")
-    ended = interrupt_when(["zerocast", *COMMANDS[command]], imports("zerocast.cli.app"), delay, tmp_path, twice=True)
+    ended = interrupt_when(
+        ["zerocast", *COMMANDS[command]], imports(f"zerocast.cli.{COMMANDS[command][0]}"), delay, tmp_path, twice=True
+    )
     assert ended.left == []
     assert [path.name for path in tmp_path.rglob("*.partial*")] == []
     if ended.status == 0:
@@ -212,7 +214,7 @@ def test_an_interrupt_that_a_library_takes_for_a_failure(
 @pytest.mark.parametrize("handler", [interrupts._raise, interrupts._end, signal.default_int_handler])
 def test_nothing_interrupts_the_end(monkeypatch: Any, handler: Any) -> None:
     """Whatever was set when the first Ctrl-C came: the second one would kill a process that is being finalised."""
-    monkeypatch.setattr(interrupts, "_COMMAND_LINE", True)
+    monkeypatch.setattr(interrupts, "COMMAND_LINE", True)
     signal.signal(signal.SIGINT, handler)
     interrupts.over()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -23,11 +23,53 @@ from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
+from zerocast.footprint.shapes import model_parameters
 from zerocast.optim.reduction import Filling, Reduction
 
 KNOWN = {"llama3-8b": 8_030_261_248, "gpt3-175b": 174_604_259_328, "deepseek-v3": 671_026_419_200}
 FORMATS = ("nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "bf16")
 LAYERS = 4
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+}
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+QWEN3 = {
+    **QWEN2,
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "attention_bias": False,
+}
+BLOOM = {"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "vocab_size": 250880}
+CONFIGS = {46_702_792_704: MIXTRAL, 7_615_616_512: QWEN2, 8_190_735_360: QWEN3, 176_247_271_424: BLOOM}
+
+
+@pytest.mark.parametrize("numel", CONFIGS, ids=lambda numel: CONFIGS[numel]["model_type"])
+def test_published_configs(numel):
+    """Mixtral-8x7B, Qwen2-7B, Qwen3-8B and BLOOM have as many parameters as their checkpoints."""
+    assert sum(math.prod(parameter.shape) for parameter in model_parameters(CONFIGS[numel])) == numel
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -276,6 +318,11 @@ BAD = {
     "no model": (["--model", "llama9"], "'llama9' is no model (llama3-8b, gpt3-175b, deepseek-v3) and no file"),
     "no format": (["--model", "llama3-8b", "--format", "fp3"], "unknown format 'fp3'"),
     "no ranks": (["--model", "llama3-8b", "--ranks", "0"], "ranks must be at least 1, got 0"),
+    "too many ranks": (
+        ["llama3-8b", "--ranks", "100000000000"],
+        "ranks must be at most 1,048,576, got 100,000,000,000",
+    ),
+    "a folder that is not there": (["llama3-8b", "--png", "no/plan.png"], "there is no folder no"),
     "groups": (
         ["--model", "llama3-8b", "--parallel", "hsdp", "--ranks", "12"],
         "12 ranks in groups of equal size, not of 8",
@@ -295,7 +342,8 @@ def test_what_cannot_be_planned(capsys, arguments, message):
         ("{", "cannot be read as JSON"),
         ("[]", "is no config"),
         ('{"hidden_size": 8}', "it lacks 'vocab_size'"),
-        ('{"model_type": "mixtral", "num_local_experts": 8}', "experts of model_type 'mixtral' are not known"),
+        ('{"model_type": "falcon", "hidden_size": 8}', "model_type 'falcon' is not known (llama, mistral, mixtral"),
+        ('{"hidden_size": 8, "num_experts": 8}', "model_type None is not known"),
         ('{"parameters": [{"name": "w", "shape": [0, 2]}]}', "those have elements"),
         ('{"parameters": 3}', "is no config"),
         (
@@ -317,4 +365,4 @@ def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--help"])
     assert caught.value.code == 0
-    assert "Example: zerocast plan --model llama3-8b" in capsys.readouterr().out
+    assert "Example: zerocast plan llama3-8b" in capsys.readouterr().out

@@ -98,9 +98,9 @@ MISTAKES: dict[str, Callable[[Trained], None]] = {
     mistake.__name__: mistake for mistake in (clips_alone, clips_to_another_norm, schedules_alone, is_of_another_step)
 }
 TOLD = {
-    "clips_alone": ("with 0.01 ", "clipped to 1 with 0.01 "),
+    "clips_alone": ("with lr 0.01, ", "clipped to 1 with lr 0.01, "),
     "clips_to_another_norm": ("clipped to 1 with", "clipped to 2 with"),
-    "schedules_alone": ("with 0.01 ", "with 0.005 "),
+    "schedules_alone": ("with lr 0.01, ", "with lr 0.005, "),
     "is_of_another_step": ("in step 3 of ZeroAdamW", "in step 4 of ZeroAdamW"),
 }
 

@@ -4,15 +4,14 @@ That the commands do what is said of them is tested where they are (`tests/cli`,
 """
 
 import importlib.util
-import inspect
 import re
 import shlex
 
 import pytest
-import tyro
 
 from tests.docs.page import ROOT, markdown_files
-from zerocast.cli import app, bench, main
+from zerocast.cli import main
+from zerocast.cli.app import find
 
 SHELL = re.compile(r"^```sh\n(.*?)^```$|^( {4}.*?)$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^ *((?:zerocast|make|python|torchrun) .*)$", re.MULTILINE)
@@ -40,12 +39,7 @@ def check(words: list[str]) -> None:
     if program == "torchrun" and rest[0] in NUMBER_OF_RANKS:
         rest = rest[2:]
     if program == "zerocast" or rest[:2] == ["-m", "zerocast"]:
-        name, *options = rest[2:] if rest[0] == "-m" else rest
-        command = getattr(app, name)
-        if name == "bench":  # of two benchmarks
-            command, options = (bench.step, options[1:]) if options[:1] == ["step"] else (bench.cast, options)
-        config = inspect.signature(command).parameters["config"].annotation
-        tyro.cli(config, args=options)
+        find(rest[2:] if rest[0] == "-m" else rest).parsed()
     elif rest[0] == "-m":
         package = rest[1].partition(".")[0]
         if package in HOSTS and importlib.util.find_spec(package) is None:
@@ -66,7 +60,15 @@ def test_commands_exist(page: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["zerocast plan --modle x", "zerocast bake", "make dinner", "python -m zerocast.nothing", "python no.py"]
+    "line",
+    [
+        "zerocast plan --modle x",
+        "zerocast bench stepp",
+        "zerocast bake",
+        "make dinner",
+        "python -m zerocast.nothing",
+        "python no.py",
+    ],
 )
 def test_a_wrong_command_is_found(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((SystemExit, AttributeError, AssertionError, ModuleNotFoundError)):

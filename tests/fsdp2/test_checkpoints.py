@@ -94,8 +94,6 @@ def loaded(where: str, path: str, formats: tuple[str, ...]) -> tuple[dict[str, s
     ("saver", "loader"),
     [
         ((2, "fsdp"), (3, "fsdp")),
-        ((4, "fsdp"), (2, "fsdp")),
-        ((3, "fsdp"), (1, "fsdp")),
         ((4, "fsdp"), (4, "hsdp")),
         ((2, "fsdp"), (4, "tp")),
         ((4, "tp"), (3, "fsdp")),

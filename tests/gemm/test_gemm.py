@@ -1,6 +1,5 @@
 """GEMM paths on any machine: what they hand to torch, and what comes out."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ BF16 = torch.bfloat16
 def cast(fmt: str, shape: tuple[int, int] = (48, 64), nominal: torch.dtype = BF16) -> nn.Parameter:
     spread = torch.logspace(-2, 1, shape[0])[:, None]
     return nn.Parameter(casts.cast_whole(fmt, torch.randn(shape) * spread, nominal, scale=8.0))
-
-
-@pytest.fixture
-def scaled_mm() -> Iterator[None]:
-    with gemm.use("scaled_mm"):
-        yield
 
 
 # --- products on the CPU, by torch's own emulation --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests import casts
+from tests.gemm.test_gemm import cast
 from zerocast import QuantizedWeight, Recipe, backends, gemm, get_format, quantize_
 from zerocast.gemm import choice, mxfp4, nvfp4
 
@@ -158,17 +157,6 @@ def test_a_fallback_is_said_once_with_its_layer(
 
 
 # --- the wish ---------------------------------------------------------------------------------------------------------------------
-
-
-def cast(fmt: str, shape: tuple[int, int] = (48, 64), nominal: torch.dtype = BF16) -> nn.Parameter:
-    spread = torch.logspace(-2, 1, shape[0])[:, None]
-    return nn.Parameter(casts.cast_whole(fmt, torch.randn(shape) * spread, nominal, scale=8.0))
-
-
-@pytest.fixture
-def scaled_mm() -> Iterator[None]:
-    with gemm.use("scaled_mm"):
-        yield
 
 
 def test_a_wish_ends_with_its_block() -> None:

@@ -49,8 +49,12 @@ class Fused(HostUnderTest):
         return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"again", "load"}}
 
     def phases(self, number: int) -> Calls:
-        """The gather is a part of the step."""
-        return {"backward": lambda: self._run.probe.backward(number, self._run.rank), "step": self._step}
+        """The gather is a part of the step; memory that runs out in Apex's `zero_grad` finds the step taken."""
+        return {
+            "backward": lambda: self._run.probe.backward(number, self._run.rank),
+            "step": self._step,
+            "zero_grad": self.forget,
+        }
 
     def forget(self) -> None:
         self._optimizer.zero_grad()
@@ -58,7 +62,6 @@ class Fused(HostUnderTest):
     def _step(self) -> None:
         self._optimizer.clip_grad_norm(CASE.max_norm)
         self._optimizer.step()
-        self._optimizer.zero_grad()
 
     def save(self, number: int) -> None:
         """With the plain parameters, which Apex leaves to the model."""

@@ -13,7 +13,7 @@ from tests import casts
 from tests.megatron import te
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.training import MIXED, Case, Run, build
+from tests.megatron.training import MIXED, Case, Run, build_attached
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 
@@ -48,13 +48,6 @@ def load(run: Run, folder: str, kind: str) -> None:
     run.optimizer.load_state_dict(state["optimizer"])
 
 
-def attached(case: Case) -> Run:
-    with integration.quantized_params():
-        run = build(case)
-    integration.attach(run.optimizer, run.ddp)
-    return run
-
-
 def _state(run: Run) -> State:
     return {"master": run.masters(), "exp_avg": run.moments("exp_avg"), "exp_avg_sq": run.moments("exp_avg_sq")}
 
@@ -62,7 +55,7 @@ def _state(run: Run) -> State:
 def saved(case: Case, folder: str, kind: str) -> State:
     """Trained and saved: masters and moments."""
     with host(case.te):
-        run = attached(case)
+        run, _ = build_attached(case)
         for number in range(case.steps):
             run.step(number)
         save(run, folder, kind)
@@ -72,7 +65,7 @@ def saved(case: Case, folder: str, kind: str) -> State:
 def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[str, int]]:
     """In another run: masters and moments, steps, stale bytes then and after two more steps."""
     with host(case.te):
-        run = attached(case)
+        run, _ = build_attached(case)
         load(run, folder, kind)
         state, wrong = _state(run), run.stale_bytes()
         steps = {float(s["step"]) for one in run.optimizer.chained_optimizers for s in one.optimizer.state.values()}
@@ -85,7 +78,7 @@ def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[
 def small_buckets(kind: str, is_loading: bool) -> str:
     """What is said of a bucket that leaves a rank without any parameter."""
     with host():
-        run = attached(Case(MIXED, experts=True))
+        run, _ = build_attached(Case(MIXED, experts=True))
         run.step(0)
         return error_of(lambda: _content(run, is_loading, kind))
 
@@ -95,7 +88,7 @@ def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:
     box = [tempfile.mkdtemp(prefix="zerocast-megatron-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
     with host(case.te):
-        straight, resumed = attached(case), attached(case)
+        (straight, _), (resumed, _) = build_attached(case), build_attached(case)
         for number in range(case.steps):
             straight.step(number)
         save(straight, box[0], kind)

@@ -3,9 +3,8 @@
 import torch
 
 from tests import casts
-from tests.megatron.checkpoints import attached
 from tests.megatron.here import host
-from tests.megatron.training import Case, Run
+from tests.megatron.training import Case, Run, build_attached
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.distributed.group import ONE_PROCESS
 
@@ -47,7 +46,7 @@ def _differing(twin: QuantizedWeight, weight: QuantizedWeight) -> list[str]:
 def steps(number: int) -> list[list[str]]:
     """What differs after each step, and after casting again."""
     with host():
-        run, found = attached(CASE), []
+        (run, _), found = build_attached(CASE), []
         twins = Unsharded(run)
         for step in range(number):
             run.step(step)
@@ -60,7 +59,7 @@ def steps(number: int) -> list[list[str]]:
 def lost() -> tuple[list[str], dict[str, int]]:
     """A checkpoint without scales and histories: stale bytes then, and after a step."""
     with host():
-        run = attached(Case("delayed"))
+        run, _ = build_attached(Case("delayed"))
         run.step(0)
         (one,) = run.optimizer.chained_optimizers
         one.load_state_dict(one.state_dict())

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 import zerocast
 from tests.megatron import training
-from tests.megatron.checkpoints import attached, save
+from tests.megatron.checkpoints import save
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.training import FORMATS, Case, build, build_chunk, build_optimizer
+from tests.megatron.training import FORMATS, Case, build, build_attached, build_chunk, build_optimizer
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 
@@ -132,7 +132,7 @@ def _folder() -> str:
 
 
 def _attached() -> Any:
-    run = attached(Case("fp8_current"))
+    run, _ = build_attached(Case("fp8_current"))
     run.step(0)
     return run
 

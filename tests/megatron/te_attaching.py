@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.megatron import te
 from tests.megatron.here import host
-from tests.megatron.training import ALL_LAYERS, Case, Run, build, trained
+from tests.megatron.training import ALL_LAYERS, Case, build, build_attached, trained
 from tests.transformer_engine import hybrids, tensors
 from tests.workers import error_of
 from zerocast import get_format, verify
@@ -21,17 +21,11 @@ from zerocast.integrations.megatron import host as seams
 from zerocast.integrations.megatron.primary import weight_of
 
 
-def _attached(case: Case) -> tuple[Run, Any]:
-    with integration.quantized_params():
-        run = build(case)
-    return run, integration.attach(run.optimizer, run.ddp)
-
-
 def steps(formats: str, layers: str) -> list[tuple[int, dict[str, int], bool, list[str]]]:
     """By step: all-reduces of the cast, stale bytes, whether verify is content, weights whose amax is not that of the master."""
     found, reduce = [], Group.all_reduce_max
     with host(layers):
-        run, attached = _attached(Case(formats, te=layers))
+        run, attached = build_attached(Case(formats, te=layers))
         for number in range(5):
             scales = {
                 name: float(w._quantizer.scale) for name, w in run.te_tensors.items() if hasattr(w._quantizer, "scale")
@@ -64,7 +58,7 @@ def built_outside(formats: str) -> tuple[str, dict[str, int]]:
 def every_buffer() -> tuple[bool, list[Any], list[Any]]:
     """Whether all is well after two steps; the one difference that each flipped byte makes, and should make."""
     with host(ALL_LAYERS):
-        run, attached = _attached(Case("mixed", te=ALL_LAYERS))
+        run, attached = build_attached(Case("mixed", te=ALL_LAYERS))
         for number in range(2):
             run.step(number)
         quiet, found, wanted = verify(attached), [], []
@@ -89,7 +83,7 @@ def every_buffer() -> tuple[bool, list[Any], list[Any]]:
 def copies_dropped() -> dict[str, int]:
     """Where TransformerEngine drops columnwise copies between steps, as modules do in evaluation: stale bytes."""
     with host(ALL_LAYERS):
-        run, _ = _attached(Case("mixed", te=ALL_LAYERS))
+        run, _ = build_attached(Case("mixed", te=ALL_LAYERS))
         for number in range(3):
             run.step(number)
             for weight in run.te_tensors.values() if number == 1 else ():
@@ -102,7 +96,7 @@ def copies_dropped() -> dict[str, int]:
 def finetuned() -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model: whether they are those values as cast, and stale bytes."""
     with host(ALL_LAYERS):
-        run, _ = _attached(Case("mixed", te=ALL_LAYERS))
+        run, _ = build_attached(Case("mixed", te=ALL_LAYERS))
         values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
         for value in values.values():
             dist.broadcast(value, 0)
@@ -118,7 +112,7 @@ def finetuned() -> tuple[bool, dict[str, int]]:
 def partial() -> list[str]:
     """After a gather that raised: what a forward pass says, one of a single layer, a save; stale bytes after a refresh."""
     with host(ALL_LAYERS):
-        run, attached = _attached(Case("mixed", te=ALL_LAYERS))
+        run, attached = build_attached(Case("mixed", te=ALL_LAYERS))
         run.step(0)
         with mock.patch.object(
             importlib.import_module(seams.BUFFER), "dist_all_gather_func", side_effect=RuntimeError("no")
@@ -175,7 +169,7 @@ def of_a_kind(kind: str) -> str:
             return torch.nn.Parameter(one)
 
         with mock.patch.object(te, "_te_parameter", made):
-            return error_of(lambda: _attached(Case("mxfp8" if kind == "mxfp8" else "fp8_current", te="0")))
+            return error_of(lambda: build_attached(Case("mxfp8" if kind == "mxfp8" else "fp8_current", te="0")))
 
 
 def grouped_experts() -> str:
@@ -196,7 +190,7 @@ def grouped_experts() -> str:
 def changed_afterwards(what: str) -> str:
     """What a step says where TransformerEngine has changed a tensor since it was attached."""
     with host(ALL_LAYERS):
-        run, _ = _attached(Case("fp8_current" if what == "format" else "nvfp4", te=ALL_LAYERS))
+        run, _ = build_attached(Case("fp8_current" if what == "format" else "nvfp4", te=ALL_LAYERS))
         run.step(0)
         weight = next(iter(run.te_tensors.values()))
         if what == "format":

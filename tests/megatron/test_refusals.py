@@ -55,6 +55,11 @@ TABLE = {
     answer="raises where the host builds it, and says what to set",
 )
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.notices(
+    "`dist_checkpointing.save` or `load` without `dequantize_`",
+    where="Megatron",
+    answer="raises on every rank, and names the call",
+)
 def test_refused_in_the_real_host_with_what_to_do(ranks: Ranks, name: str) -> None:
     for said in ranks(2)(refusals.say, name):
         assert re.match(TABLE[name], said), said

@@ -7,6 +7,7 @@ import pytest
 from tests.megatron import verifying
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.workers import Ranks
+from zerocast.integrations import megatron as integration
 
 pytestmark = needs_megatron
 
@@ -51,4 +52,4 @@ def test_nobody_is_asked_after_detach(ranks: Ranks) -> None:
 @pytest.mark.parametrize("every", [0, -1])
 def test_every_is_checked(every: Any) -> None:
     with pytest.raises(ValueError, match=f"verify_every is None or at least 1, got {every}"):
-        verifying.integration.attach(None, None, verify_every=every)
+        integration.attach(None, None, verify_every=every)

@@ -241,6 +241,13 @@ def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = Fa
     return DistributedDataParallel(config, DistributedDataParallelConfig(**options), model, disable_bucketing)
 
 
+def build_attached(case: Case, **options: Any) -> tuple[Run, Any]:
+    """A run over quantized weights and its attachment. Inside `host_on_cpu`."""
+    with integration.quantized_params():
+        run = build(case)
+    return run, integration.attach(run.optimizer, run.ddp, **options)
+
+
 def build(case: Case) -> Run:
     """Built inside `host_on_cpu` and, for quantized weights, `quantized_params`."""
     ddp = build_chunk(case)

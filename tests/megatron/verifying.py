@@ -9,16 +9,9 @@ from torch import Tensor
 
 import zerocast
 from tests.megatron.here import host
-from tests.megatron.training import MIXED, NARROW, Case, Run, build
+from tests.megatron.training import MIXED, NARROW, Case, build_attached
 from tests.workers import error_of
 from zerocast import QuantizedWeight, verify
-from zerocast.integrations import megatron as integration
-
-
-def _attached(case: Case, **options: Any) -> tuple[Run, Any]:
-    with integration.quantized_params():
-        run = build(case)
-    return run, integration.attach(run.optimizer, run.ddp, **options)
 
 
 def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
@@ -29,7 +22,7 @@ def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
 def plain_experts() -> tuple[bool, int, dict[str, int], dict[str, int]]:
     """Where one of two optimizers owns no quantized weight: what verify says, of how many, stale bytes then and refreshed."""
     with host():
-        run, attached = _attached(Case("half", overlap=True, experts=True))
+        run, attached = build_attached(Case("half", overlap=True, experts=True))
         for number in range(2):
             run.step(number)
         report, stale = verify(attached), run.stale_bytes()
@@ -46,7 +39,7 @@ def before_the_gather() -> tuple[bool, list[list[float]]]:
     losses, ok = [], True
     with host():
         for verified in (True, False):
-            run, attached = _attached(Case(MIXED, overlap=True))
+            run, attached = build_attached(Case(MIXED, overlap=True))
             losses.append([])
             for number in range(3):
                 losses[-1].append(run.step(number))
@@ -57,7 +50,7 @@ def before_the_gather() -> tuple[bool, list[list[float]]]:
 def steps(every: int, overlap: bool) -> list[str]:
     """What each step says when rank 1 flips a byte after its gathers from the second step on."""
     with host():
-        run, _ = _attached(Case(MIXED, overlap), verify_every=every)
+        run, _ = build_attached(Case(MIXED, overlap), verify_every=every)
         weight = dict(run.ddp.module.named_parameters())["layers.1.weight"]
         said = []
         for number in range(4):
@@ -97,7 +90,7 @@ def stale_reads() -> dict[str, str]:
     said = {}
     try:
         with host():
-            run, attached = _attached(Case(NARROW, overlap=True))
+            run, attached = build_attached(Case(NARROW, overlap=True))
             weight = next(iter(run.weights.values()))
             (own,) = run.optimizer.chained_optimizers
             run.step(0)
@@ -129,7 +122,7 @@ def stale_reads() -> dict[str, str]:
 def detached() -> str:
     """What verify says of the model afterwards."""
     with host():
-        run, attached = _attached(Case())
+        run, attached = build_attached(Case())
         run.step(0)
         attached.detach()
         return error_of(lambda: verify(run.ddp)).split(":")[1]

@@ -199,7 +199,7 @@ class Tripled(torch.autograd.Function):
     answer="raises, and names the parameter",
 )
 def test_a_gradient_that_changes_after_it_arrived():
-    """Of a first backward pass autograd copies a gradient that two share; of a second one it hands over the same."""
+    """A first backward pass copies a gradient that two parameters share; a second one hands over the same tensor."""
     weight, bias = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
     optimizer = ZeroAdamW([("weight", weight), ("bias", bias)])
     loss = ((Tripled.apply(2 * weight) + bias) * torch.ones(8, 8)).sum()

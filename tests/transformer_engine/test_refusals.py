@@ -111,6 +111,11 @@ def test_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["4over6", "4over6 tensor", "swizzled MXFP8", "2-D MXFP8", "1x128 tensor", "other dtype"]
 )
+@pytest.mark.notices(
+    "a quantizer or a tensor gets an option that is not cast, between two calls",
+    where="TransformerEngine",
+    answer="raises, names the weight, no byte changed",
+)
 def test_refused_when_set_after_a_cast(name: str) -> None:
     fmt, change, reason = REFUSED[name]
     here = Casting((Weight(fmt, SHAPE, ((0, NUMEL),)),))
@@ -182,6 +187,7 @@ def test_a_later_call_that_is_wrong_changes_nothing() -> None:
     )
 
 
+@pytest.mark.notices("an argument is wrong on one rank alone", where="TransformerEngine", answer="raises on all ranks")
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     for error, unchanged in ranks(2)(refusing.wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")

@@ -28,6 +28,9 @@ def test_every_byte_counts(ranks: Ranks) -> None:
         assert len(planted) == 4 + 4 + 4 + 5 + 4 + 1
 
 
+@pytest.mark.notices(
+    "bytes are older than the masters", where="TransformerEngine", answer="`zerocast.verify` names them"
+)
 def test_stale_bytes_are_found(ranks: Ranks) -> None:
     """Masters that are newer than the codes; copies that are older than the codes and that TransformerEngine would read."""
     codes = {f"{fmt} rowwise_data" for fmt in FORMATS}

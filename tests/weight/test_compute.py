@@ -210,6 +210,11 @@ def test_attention_of_torch() -> None:
     torch.testing.assert_close(x.grad, twin.grad)
 
 
+@pytest.mark.notices(
+    "a backward pass reads a columnwise copy that is older than the last cast",
+    where="Weights",
+    answer="raises, and names the call that makes it",
+)
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
 def test_a_stale_columnwise_copy_is_never_read(fmt: str) -> None:
     weight, master = QuantizedWeight.empty(SHAPE, fmt, torch.float32), torch.randn(32 * 64)

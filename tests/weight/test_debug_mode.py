@@ -64,6 +64,11 @@ OPTIMIZERS: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.notices(
+    "an optimizer steps over masters and nothing casts them",
+    where="CastPlan",
+    answer="in debug mode the next read raises, and names the call that is missing",
+)
 def test_a_step_without_a_cast(debug, make, detached):
     weight, master, plan = weight_and_master()
     parameter = master.detach().requires_grad_() if detached else master.requires_grad_()
@@ -106,6 +111,11 @@ def test_a_closure_may_read_during_the_step(debug):
     optimizer.step(lambda: read(weight))
 
 
+@pytest.mark.notices(
+    "masters are written by hand and not cast",
+    where="CastPlan",
+    answer="in debug mode the next read raises, and names the call that is missing",
+)
 def test_a_write_by_hand(debug):
     weight, master, plan = weight_and_master()
     plan.cast()
@@ -153,6 +163,11 @@ def sharded() -> list[str]:
     return said
 
 
+@pytest.mark.notices(
+    "weights are read between a cast and its all-gather",
+    where="CastPlan",
+    answer="in debug mode the next read raises, and names the call that is missing",
+)
 def test_a_cast_without_a_gather(ranks):
     for said in ranks(2)(sharded):
         assert len(said) == 2

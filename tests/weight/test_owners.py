@@ -577,17 +577,61 @@ def test_a_zero_adamw_over_an_attached_plan() -> None:
     ZeroAdamW([("w", w)], group=ONE_PROCESS)
 
 
-@pytest.mark.notices(
-    "a plan is attached over weights of a living ZeroAdamW", where="CastPlan", answer="raises, nothing changed"
-)
-def test_an_attached_plan_over_a_zero_adamw() -> None:
-    w = weight()
-    optimizer = ZeroAdamW([("w", w)], group=ONE_PROCESS)
+def attached(w: QuantizedWeight) -> Any:
     plan = Plan(w)
-    with pytest.raises(ValueError, match="a ZeroAdamW writes weights of this CastPlan"):
-        plan.attach()
-    del optimizer
-    plan.attach()
+    return plan, plan.attach()
+
+
+LIVING: dict[str, Callable[[QuantizedWeight], Any]] = {
+    "a CastPlan that is attached to SGD": attached,
+    "a ZeroAdamW": lambda w: ZeroAdamW([("w", w)], group=ONE_PROCESS),
+}
+
+
+@pytest.mark.notices(
+    "a plan is built, attached or cast, or quantize_master_weights called, over weights of a living ZeroAdamW or of an "
+    "attached plan",
+    where="CastPlan",
+    answer="raises, nothing changed",
+)
+@pytest.mark.parametrize("who", LIVING)
+def test_a_plan_of_nobody_writes_no_weights_of_an_owner(who: str) -> None:
+    """It was built before the owner, or after it."""
+    w = weight()
+    older = Plan(w)
+    older.plan.cast()
+    owner = LIVING[who](w)
+    if who != "a ZeroAdamW":
+        owner[0].plan.cast()
+    before, freshness = casts.bytes_of(w), w.state.freshness
+    for write in (
+        older.plan.cast,
+        older.attach,
+        lambda: Plan(w),
+        lambda: zerocast.quantize_master_weights([w], [torch.randn(32 * 32)], [0], ONE_PROCESS),
+    ):
+        with pytest.raises(ValueError, match=f"{who} writes weights of this CastPlan"):
+            write()
+    assert w.state.freshness is freshness
+    casts.assert_same_bytes(casts.bytes_of(w), before)
+    del owner
+    gc.collect()
+    older.plan.cast()
+    older.attach()
+
+
+def test_a_plan_of_nobody_that_is_newer_than_an_attached_one() -> None:
+    w = weight()
+    first, newer = Plan(w), Plan(w)
+    first.plan.cast()
+    handle = first.attach()
+    before = casts.bytes_of(w)
+    for write in (newer.plan.cast, newer.plan.post_all_gather):
+        with pytest.raises(ValueError, match="a CastPlan that is attached to SGD writes weights of this CastPlan"):
+            write()
+    casts.assert_same_bytes(casts.bytes_of(w), before)
+    handle.remove()
+    newer.plan.cast()
 
 
 # The optimizer of an attached plan
@@ -670,22 +714,31 @@ def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def attached_on_ranks() -> str:
-    """Rank 1 alone attaches another optimizer; then rank 2 owns nothing, which is no mistake."""
+def attached_on_ranks() -> list[str]:
+    """Rank 1 alone attaches another optimizer; then rank 2 owns nothing, which is no mistake; last
+    rank 0 alone has let its optimizer go, and all build another plan.
+    """
     group = Group.of(None)
     w = weight()
     first, last = [(0, 512), (512, 1024), (0, 0)][group.rank]
     master = nn.Parameter(torch.randn(last - first))
     plan = CastPlan([w], [master], [first], group)
     wrong = torch.optim.SGD([nn.Parameter(torch.randn(4))]) if group.rank == 1 else torch.optim.SGD([master])
-    said = error_of(lambda: plan.attach(wrong))
-    plan.attach(torch.optim.SGD([master]))
+    said = [error_of(lambda: plan.attach(wrong))]
+    optimizer = torch.optim.SGD([master])
+    plan.attach(optimizer)
+    if group.rank == 0:
+        del optimizer
+        gc.collect()
+    said.append(error_of(lambda: CastPlan([w], [master], [first], group)))
     return said
 
 
 def test_every_rank_raises_what_one_has_found(ranks: Callable[[int], Ranks]) -> None:
-    (said,) = {*ranks(3)(attached_on_ranks)}
-    assert said.startswith("ValueError: rank 1: this CastPlan casts 1 masters")
+    (said,) = {tuple(said) for said in ranks(3)(attached_on_ranks)}
+    assert len(said) == 2
+    assert said[0].startswith("ValueError: rank 1: this CastPlan casts 1 masters")
+    assert said[1].startswith("ValueError: rank 1: a CastPlan that is attached to SGD writes weights of this CastPlan")
 
 
 # A ZeroAdamW that was taken over

@@ -118,72 +118,28 @@ def test_parameter() -> None:
 
 x = torch.randn(64, 32)
 FORBIDDEN: dict[str, Callable[[Any], Any]] = {
-    "add": lambda w: w + 1,
-    "add to a tensor": lambda w: x.t() + w,
-    "mul": lambda w: 2 * w,
-    "neg": lambda w: -w,
-    "abs": lambda w: w.abs(),
     "sum": lambda w: w.sum(),
-    "mean": lambda w: w.mean(),
-    "norm": lambda w: w.norm(),
-    "linalg norm": lambda w: torch.linalg.vector_norm(w),
-    "max": lambda w: w.max(),
-    "isnan": lambda w: w.isnan(),
-    "eq": lambda w: w == 0,
-    "equal": lambda w: torch.equal(w, w),
-    "index": lambda w: w[0],
-    "index put": lambda w: w.__setitem__(0, 0.0),
     "reshape": lambda w: w.reshape(-1),
     "other view": lambda w: w.view(64, 32),
-    "flatten": lambda w: w.flatten(),
     "transpose of one dimension": lambda w: w.transpose(0, 0),
-    "permute": lambda w: w.permute(1, 0),
-    "unsqueeze": lambda w: w.unsqueeze(0),
-    "chunk": lambda w: w.chunk(2),
-    "split": lambda w: w.split(16),
-    "cat": lambda w: torch.cat([w, w]),
-    "stack": lambda w: torch.stack([w, w]),
-    "where": lambda w: torch.where(torch.ones(32, 64, dtype=torch.bool), w, 0),
-    "zeros_like": lambda w: torch.zeros_like(w),
-    "empty_like": lambda w: torch.empty_like(w),
-    "new_zeros": lambda w: w.new_zeros(3),
     "fill_": lambda w: w.fill_(1),
-    "zero_": lambda w: w.zero_(),
-    "normal_": lambda w: w.normal_(),
-    "mul_": lambda w: w.mul_(0.5),
     "copy_ of a tensor": lambda w: w.copy_(x.t()),
     "copy into a tensor": lambda w: torch.empty(32, 64).copy_(w),
-    "init": lambda w: nn.init.xavier_uniform_(w),
-    "out": lambda w: torch.add(x.t(), 1, out=w),
     "to dtype": lambda w: w.to(torch.float32),
-    "float": lambda w: w.float(),
-    "numpy": lambda w: w.numpy(),
-    "tolist": lambda w: w.tolist(),
-    "embedding": lambda w: F.embedding(torch.tensor([0]), w),
-    "conv": lambda w: F.conv1d(x.view(1, 32, 64), w.view(32, 64, 1)),
     "bilinear": lambda w: F.bilinear(x, x, w),
-    "einsum": lambda w: torch.einsum("ij,jk->ik", w, x),
-    "bmm": lambda w: torch.bmm(w, x),
     "first operand of mm": lambda w: w @ x,
     "first operand of linear": lambda w: F.linear(w, x.t()),
     "first operand of addmm": lambda w: torch.addmm(w, x.t(), x),
     "bias": lambda w: F.linear(x, x, w),
     "both operands": lambda w: w @ w.t(),
     "scaled addmm": lambda w: torch.addmm(torch.zeros(32, dtype=torch.bfloat16), x.bfloat16(), w, beta=2),
-    "softmax": lambda w: w.softmax(-1),
-    "optimizer": lambda w: torch.optim.AdamW([_with_gradient(w)]).step(),
 }
-
-
-def _with_gradient(weight: QuantizedWeight) -> nn.Parameter:
-    parameter = nn.Parameter(weight)
-    parameter.grad = torch.ones(weight.shape, dtype=weight.dtype)
-    return parameter
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 @pytest.mark.parametrize("fmt", ["nvfp4", "identity"])
-def test_every_other_operator_raises(name: str, fmt: str) -> None:
+def test_what_an_operator_with_a_handler_does_not_do(name: str, fmt: str) -> None:
+    """Nothing is written. Operators without a handler: test_unsupported.py."""
     weight = cast(fmt)
     before = casts.bytes_of(weight)
     with pytest.raises((RuntimeError, TypeError, ValueError)):

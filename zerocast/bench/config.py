@@ -1,11 +1,21 @@
 """The options of both benchmarks, from which their command lines are built."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 CPU_SCALE = 16
 BYTE_VALUES = 256
+MOST_SECONDS = 3600
+MOST_SEED = 2**62
+MOST_LR = 1e3
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Raise ValueError for an option outside of [least, most], and for NaN."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be between {least:,} and {most:,}, got {value:,}")
 
 
 @dataclass(frozen=True)
@@ -32,8 +42,8 @@ class BenchConfig:
     """Time to spend on each kind of measurement of each row."""
     seed: int = 0
     """Seed of all random inputs."""
-    out: Path = Path("zerocast-bench")
-    """Folder for the report as JSON, Markdown and a plot, named by date and device."""
+    out: Path | None = None
+    """A folder to write the report into, as JSON, Markdown and a plot, named by date and device."""
     compare: Path | None = None
     """A stored report: exit with status 1 if a row's ratio to its floor grew by more than
     `threshold`.
@@ -53,9 +63,9 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("seconds", "threshold"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+        check_range("seconds", self.seconds, 0, MOST_SECONDS)
+        check_range("threshold", self.threshold, 0, math.inf)
+        check_range("seed", self.seed, 0, MOST_SEED)
 
 
 @dataclass(frozen=True)
@@ -96,8 +106,8 @@ class StepConfig:
     """
     seed: int = 0
     """Seed of initial values and of the order of the text."""
-    out: Path = Path("zerocast-bench")
-    """Folder for the report as JSON, Markdown and a plot, named by date and device."""
+    out: Path | None = None
+    """A folder to write the report into, as JSON, Markdown and a plot, named by date and device."""
     compare: Path | None = None
     """A stored report: exit with status 1 if the time or the memory of a row of ours grew by more
     than `threshold`.
@@ -114,5 +124,6 @@ class StepConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.text is not None and self.vocabulary < BYTE_VALUES:
             raise ValueError(f"text needs a vocabulary of at least {BYTE_VALUES}, got {self.vocabulary}")
-        if self.threshold < 0:
-            raise ValueError(f"threshold cannot be negative, got {self.threshold}")
+        check_range("threshold", self.threshold, 0, math.inf)
+        check_range("seed", self.seed, 0, MOST_SEED)
+        check_range("lr", self.lr, 0, MOST_LR)

@@ -1,5 +1,6 @@
 """Reports for people: a Markdown page with a table, and a PNG, of casts and of training steps."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from matplotlib.figure import Figure
 
 from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.report import Report
+from zerocast.bench.row import Row
 from zerocast.bench.step_report import GIB, LAST_LOSSES, TARGETS, StepMeasurement, StepReport
 
 HEADS = (
@@ -37,6 +39,40 @@ def _head(report: Report) -> Iterator[str]:
 
 def _versions(machine: Mapping[str, str | int | None]) -> str:
     return ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None and name != "device")
+
+
+def legend(rows: Sequence[Row]) -> Iterator[str]:
+    """The names of rows explained, for a terminal."""
+    workloads = {row.workload.name: row.workload.summary for row in rows}
+    works = {row.work.name: row.work.summary for row in rows}
+    yield "A row is a workload, a piece of work and a format."
+    for name, summary in (workloads | works).items():
+        yield f"  {name:<20}{summary}"
+    yield "  x floor             time over that of a copy of as many bytes; 1 is as fast as memory"
+
+
+def terminal(report: Report) -> Iterator[str]:
+    """The table for a terminal, 100 columns wide."""
+    heads = ("row", "by", "ms", "GB/s", "x floor", "host ms", "x ours", "target")
+    yield TERMINAL.format(*heads)
+    for m in report.measurements:
+        ratio, verdict = report.over_ours(m), report.verdict(m)
+        yield TERMINAL.format(
+            m.row.name,
+            m.by,
+            f"{m.ms:.3f}",
+            f"{m.rate:,.0f}" if m.rate >= 10 else f"{m.rate:.2g}",
+            f"{m.over_floor(report.copy.rate):,.2f}",
+            f"{m.times.host_ms:.3f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            "" if verdict is None else "met" if verdict.met else "missed",
+        )
+    yield f"a copy moves {report.copy.rate:,.1f} GB/s, by which floors are taken"
+    yield from _score(report)
+    yield from _failures(report.failures)
+
+
+TERMINAL = "{:<34} {:<17} {:>8} {:>6} {:>7} {:>8} {:>6} {:>6}"
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -86,7 +122,7 @@ def _failures(failures: Sequence[Failure]) -> Iterator[str]:
 
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-LONGEST = 4.0  # times the floor; longer bars are cut and say their length
+LONGEST = 4.0  # times the floor at full size, where longer bars are cut and say their length
 
 
 def plot(report: Report, path: Path) -> None:
@@ -104,9 +140,14 @@ def plot(report: Report, path: Path) -> None:
         _floors(left, report, own, places, height, color, name)
         right.barh(places, [m.rate for m in own], height, color=color)
     left.axvline(1.0, color="black", linewidth=0.8)
+    if report.full:
+        left.set(xlim=(0, LONGEST * 1.15))
+    else:  # what is far from its floor by very different factors
+        ratios = [m.over_floor(report.copy.rate) for m in report.measurements]
+        left.set(xscale="log", xlim=(min(1.0, *ratios, 1.0) / 2, max(1.0, *ratios, 1.0) * 4))
+        right.set(xscale="log")
     left.set(
-        xlabel="time / floor (| is the target)",
-        xlim=(0, LONGEST * 1.15),
+        xlabel="time / floor (| is the target)" if report.full else "time / floor",
         title=f"{report.machine['device']}, {report.date}",
     )
     left.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], rows, fontsize=8)
@@ -122,7 +163,8 @@ def _floors(
     axes: Axes, report: Report, own: list[Measurement], places: list[float], height: float, color: str, name: str
 ) -> None:
     ratios = [m.over_floor(report.copy.rate) for m in own]
-    bars = axes.barh(places, [min(ratio, LONGEST) for ratio in ratios], height, color=color, label=name)
+    longest = LONGEST if report.full else math.inf
+    bars = axes.barh(places, [min(ratio, longest) for ratio in ratios], height, color=color, label=name)
     axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=7)
     for m, place in zip(own, places, strict=True):
         if report.full and name == report.backend and m.row.target and m.row.target.row is None:

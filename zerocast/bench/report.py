@@ -131,6 +131,8 @@ class Regression:
 
 def read_stored(path: Path, schema: int | str) -> dict[str, Any]:
     """The content of a stored report; ValueError for a file that is no report of `schema`."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there")
     stored = json.loads(read_bounded(path, MOST_BYTES))
     if not isinstance(stored, dict) or stored.get("schema") != schema:
         raise ValueError(f"{path} is not a report of this benchmark (schema {schema})")
@@ -157,7 +159,7 @@ def regressions(report: Report, stored: dict[str, float], threshold: float) -> l
 
 
 def grown(pairs: Iterable[Regression], threshold: float) -> list[Regression]:
-    """Those that grew by more than the fraction `threshold`."""
+    """The pairs that grew by more than the fraction `threshold`."""
     return [pair for pair in pairs if pair.now > pair.before * (1 + threshold)]
 
 

@@ -1,5 +1,6 @@
 """Row: a line of the report before it is measured, with its work, workload and target."""
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,11 +15,14 @@ Build = Callable[[Workload, str, Place], Job]
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work: its name, the function that sets it up, and the bytes that it must move."""
+    """A piece of work: its name, the function that sets it up, the bytes that it must move, and a
+    line on what it is.
+    """
 
     name: str
     build: Build
     moved: Callable[[Traffic], int]
+    summary: str
 
 
 @dataclass(frozen=True)
@@ -55,19 +59,48 @@ class Row:
         return self.work.moved(Traffic(self.workload, get_format(self.fmt or "identity")))
 
 
-CAST = Work("cast", work.cast, lambda traffic: traffic.cast)
-CAST_OF_OWN_SCALES = Work("cast of own scales", work.cast_of_own_scales, lambda traffic: traffic.cast_of_own_scales)
-PARTIAL_AMAX = Work("partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax)
-COMPUTE_SCALES = Work("compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales)
-PARTIAL_CAST = Work("partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast)
-AMAX_AND_CAST = Work("amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast)
-TRANSPOSE = Work("transpose", work.transpose, lambda traffic: traffic.transpose)
-UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast)
-UPCAST_TRANSPOSED = Work("upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast)
-ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam)
-QUANTIZE_GRADIENT = Work("quantize gradient", work.quantize_gradient, lambda traffic: traffic.quantize_gradient)
-ADD_GRADIENTS = Work("add gradients", work.add_gradients, lambda traffic: traffic.add_gradients)
-STEP = Work("whole step", work.step, lambda traffic: traffic.step)
+CAST = Work(
+    "cast",
+    work.cast,
+    lambda traffic: traffic.cast,
+    "partial amaxes, scales of all weights, codes of the shard: CastPlan.cast()",
+)
+CAST_OF_OWN_SCALES = Work(
+    "cast of own scales",
+    work.cast_of_own_scales,
+    lambda traffic: traffic.cast_of_own_scales,
+    "the same where scales are gathered with the codes, as by ZeroAdamW",
+)
+PARTIAL_AMAX = Work(
+    "partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax, "the amaxes of the shard alone"
+)
+COMPUTE_SCALES = Work(
+    "compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales, "the scales of all weights alone"
+)
+PARTIAL_CAST = Work(
+    "partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast, "the codes of the shard alone"
+)
+AMAX_AND_CAST = Work(
+    "amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast, "the two stages that follow the shard"
+)
+TRANSPOSE = Work(
+    "transpose", work.transpose, lambda traffic: traffic.transpose, "columnwise copies of all weights, once gathered"
+)
+UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast, "weights dequantized to bf16, for a product")
+UPCAST_TRANSPOSED = Work(
+    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same of the columnwise copies"
+)
+ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam, "AdamW on the shard, without a cast")
+QUANTIZE_GRADIENT = Work(
+    "quantize gradient",
+    work.quantize_gradient,
+    lambda traffic: traffic.quantize_gradient,
+    "FP8 codes and scales of a bucket's gradients, as they are sent",
+)
+ADD_GRADIENTS = Work(
+    "add gradients", work.add_gradients, lambda traffic: traffic.add_gradients, "the sum of such messages in FP32"
+)
+STEP = Work("whole step", work.step, lambda traffic: traffic.step, "AdamW with the amaxes in one pass, scales, cast")
 
 CAST_LIMIT = {
     "fp8_block": 1.05,
@@ -121,10 +154,19 @@ def select(only: Sequence[str], scale: int) -> list[Row]:
     rows = list(all_rows())
     for text in only:
         if not any(text in row.name for row in rows):
-            raise ValueError(f"no row is called {text!r}; there are: {', '.join(row.name for row in rows)}")
+            raise ValueError(f"no row is called {text!r}: {_near(text, rows)}")
     selected = {row.name for row in rows if not only or any(text in row.name for text in only)}
     selected |= {row.target.row for row in rows if row.name in selected and row.target and row.target.row}
     return [_scaled(row, scale) for row in rows if row.name in selected]
+
+
+def _near(text: str, rows: Sequence[Row]) -> str:
+    names = {name for row in rows for name in (row.name, row.work.name, row.fmt) if name}
+    near = difflib.get_close_matches(text, sorted(names), n=3)
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    works = dict.fromkeys(row.work.name for row in rows)
+    return f"names are workload, work and format, as in {rows[0].name!r}; works are {', '.join(works)}"
 
 
 def _scaled(row: Row, scale: int) -> Row:

@@ -51,7 +51,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 COPY_BYTES, FEWEST_COPY_BYTES = 4 << 30, 1 << 20
-Progress = Callable[[Measurement | Failure], None]
+Progress = Callable[[str], object]  # is told what is measured next
 
 
 class Bench:
@@ -70,16 +70,21 @@ class Bench:
         self._rows = select(config.only, self._scale)
         self._peers = usable(device.type) if config.peers else []
 
-    def run(self, progress: Progress = lambda _: None) -> Report:
-        """Measure the selected rows; `progress` is called with each result."""
+    @property
+    def rows(self) -> list[Row]:
+        """The selected rows, in the order of the report."""
+        return self._rows
+
+    def run(self, progress: Progress = str) -> Report:
+        """Measure the selected rows; `progress` is told of each before it is measured."""
         nbytes = max(FEWEST_COPY_BYTES, COPY_BYTES // self._scale**2)
         before = self._copy_rate(nbytes)
         measured: list[Measurement] = []
         failures: list[Failure] = []
         for row in self._rows:
             for by, build in self._contenders(row):
+                progress(f"{row.name} by {by}")
                 result = self._attempt(row, by, build)
-                progress(result)
                 if isinstance(result, Measurement):
                     measured.append(result)
                 else:

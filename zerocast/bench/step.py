@@ -47,6 +47,10 @@ class StepBench:
         self._tokens = self._random_tokens()
         self._first_batches = self._batches_of_text(self._text) if self._text else self._in_turn(config.warm_up)
 
+    def check_comparable(self, stored: StepReport) -> None:
+        """ValueError for a report that this run will not be compared with."""
+        stored.check_comparable(self._world, self._settings())
+
     def run(self, progress: Progress = lambda _: None) -> StepReport:
         """Measure every row; `progress` is called with each result."""
         results = []

@@ -167,7 +167,7 @@ class StepReport:
         return {m.row: m for m in self.measurements}
 
     def tokens_per_second(self, m: StepMeasurement) -> float:
-        """Of all ranks together, in free-running steps."""
+        """The tokens of all ranks in a second of free-running steps."""
         return self.tokens / m.free_ms * 1e3
 
     @property
@@ -216,15 +216,19 @@ class StepReport:
             failures=tuple(StepFailure(**line) for line in stored["failures"]),
         )
 
+    def check_comparable(self, ranks: int, settings: Mapping[str, Any]) -> None:
+        """ValueError for a run on another number of ranks or of other settings."""
+        if (ranks, settings) != (self.ranks, self.settings):
+            raise ValueError(
+                f"the stored report has {self.ranks} ranks and {self.settings}, this one {ranks} and {settings}"
+            )
+
     def regressions(self, stored: "StepReport", threshold: float) -> list[Regression]:
         """Our rows whose time or peak memory grew by more than the fraction `threshold`.
 
-        Raises ValueError if the other report is of another number of ranks or of other settings.
+        Raises ValueError for a report that `check_comparable` refuses.
         """
-        if (self.ranks, self.settings) != (stored.ranks, stored.settings):
-            raise ValueError(
-                f"the stored report has {stored.ranks} ranks and {stored.settings}, this one {self.ranks} and {self.settings}"
-            )
+        stored.check_comparable(self.ranks, self.settings)
         pairs = []
         for row, now in self.by_row.items():
             before = stored.by_row.get(row)

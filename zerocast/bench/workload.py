@@ -59,6 +59,13 @@ class Workload:
             start += rows * columns
 
     @property
+    def summary(self) -> str:
+        """The weights and the rank's share of them in a few words."""
+        share = f"shard {self.rank} of {self.world}" if self.world > 1 else "all of them owned"
+        place = "in one buffer" if self.flat else "each in its own"
+        return f"{len(self.shapes):,} weights, {self.numel / 1e6:,.3g} M elements, {place}; {share}"
+
+    @property
     def owned(self) -> int:
         """The number of elements in the shard."""
         return sum(span.numel for span in self.spans(self.rank))

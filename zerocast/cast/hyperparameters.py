@@ -36,7 +36,7 @@ class Hyperparameters:
                     self._values[row, column].fill_(float(value))
                     self._known[row][column], changed = float(value), True  # not before it is true
         if changed:
-            self.description = "; ".join(" ".join(f"{value:.6g}" for value in row) for row in self._known)
+            self.description = "; ".join(_described(*row) for row in self._known)
 
     def scalars(self, step: Tensor) -> Tensor:
         """f32 `[groups, 8]` for step numbers `step`, `[1]` or one a group, counted from 1.
@@ -49,3 +49,7 @@ class Hyperparameters:
         c1, c2 = 1 - torch.pow(beta1, t), 1 - torch.pow(beta2, t)
         columns = [1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr / c1, c2.sqrt(), eps]
         return torch.stack(columns, 1).float()
+
+
+def _described(lr: float, weight_decay: float, beta1: float, beta2: float, eps: float) -> str:
+    return f"lr {lr:.6g}, weight_decay {weight_decay:.6g}, betas {beta1:.6g} {beta2:.6g}, eps {eps:.6g}"

@@ -55,10 +55,13 @@ class CastPlan:
             divides. For mxfp8 with rows and columns in multiples of 128, cut at multiples of 32.
         guard: shared with what else is written together with these weights; None for one of their
             own.
+        claim: that of the owner which the plan casts for; None for a plan of nobody yet.
 
     Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is
     left as it is. Only the constructor communicates beyond the one all-reduce of a cast: what is
-    wrong on any rank raises TypeError or ValueError on all of them.
+    wrong on any rank raises TypeError or ValueError on all of them. A plan takes weights over from
+    an older plan that is nobody's; while an owner (an attached plan, a ZeroAdamW) that somebody
+    keeps writes any of these elements, ValueError, with nothing changed, also at a later cast.
     """
 
     def __init__(
@@ -74,27 +77,35 @@ class CastPlan:
         names: Sequence[str] | None = None,
         scale_cuts: Sequence[range | None] | None = None,
         guard: WriteGuard | None = None,
+        claim: Claim | None = None,
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
         self.group = given.called_by(self._own_caller)
         self._partition = partition(
-            self.group, model_weights, master_weights, start_offsets, fsdp_shard_model_weights, backend, scale_cuts
+            self.group,
+            model_weights,
+            master_weights,
+            start_offsets,
+            fsdp_shard_model_weights,
+            backend,
+            scale_cuts,
+            gives_way=lambda other: other is claim,
         )
         self._step_of_caller = " {}" if given.caller else ""
         self._detail = ""  # what the coming cast was announced with
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
+        self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
-        self._step_hooks = StepHooks(self._partition, self._cast, self.group)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self._lay_out()
-        # also once `.data =` gave them other storage
-        train(self, [self.weights[index] for index in self._cast])
+        if claim is None:  # also once `.data =` gave them other storage
+            train(self, [self.weights[index] for index in self._cast])
 
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """Cast the masters as they are now, or with `update` as that step makes them. One
@@ -187,7 +198,9 @@ class CastPlan:
         while another owner (an attached plan, a ZeroAdamW) that somebody keeps writes any of these
         elements. Several optimizers may each step over some of the masters.
         """
-        return self._step_hooks.attach(optimizer, self.cast)
+        handle = self._step_hooks.attach(optimizer, self.cast)
+        self._take_weights()
+        return handle
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
@@ -291,6 +304,7 @@ class CastPlan:
             [shard.shard_data for shard in shards],
             self.backend,
             cuts,
+            gives_way=self._step_hooks.gives_way,
         )
         self._step_hooks.partition = self._partition
         self._lay_out()
@@ -344,14 +358,20 @@ class CastPlan:
         weight over.
         """
         if self._generation != weight_state.generation() or any(table.moved() for table in self._tables):
+            if any(w.state.freshness is not self.freshness for w in self.weights):
+                self._step_hooks.check_unclaimed()
             self._bind()
 
-    def _bind(self) -> None:
-        """Descriptor tables and bases for where everything lies now. Local and silent."""
+    def _take_weights(self) -> None:
+        """Let the weights count the casts of this plan, and no longer those of another."""
         cast = set(self._cast)
         for index, w in enumerate(self.weights):
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
+
+    def _bind(self) -> None:
+        """Descriptor tables and bases for where everything lies now. Local and silent."""
+        self._take_weights()
         device = self.packed.buffer.device
         tables = WeightTables(device, self.backend)
         for index in self._cast:

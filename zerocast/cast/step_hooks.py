@@ -18,7 +18,7 @@ from zerocast.cast.storage import storages_of
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
-from zerocast.weight.owners import Claim, find_conflict
+from zerocast.weight.owners import Claim, check_unclaimed
 from zerocast.weight.state import WeightState
 
 logger = logging.getLogger(__name__)
@@ -26,18 +26,23 @@ logger = logging.getLogger(__name__)
 
 class StepHooks:
     """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan
-    casts; `partition` is that of the plan now.
+    casts, `owner` is the claim of whoever it casts them for; `partition` is that of the plan now.
     """
 
-    def __init__(self, partition: Partition, cast: Sequence[int], group: Group) -> None:
-        self.partition, self._cast, self._group = partition, cast, group
+    def __init__(self, partition: Partition, cast: Sequence[int], group: Group, owner: Claim | None) -> None:
+        self.partition, self._cast, self._group, self._owner = partition, cast, group, owner
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
         """Call `cast` after every step of the optimizer. ValueError on every rank where that
         cannot be.
         """
-        problem = self._refusal(optimizer)
+        problem: ValueError | None = None
+        try:
+            self._check_steps(optimizer)
+            self.check_unclaimed()
+        except ValueError as error:  # the other ranks must hear of it
+            problem = error
         validate_across_ranks(self._group, [], problem, "attaches a CastPlan to an optimizer")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
         hook = _CastAfterStep(self, cast, claim, _stepped(optimizer))
@@ -49,10 +54,16 @@ class StepHooks:
         """Hold the weights for an owner. ValueError, on this rank alone, while another owner
         writes any of these elements.
         """
-        conflict = self._conflict()
-        if conflict is not None:
-            raise conflict
+        self.check_unclaimed()
         return Claim(who, self._held(), by=self)
+
+    def check_unclaimed(self) -> None:
+        """ValueError, on this rank alone, while another owner writes any of these elements."""
+        check_unclaimed(self._held(), self.gives_way)
+
+    def gives_way(self, claim: Claim) -> bool:
+        """Whether a claim is of the plan itself, or of the owner that it casts for."""
+        return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:
         """Log which masters no attached optimizer steps over."""
@@ -60,31 +71,23 @@ class StepHooks:
         if idle:
             logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
-    def _conflict(self) -> ValueError | None:
-        other = find_conflict(self._held(), lambda claim: claim.is_by(self))
-        if other is None:
-            return None
-        return ValueError(
-            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
-        )
-
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
         shards, ownership = self.partition.shards, self.partition.ownership
         return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
-    def _refusal(self, optimizer: torch.optim.Optimizer) -> ValueError | None:
-        """Why the plan cannot be attached to an optimizer."""
+    def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """ValueError for an optimizer that has this hook, or steps over none of the masters."""
         for hook in optimizer._optimizer_step_post_hooks.values():
             if isinstance(hook, _CastAfterStep) and hook.hooks is self:
-                return ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
+                raise ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
         stepped = _stepped(optimizer)
         masters = [shard.master for shard in self.partition.shards if shard.master is not None]
-        if len(self._without_step(stepped)) < len(masters) or not masters:
-            return self._conflict()
-        return ValueError(
-            f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} other "
-            "storages, none of which holds any of them: attach the optimizer of the tensors that were passed as master_weights"
-        )
+        if masters and len(self._without_step(stepped)) == len(masters):
+            raise ValueError(
+                f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} "
+                "other storages, none of which holds any of them: attach the optimizer of the tensors that were passed as "
+                "master_weights"
+            )
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """The weights whose masters lie in none of these storages."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from zerocast import interrupts
+from zerocast.cli.app import find
 
 EXTRA = ("matplotlib", "tyro")  # safetensors is imported only to read or write such files
 
@@ -27,16 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        from zerocast.cli.app import app  # noqa: PLC0415
+        call = find(arguments)
+        with interrupts.raised():
+            status = call.parsed()()
+            sys.stdout.flush()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
             raise
         print(f"the command line needs {package}: pip install 'zerocast[cli]'", file=sys.stderr)
         return 2
-    with interrupts.raised():
-        status = app(arguments)
-        sys.stdout.flush()
     if interrupts.came():
         raise KeyboardInterrupt  # a library swallowed the first one
     return status

@@ -12,55 +12,55 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import tyro
-from tyro.extras import SubcommandApp
 
+from zerocast import interrupts
 from zerocast.bench import Bench, BenchConfig, Report, StepBench, StepConfig, StepReport
-from zerocast.bench.measurement import Failure, Measurement
-from zerocast.bench.render import markdown, plot, step_markdown, step_plot
+from zerocast.bench.render import legend, markdown, plot, step_markdown, step_plot, terminal
 from zerocast.bench.report import Regression, regressions, stored_ratios
 from zerocast.bench.step_report import StepFailure, StepMeasurement
 from zerocast.bench.trace import write_trace
-from zerocast.cli.files import written
+from zerocast.cli.files import check_folder, written
+from zerocast.cli.progress import Progress
 
-bench = SubcommandApp()
 
-
-@bench.command(is_default=True)
-def cast(config: tyro.conf.OmitArgPrefixes[BenchConfig]) -> int:
+def cast(config: BenchConfig) -> int:
     """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
     TransformerEngine where it is installed.
 
-    Prints a Markdown table and writes it with JSON and a plot. `zerocast bench step` times whole
-    training steps.
+    Prints what the rows are and a table; --out also writes Markdown, JSON and a plot into a folder.
+    `zerocast bench step` times whole training steps.
 
-    Example: zerocast bench --only "A cast" --compare stored.json
+    Example: zerocast bench --only "A cast" --out reports
 
     Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
     cannot be met.
     """
-    if config.trace is not None:
-        return _trace(config.trace, config)
     try:
+        if config.trace is not None:
+            return _trace(config.trace, config)
         stored = stored_ratios(config.compare) if config.compare else {}
         runner = Bench(config)
     except (OSError, RuntimeError, ValueError) as error:
-        _say(f"zerocast bench: {error}")
+        interrupts.complain(f"zerocast bench: {error}")
         return 2
-    report = runner.run(_progress)
-    print(json.dumps(report.as_dict(), indent=1) if config.json else markdown(report))
-    _write(report, markdown(report), plot, config.out, report.backend)
+    if not config.json:
+        print("\n".join(legend(runner.rows)), flush=True)
+    progress = Progress()
+    report = runner.run(progress.say)
+    progress.clear()
+    print(json.dumps(report.as_dict(), indent=1) if config.json else "\n".join(["", *terminal(report)]))
+    if config.out is not None:
+        _write(report, markdown(report), plot, config.out, report.backend)
     grown = regressions(report, stored, config.threshold)
     return _status(grown, report.failed)
 
 
-@bench.command
-def step(config: tyro.conf.OmitArgPrefixes[StepConfig]) -> int:
+def step(config: StepConfig) -> int:
     """Time whole training steps of a Llama: bf16 and zerocast's formats under FSDP2 and ZeroAdamW,
     and torchao and TransformerEngine where they are installed.
 
-    Runs under torchrun on any number of ranks, or in one process. Rank 0 prints a Markdown table
-    and writes it with JSON and a plot.
+    Runs under torchrun on any number of ranks, or in one process. Rank 0 prints a Markdown table;
+    --out also writes it with JSON and a plot into a folder.
 
     Example: torchrun --nproc-per-node 2 -m zerocast bench step --variants fsdp2:bf16 'fsdp2:fp8_*'
 
@@ -71,14 +71,18 @@ def step(config: tyro.conf.OmitArgPrefixes[StepConfig]) -> int:
         stored = StepReport.read(config.compare) if config.compare else None
         with _joined(alone=True) as device:
             is_first = dist.get_rank() == 0
-            report = StepBench(config, device).run(_step_progress if is_first else lambda _: None)
+            runner = StepBench(config, device)
+            if stored:
+                runner.check_comparable(stored)
+            report = runner.run(_step_progress if is_first else lambda _: None)
             grown = report.regressions(stored, config.threshold) if stored else []
     except (OSError, RuntimeError, ValueError) as error:
-        _say(f"zerocast bench step: {error}")
+        interrupts.complain(f"zerocast bench step: {error}")
         return 2
     if is_first:
         print(json.dumps(report.as_dict(), indent=1) if config.json else step_markdown(report))
-        _write(report, step_markdown(report), step_plot, config.out, f"step-x{report.ranks}")
+        if config.out is not None:
+            _write(report, step_markdown(report), step_plot, config.out, f"step-x{report.ranks}")
     return _status(grown if is_first else [], report.failed)
 
 
@@ -89,7 +93,7 @@ def _status(grown: list[Regression], failed: bool) -> int:
 
 
 def _trace(path: Path, config: BenchConfig) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_folder(path)
     with _joined() as device:
         found = write_trace(path, device, config.scale or 1, backend=config.backend)
     if found is not None:
@@ -120,11 +124,6 @@ def _write(report: AnyReport, text: str, draw: Callable[[AnyReport, Path], None]
 def _step_progress(result: StepMeasurement | StepFailure) -> None:
     what = f"{result.ms:9.1f} ms" if isinstance(result, StepMeasurement) else f"not measured: {result.reason}"
     _say(f"{result.row:<48} {what}")
-
-
-def _progress(result: Measurement | Failure) -> None:
-    what = f"{result.ms:9.3f} ms" if isinstance(result, Measurement) else f"not measured: {result.reason}"
-    _say(f"{result.row.name:<32} {result.by:<20} {what}")
 
 
 def _say(line: str) -> None:

@@ -11,6 +11,7 @@ import tyro
 
 from zerocast import interrupts
 from zerocast.checkpoint.export import SHARD_BYTES
+from zerocast.cli.progress import Progress
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.convert import to_checkpoint, to_safetensors
 from zerocast.inspection.format_selection import DTYPES, Dtype
@@ -27,8 +28,12 @@ class ConvertConfig:
     target: tyro.conf.Positional[Path]
     """A new folder to write."""
     to: Literal["safetensors", "checkpoint"] = "safetensors"
-    """checkpoint: FP32 masters for zerocast.optim.load_masters and for any reader of
+    """checkpoint: masters for zerocast.optim.load_masters and for any reader of
     torch.distributed.checkpoint.
+    """
+    masters: Literal["float32", "bfloat16"] | None = None
+    """For a checkpoint: dtype of the masters, by default float32; bfloat16 takes half the bytes and
+    rounds them.
     """
     naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"] = "bf16"
     """For safetensors: the naming of quantized weights; bf16 dequantizes them."""
@@ -45,8 +50,20 @@ class ConvertConfig:
     json: bool = False
     """Print JSON."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range, and for an option of the other target."""
+        if self.shard_bytes < 1:
+            raise ValueError(f"shard_bytes must be at least 1, got {self.shard_bytes}")
+        if self.masters is not None and self.to != "checkpoint":
+            raise ValueError("--masters is for --to checkpoint; --dtype is that of tensors in safetensors")
 
-def convert(config: tyro.conf.OmitArgPrefixes[ConvertConfig]) -> int:
+    @property
+    def written_dtype(self) -> Dtype:
+        """Dtype of the masters, or of the tensors in safetensors that keep a plain dtype."""
+        return (self.masters or "float32") if self.to == "checkpoint" else self.dtype
+
+
+def convert(config: ConvertConfig) -> int:
     """Convert weights: a checkpoint into safetensors for inference, or safetensors and the like
     into a checkpoint of masters.
 
@@ -77,15 +94,22 @@ def _converted(config: ConvertConfig) -> dict[str, Any]:
             raise ValueError(f"{name} is {what}: no high-precision weight (--ignore leaves it out)")
     entries = {name: contents.entries[name] for name in names}
     chosen = choose(entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])
-    if config.to == "checkpoint":
-        to_checkpoint(contents, names, chosen, config.target)
-        files = sorted(config.target.iterdir())
-    else:
-        dtype = DTYPES[config.dtype]
-        files = to_safetensors(contents, names, chosen, config.target, config.naming, dtype, config.shard_bytes)
+    dtype, progress = DTYPES[config.written_dtype], Progress(len(names))
+    try:
+        if config.to == "checkpoint":
+            to_checkpoint(contents, names, chosen, config.target, dtype, progress.say)
+            files = sorted(config.target.iterdir())
+        else:
+            files = to_safetensors(
+                contents, names, chosen, config.target, config.naming, dtype, config.shard_bytes, progress.say
+            )
+    finally:
+        progress.clear()
     return {
         "source": str(config.source),
         "target": str(config.target),
+        "to": config.to,
+        "dtype": config.written_dtype,
         "tensors": len(names),
         "quantized": {name: str(fmt) for name, (fmt, _) in chosen.formats.items()},
         "kept": list(chosen.kept),
@@ -94,7 +118,11 @@ def _converted(config: ConvertConfig) -> dict[str, Any]:
 
 
 def _text(report: dict[str, Any]) -> str:
-    lines = [f"{report['tensors']:,} tensors, {len(report['quantized']):,} of them with a format of their own"]
+    count, quantized = report["tensors"], len(report["quantized"])
+    if report["to"] == "checkpoint":
+        lines = [f"{count:,} masters in {report['dtype']}; formats are recorded for {quantized:,} of them"]
+    else:
+        lines = [f"{count:,} tensors: {quantized:,} cast to their formats, {count - quantized:,} in {report['dtype']}"]
     lines += [f"{name} is not quantized: the format cannot take its shape" for name in report["kept"]]
     lines += [f"  {nbytes:>16,} bytes  {name}" for name, nbytes in report["files"].items()]
     return "\n".join([*lines, f"wrote {report['target']}"])

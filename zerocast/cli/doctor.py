@@ -2,14 +2,15 @@
 
 import json
 import secrets
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 
 from zerocast import backends, interrupts
+from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
 from zerocast.bench.machine import describe
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
@@ -30,8 +31,14 @@ class DoctorConfig:
     repeats it.
     """
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        check_range("seconds", self.seconds, 0, MOST_SECONDS)
+        if self.seed is not None:
+            check_range("seed", self.seed, 0, MOST_SEED)
 
-def doctor(config: tyro.conf.OmitArgPrefixes[DoctorConfig]) -> int:
+
+def doctor(config: DoctorConfig) -> int:
     """Show versions, devices, the backends that are chosen and why, and compare every usable
     backend with the reference.
 
@@ -40,29 +47,49 @@ def doctor(config: tyro.conf.OmitArgPrefixes[DoctorConfig]) -> int:
     Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2
     for options that cannot be met.
     """
+    report: dict[str, Any] = {}
     try:
-        report = _examine(config)
+        for section, found in _examine(config):
+            report[section] = found
+            if not config.json:
+                print("\n".join(LINES[section](found)), flush=True)
     except (RuntimeError, ValueError) as error:  # such as ZEROCAST_BACKEND naming one that cannot run
         interrupts.complain(f"zerocast doctor: {error}")
         return 2
-    print(json.dumps(report, indent=2) if config.json else _text(report))
+    if config.json:
+        print(json.dumps(report, indent=2))
     return 0 if all(outcome["ok"] for outcome in report["self_test"]) else 1
 
 
-def _examine(config: DoctorConfig) -> dict[str, Any]:
+def _examine(config: DoctorConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the sections of the report, each as soon as it is known."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    yield "devices", {str(device): describe(device) for device in devices}
+    yield "no_gpu", _why_no_gpu() if len(devices) == 1 else None
+    yield "communication", {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl")}
     found = backends.report(_one_layer_a_format(devices[-1]))
+    yield "backends", [asdict(row) for row in found.backends]
+    yield "products", [asdict(row) for row in found.layers]
     seed = secrets.randbits(31) if config.seed is None else config.seed
+    yield "seed", seed
     each = config.seconds / len(devices)
     outcomes = [outcome for device in devices for outcome in self_test(device, each, seed)]
-    return {
-        "devices": {str(device): describe(device) for device in devices},
-        "communication": {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl")},
-        "backends": [asdict(row) for row in found.backends],
-        "products": [asdict(row) for row in found.layers],
-        "seed": seed,
-        "self_test": [_as_dict(outcome) for outcome in outcomes],
-    }
+    yield "self_test", [_as_dict(outcome) for outcome in outcomes]
+    yield "verdict", _verdict({row.device: row.backend for row in found.backends if row.chosen}, outcomes)
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return f"torch {torch.__version__} with CUDA {torch.version.cuda} sees no device"
+
+
+def _verdict(chosen: dict[str, str], outcomes: list[Outcome]) -> str:
+    wrong = [f"{outcome.backend} on {outcome.device}" for outcome in outcomes if not outcome.ok]
+    if wrong:
+        return f"do not train with {', '.join(wrong)}: its bytes are not those of the reference"
+    used = ", ".join(f"{backend} on {device}" for device, backend in chosen.items())
+    return f"right bytes; casts run with {used}"
 
 
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -75,25 +102,42 @@ def _one_layer_a_format(device: torch.device) -> torch.nn.Module:
     return quantize_(torch.nn.ModuleDict(layers), Recipe({f"{name}.*": name for name in names}))
 
 
-def _text(report: dict[str, Any]) -> str:
-    lines = []
-    for device, properties in report["devices"].items():
-        lines += [device, *(f"  {name:<20}{value}" for name, value in properties.items() if value is not None)]
-    lines.append("communication: " + ", ".join(name for name, there in report["communication"].items() if there))
-    lines.append("backends")
-    for row in report["backends"]:
+def _devices(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for device, properties in found.items():
+        yield device
+        yield from (f"  {name:<20}{value}" for name, value in properties.items() if value is not None)
+
+
+def _backends(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "backends"
+    for row in rows:
         state = "chosen" if row["chosen"] else "usable" if row["usable"] else f"not usable: {row['reason']}"
-        lines.append(f"  {row['device']:<8}{row['backend']:<12}{state}")
-    lines.append("products with a bf16 weight of 256 x 256")
-    for row in report["products"]:
+        yield f"  {row['device']:<8}{row['backend']:<12}{state}"
+
+
+def _products(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "products with a bf16 weight of 256 x 256"
+    for row in rows:
         reason = f" ({row['reason']})" if row["reason"] else ""
-        lines.append(f"  {row['format']:<14}{row['path']}{reason}")
-    lines.append(f"self-test against the reference, seed {report['seed']}")
-    for o in report["self_test"]:
-        said = (
-            f"the same bytes in {o['rounds']} rounds, {o['nbytes']:,} compared" if o["ok"] else f"WRONG: {o['problem']}"
-        )
-        lines.append(f"  {o['device']:<8}{o['backend']:<12}{said}")
-    if not report["self_test"]:
-        lines.append("  no backend beside the reference is usable")
-    return "\n".join(lines)
+        yield f"  {row['format']:<14}{row['path']}{reason}"
+
+
+def _outcomes(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        said = f"the same bytes in {row['rounds']} rounds, {row['nbytes']:,} compared"
+        said = said if row["ok"] else f"WRONG: {row['problem']}"
+        yield f"  {row['device']:<8}{row['backend']:<12}{said}"
+    if not rows:
+        yield "  no backend beside the reference is usable"
+
+
+LINES: dict[str, Callable[[Any], Iterable[str]]] = {
+    "devices": _devices,
+    "no_gpu": lambda reason: [f"no GPU was found: {reason}"] if reason else ["GPUs were found"],
+    "communication": lambda found: ["communication: " + ", ".join(name for name, there in found.items() if there)],
+    "backends": _backends,
+    "products": _products,
+    "seed": lambda seed: [f"self-test against the reference, seed {seed}"],
+    "self_test": _outcomes,
+    "verdict": lambda verdict: [f"verdict: {verdict}"],
+}

@@ -5,6 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+def check_folder(path: Path | None) -> None:
+    """Raise FileNotFoundError if the folder of an output file is missing, before work is lost."""
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is renamed to `path` when the body ends, and removed if it

@@ -13,7 +13,8 @@ import tyro
 from matplotlib.figure import Figure
 
 from zerocast import interrupts
-from zerocast.cli.files import written
+from zerocast.cli.files import check_folder, written
+from zerocast.cli.progress import tracked
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
 from zerocast.inspection.cast_statistics import LOWEST
 from zerocast.inspection.contents import nbytes_of
@@ -44,11 +45,12 @@ class InspectConfig:
     """Print JSON."""
 
 
-def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
+def inspect(config: InspectConfig) -> int:
     """Show the contents of a checkpoint, and for each weight its amax, saturated and flushed shares
     and error.
 
-    Reads a million elements at a time, or one weight of a checkpoint folder. Files are first
+    Weights are listed in the order of the model, as far as their names tell it. Reads a million
+    elements at a time, or one weight of a checkpoint folder. Files are first
     compared with their hashes, if any.
 
     Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png
@@ -58,6 +60,7 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
     be met.
     """
     try:
+        check_folder(config.png)
         contents = Contents.of(config.checkpoint)
     except FileNotFoundError as error:
         return _complain(error, 2)
@@ -68,7 +71,7 @@ def inspect(config: tyro.conf.OmitArgPrefixes[InspectConfig]) -> int:
     except (TypeError, ValueError) as error:
         return _complain(error, 2)
     try:
-        found = [_measured(contents, chosen, name) for name in contents.entries]
+        found = [_measured(contents, chosen, name) for name in tracked(list(contents.entries))]
         if config.png and found:
             with written(config.png) as path:
                 _plot(found, f"{config.checkpoint}", path)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zerocast import interrupts
-from zerocast.cli.files import written
-from zerocast.footprint import Footprint, Setup, footprint, read_model
+from zerocast.cli.files import check_folder, written
+from zerocast.cli.progress import tracked
+from zerocast.footprint import PRESETS, Footprint, Setup, footprint, read_model
 from zerocast.optim import ZeroConfig
 
 GIB, GB = 2**30, 10**9
@@ -29,10 +30,11 @@ Dtype = Literal["float32", "bfloat16"]
 class PlanConfig:
     """The options of `zerocast plan`."""
 
-    model: str
-    """llama3-8b, deepseek-v3, gpt3-175b, or a JSON file: a model's config.json, or a list of
-    parameters.
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
+    """A preset (llama3-8b, deepseek-v3, gpt3-175b), or a JSON file: a model's config.json, or a
+    list of parameters.
     """
+    named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
     ranks: int = 8
     """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
     format: str = "nvfp4"
@@ -60,24 +62,32 @@ class PlanConfig:
     png: Path | None = None
     """Also draw the footprints as stacked bars."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless one model is named."""
+        if bool(self.model) == bool(self.named):
+            presets = ", ".join(PRESETS)
+            raise ValueError(f"name one model, as in zerocast plan {next(iter(PRESETS))}: {presets}, or a config.json")
+        object.__setattr__(self, "model", self.model or self.named)
 
-def plan(config: tyro.conf.OmitArgPrefixes[PlanConfig]) -> int:
+
+def plan(config: PlanConfig) -> int:
     """Show the bytes of a rank in memory and in a step's communication, compared with FP8 and BF16
     weights.
 
     Laid out on the meta device by the code that training uses, so padding is counted. Activations
     are left out.
 
-    Example: zerocast plan --model llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
+    Example: zerocast plan llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
     plan.png
 
     Exit status: 0, or 2 for a model or setup that cannot be planned.
     """
     try:
+        check_folder(config.png)
         parameters = read_model(config.model)
         setup = _setup(config)
         formats = dict.fromkeys([config.format, *COMPARED])
-        found = [footprint(parameters, fmt, setup) for fmt in formats]
+        found = [footprint(parameters, fmt, setup) for fmt in tracked(list(formats))]
         if config.png:
             with written(config.png) as path:
                 _plot(found, _title(config, found[0]), path)
@@ -101,13 +111,14 @@ def _setup(config: PlanConfig) -> Setup:
 
 def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
     options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    del options["named"]
     totals = [{"total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
     return {"plan": options, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
 
 
 def _title(config: PlanConfig, found: Footprint) -> str:
     groups = f", shards of {config.shard_ranks}" if config.parallel == "hsdp" else ""
-    return f"{Path(config.model).stem}: {found.numel:,} parameters, {config.parallel} on {config.ranks} ranks{groups}"
+    return f"{Path(config.model).stem}: {found.numel:,} parameters, {config.parallel} on {config.ranks:,} ranks{groups}"
 
 
 def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:

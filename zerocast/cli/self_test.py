@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerocast import backends
 from zerocast.backends import ops
+from zerocast.cli.progress import Progress
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import get_format
 from zerocast.formats.layout import BUFFERS
@@ -64,12 +65,16 @@ def self_test(device: torch.device, seconds: float, seed: int) -> list[Outcome]:
     names = usable(device)
     found = {name: Outcome(str(device), name, 0, 0) for name in names}
     end, number = time.monotonic() + seconds, 0
+    progress = Progress()
     while names and (number == 0 or time.monotonic() < end):
+        progress.say(f"round {number + 1} on {device}: reference")
         expected = _results(REFERENCE, device, seed + number)
         for name in names:
+            progress.say(f"round {number + 1} on {device}: {name}")
             if not found[name].problem:
                 found[name] = _compare(found[name], device, seed + number, expected)
         number += 1
+    progress.clear()
     return list(found.values())
 
 

@@ -14,6 +14,7 @@ from zerocast.weight import QuantizedWeight
 
 ZERO = {"zero1": 1, "zero2": 2}
 FSDP = ("fsdp2", "hsdp")
+MOST_RANKS = 2**20  # padding of buckets to more ranks would be most of a plan
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Setup:
             raise ValueError(f"parallel is one of {', '.join((*ZERO, *FSDP))}, got {self.parallel!r}")
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"ranks must be at most {MOST_RANKS:,}, got {self.ranks:,}")
         if self.parallel == "hsdp" and (self.shard_ranks < 1 or self.ranks % self.shard_ranks):
             raise ValueError(f"hsdp shards {self.ranks} ranks in groups of equal size, not of {self.shard_ranks}")
 

@@ -1,13 +1,14 @@
 """The parameters of a model as names and shapes, from the fields of a Hugging Face `config.json`.
 
-Three published models are known by name. A file may hold any dense Llama-like, GPT-2-like or
-DeepSeek-V3-like config, or a list of parameters:
+Three published models are known by name. A file may hold the config of a model type in FAMILIES, or
+a list of parameters:
 `{"parameters": [{"name": "up", "shape": [4096, 1024], "quantized": true, "count": 12}, ...]}`.
+A config without `model_type` is read as GPT-2's if it has `n_embd`, as Llama's if not.
 """
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,22 +94,27 @@ def model_parameters(config: Mapping[str, Any]) -> list[Parameter]:
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"it holds a {type(config).__name__}")
-    if "parameters" in config:
-        listed = _listed(config["parameters"])
-    elif config.get("model_type") == "gpt2" or "n_embd" in config:
-        listed = _gpt2(config)
-    elif config.get("model_type") == "deepseek_v3":
-        listed = _deepseek(config)
-    elif "n_routed_experts" in config or "num_local_experts" in config or "num_experts" in config:
-        raise ValueError(f"experts of model_type {config.get('model_type')!r} are not known: list its parameters")
-    else:
-        listed = _llama(config)
+    listed = _listed(config["parameters"]) if "parameters" in config else _family(config)(config)
     found = list(itertools.islice(listed, MOST + 1))
     if len(found) > MOST:
         raise ValueError(f"it has more than {MOST:,} parameters")
     if not found or any(extent < 1 for parameter in found for extent in parameter.shape):
         raise ValueError("a model has parameters, and those have elements")
     return found
+
+
+def _family(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterator[Parameter]]:
+    kind = config.get("model_type")
+    if kind is None:
+        kind = "gpt2" if "n_embd" in config else "llama"
+        if any(field in config for field in ("n_routed_experts", "num_local_experts", "num_experts")):
+            kind = None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(
+            f"model_type {kind!r} is not known ({', '.join(FAMILIES)}): list its parameters, or give the model_type "
+            "whose layers it has"
+        )
+    return FAMILIES[kind]
 
 
 def _listed(entries: list[Mapping[str, Any]]) -> Iterator[Parameter]:
@@ -123,7 +129,7 @@ def _llama(c: Mapping[str, Any]) -> Iterator[Parameter]:
     yield Parameter("embed_tokens", (vocabulary, h), linear=False)
     for layer in range(layers):
         yield from _grouped_query_attention(c, layer)
-        yield from _gated_mlp(f"layers.{layer}.mlp", h, c["intermediate_size"], layer)
+        yield from _mlp(c, layer)
         yield from _norms(layer, h, "input_layernorm", "post_attention_layernorm")
     yield Parameter("norm", (h,), linear=False)
     if not c.get("tie_word_embeddings", False):
@@ -138,8 +144,23 @@ def _grouped_query_attention(c: Mapping[str, Any], layer: int) -> Iterator[Param
     q, kv = heads * width, (c.get("num_key_value_heads") or heads) * width
     for name, shape in {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}.items():
         yield Parameter(f"layers.{layer}.self_attn.{name}", shape, True, layer)
-        if c.get("attention_bias", False):
+        if c.get("attention_bias", name in BIASES.get(c.get("model_type", ""), ())):
             yield Parameter(f"layers.{layer}.self_attn.{name}.bias", shape[:1], False, layer)
+
+    if c.get("model_type") in QUERY_NORMS:
+        yield from _norms(layer, width, "self_attn.q_norm", "self_attn.k_norm")
+
+
+def _mlp(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
+    """One gated MLP, or Mixtral's router and experts."""
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    if c.get("model_type") != "mixtral":
+        yield from _gated_mlp(f"layers.{layer}.mlp", h, inner, layer)
+        return
+    moe, experts = f"layers.{layer}.block_sparse_moe", c["num_local_experts"]
+    yield Parameter(f"{moe}.gate", (experts, h), False, layer)
+    for expert in range(experts):
+        yield from _gated_mlp(f"{moe}.experts.{expert}", h, inner, layer)
 
 
 def _gated_mlp(prefix: str, hidden: int, inner: int, layer: int) -> Iterator[Parameter]:
@@ -159,12 +180,36 @@ def _gpt2(c: Mapping[str, Any]) -> Iterator[Parameter]:
     yield Parameter("wpe", (c["n_positions"], h), linear=False)
     for layer in range(c["n_layer"]):
         shapes = {"attn.c_attn": (3 * h, h), "attn.c_proj": (h, h), "mlp.c_fc": (inner, h), "mlp.c_proj": (h, inner)}
-        for name, shape in shapes.items():
-            yield Parameter(f"h.{layer}.{name}.weight", shape, True, layer)
-            yield Parameter(f"h.{layer}.{name}.bias", shape[:1], False, layer)
-        for name in ("ln_1", "ln_2"):
-            yield from (Parameter(f"h.{layer}.{name}.{kind}", (h,), False, layer) for kind in ("weight", "bias"))
-    yield from (Parameter(f"ln_f.{kind}", (h,), linear=False) for kind in ("weight", "bias"))
+        yield from _biased(f"h.{layer}.", layer, shapes)
+        yield from _biased_norms(f"h.{layer}.", layer, h, "ln_1", "ln_2")
+    yield from _biased_norms("", ROOT, h, "ln_f")
+
+
+def _bloom(c: Mapping[str, Any]) -> Iterator[Parameter]:
+    h = c.get("hidden_size") or c["n_embed"]
+    yield Parameter("word_embeddings", (c["vocab_size"], h), linear=False)  # shared with the head
+    yield from _biased_norms("", ROOT, h, "word_embeddings_layernorm")
+    for layer in range(c.get("n_layer") or c["num_hidden_layers"]):
+        shapes = {
+            "self_attention.query_key_value": (3 * h, h),
+            "self_attention.dense": (h, h),
+            "mlp.dense_h_to_4h": (4 * h, h),
+            "mlp.dense_4h_to_h": (h, 4 * h),
+        }
+        yield from _biased(f"h.{layer}.", layer, shapes)
+        yield from _biased_norms(f"h.{layer}.", layer, h, "input_layernorm", "post_attention_layernorm")
+    yield from _biased_norms("", ROOT, h, "ln_f")
+
+
+def _biased(prefix: str, unit: int, shapes: Mapping[str, Shape]) -> Iterator[Parameter]:
+    for name, shape in shapes.items():
+        yield Parameter(f"{prefix}{name}.weight", shape, True, unit)
+        yield Parameter(f"{prefix}{name}.bias", shape[:1], False, unit)
+
+
+def _biased_norms(prefix: str, unit: int, width: int, *names: str) -> Iterator[Parameter]:
+    for name in names:
+        yield from (Parameter(f"{prefix}{name}.{kind}", (width,), False, unit) for kind in ("weight", "bias"))
 
 
 def _deepseek(c: Mapping[str, Any]) -> Iterator[Parameter]:
@@ -200,3 +245,17 @@ def _latent_attention(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
         yield Parameter(f"layers.{layer}.self_attn.{name}", shape, True, layer)
     yield Parameter(f"layers.{layer}.self_attn.q_a_layernorm", (q_rank,), False, layer)
     yield Parameter(f"layers.{layer}.self_attn.kv_a_layernorm", (kv_rank,), False, layer)
+
+
+BIASES = {"qwen2": ("q_proj", "k_proj", "v_proj")}  # without the field attention_bias
+QUERY_NORMS = ("qwen3",)
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Parameter]]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "gpt2": _gpt2,
+    "bloom": _bloom,
+    "deepseek_v3": _deepseek,
+}

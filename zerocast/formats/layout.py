@@ -251,7 +251,7 @@ class GradientMessage:
 
     @property
     def groups(self) -> int:
-        """The number of scales."""
+        """The number of scales: one for every group of elements."""
         return -(-self.numel // self.GROUP)
 
     @property
@@ -261,5 +261,5 @@ class GradientMessage:
 
     @property
     def nbytes(self) -> int:
-        """The whole message."""
+        """Bytes of the whole message: codes, then scales."""
         return self.scales_at + round_up(4 * self.groups, 16)

@@ -1,5 +1,6 @@
 """Contents: the masters and other tensors of a checkpoint, or of any other source of masters."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, ope
 from zerocast.distributed.group import ONE_PROCESS
 
 MODEL = "model."
+EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Contents:
 
     Attributes:
         source: the opened source.
-        masters: key in the source by parameter name.
+        masters: key in the source by parameter name, in the order of the model.
         other: (tensors, bytes) of all other tensors, by the first part of their names.
         manifest: None if there is none, and then no file was checked.
     """
@@ -41,7 +43,8 @@ class Contents:
             check_files(path, ONE_PROCESS)
         source = open_source(path)
         front = MODEL if any(key.startswith(MODEL) for key in source.entries) else ""
-        masters = {key.removeprefix(front): key for key in source.entries if key.startswith(front)}
+        names = (key.removeprefix(front) for key in source.entries if key.startswith(front))
+        masters = {name: f"{front}{name}" for name in sorted(names, key=_place_in_model)}
         other: dict[str, tuple[int, int]] = {}
         for key, entry in source.entries.items():
             if not key.startswith(front):
@@ -74,6 +77,13 @@ class Contents:
         """
         key = f"zerocast.{name}.cast_scale"
         return self.source.read(key, (0,), (1,)) if key in self.source.entries else None
+
+
+def _place_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Embeddings, then blocks by number, then what follows them: files are sorted by letter."""
+    parts = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    is_numbered = len(parts) > 1
+    return (not is_numbered and EMBEDDING.search(name) is None), parts if is_numbered else [(-1, ""), *parts]
 
 
 def nbytes_of(entry: Entry) -> int:

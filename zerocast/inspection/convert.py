@@ -5,7 +5,7 @@ safetensors.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,17 +25,26 @@ from zerocast.inspection.format_selection import Chosen
 from zerocast.quantize import cast_whole
 from zerocast.weight import QuantizedWeight
 
+Reading = Callable[[str], object]  # is told the name of a weight before it is read
 
-def to_checkpoint(contents: Contents, names: Sequence[str], chosen: Chosen, path: Path) -> None:
-    """Write `model.<name>` in FP32 for `zerocast.optim.load_masters`, and record the formats.
+
+def to_checkpoint(
+    contents: Contents,
+    names: Sequence[str],
+    chosen: Chosen,
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    reading: Reading = str,
+) -> None:
+    """Write `model.<name>` in `dtype` for `zerocast.optim.load_masters`, and record the formats.
 
     Raises RuntimeError if the checkpoint cannot be written.
     """
     shapes = {name: contents.entries[name].shape for name in names}
     # shapes without memory
-    state = {"model": {name: torch.empty(()).expand(shape) for name, shape in shapes.items()}}
+    state = {"model": {name: torch.empty((), dtype=dtype).expand(shape) for name, shape in shapes.items()}}
     formats = {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in chosen.formats.items()}
-    write(state, path, ONE_PROCESS, formats=formats, planner=_Planner(contents))
+    write(state, path, ONE_PROCESS, formats=formats, planner=_Planner(contents, dtype, reading))
 
 
 def to_safetensors(
@@ -46,43 +55,48 @@ def to_safetensors(
     naming: str,
     nominal: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    reading: Reading = str,
 ) -> list[Path]:
     """Write the chosen weights cast from their masters and all others in the nominal dtype.
 
     Returns the paths and raises like `export_safetensors`.
     """
-    return write_safetensors(_items(contents, names, chosen, nominal), folder, naming, shard_bytes)
+    return write_safetensors(_items(contents, names, chosen, nominal, reading), folder, naming, shard_bytes)
 
 
 class _Planner(DefaultSavePlanner):
     """Supplies the values of a state dictionary whose tensors have shapes but no memory."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, dtype: torch.dtype, reading: Reading) -> None:
         super().__init__()
-        self._contents = contents
+        self._contents, self._dtype, self._reading = contents, dtype, reading
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _master(self._contents, index.fqn.removeprefix("model."))
+        name = index.fqn.removeprefix("model.")
+        self._reading(name)
+        return _master(self._contents, name).to(self._dtype)
 
 
-def _items(contents: Contents, names: Sequence[str], chosen: Chosen, nominal: torch.dtype) -> Mapping[str, Item]:
-    found = {}
-    for name in names:
-        numel = contents.entries[name].numel
-        if name in chosen.formats:
-            found[name] = Item(numel, chosen.formats[name][0], functools.partial(_quantized, contents, name, chosen))
-        else:
-            found[name] = Item(numel, None, functools.partial(_rounded, contents, name, nominal))
-    return found
+def _items(
+    contents: Contents, names: Sequence[str], chosen: Chosen, nominal: torch.dtype, reading: Reading
+) -> Mapping[str, Item]:
+    def load(name: str) -> Tensor:
+        reading(name)
+        return _quantized(contents, name, chosen) if name in chosen.formats else _master(contents, name).to(nominal)
+
+    return {
+        name: Item(
+            contents.entries[name].numel,
+            chosen.formats[name][0] if name in chosen.formats else None,
+            functools.partial(load, name),
+        )
+        for name in names
+    }
 
 
 def _master(contents: Contents, name: str) -> Tensor:
     entry = contents.entries[name]
     return read_span(contents.source, contents.masters[name], Span(0, entry.numel)).view(entry.shape)
-
-
-def _rounded(contents: Contents, name: str, nominal: torch.dtype) -> Tensor:
-    return _master(contents, name).to(nominal)
 
 
 def _quantized(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:

@@ -109,7 +109,7 @@ class HostPlan:
         self.plan = CastPlan(host.weights, host.masters, host.starts, host.group, names=host.names, guard=host.guard)
         self.plan.freshness.advice = host.advice
         self.plan.freshness.owner = weakref.ref(self)
-        self._claim = self.plan.claim(host.owner)
+        self.claim = self.plan.claim(host.owner)
         self._rounded = [shard.rounded for shard in host.plain if shard.rounded is not None]
         self._plain_masters = [shard.master for shard in host.plain if shard.master is not None]
 

@@ -132,7 +132,7 @@ def _norms(gradients: Any, ord: Any = 2, dtype: Any = None) -> list[Tensor]:
 
 
 def _unscale(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Of torch.amp.GradScaler. What is not finite on one rank is found by all."""
+    """Unscale for torch.amp.GradScaler; every rank learns of values that are not finite on one."""
     ours = [g for g in gradients if isinstance(g, ReducedGradient)]
     views = [g.part.owner().view(g.part) for g in ours]
     for tensors in ([view for view in views if view.numel()], [g for g in gradients if type(g) in PLAIN]):

@@ -18,10 +18,6 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.reduced_gradient import GradientPart
 
 logger = logging.getLogger(__name__)
-CHANGED = (
-    "was changed in place after it had arrived, by a backward function or a hook that writes into the gradient it is given; "
-    "another parameter's gradient may share that memory, so let it return a new tensor"
-)
 PATIENCE = 100  # backward passes without a gradient, until a parameter is called idle
 
 
@@ -65,7 +61,11 @@ class Filling:
         for slot in self.bucket.slots:
             gradient = self.gradients.get(slot.offset)
             if gradient is not None and gradient._version != self._versions[slot.offset]:
-                raise RuntimeError(f"the gradient of {slot.name} {CHANGED}")
+                raise RuntimeError(
+                    f"the gradient of {slot.name} was changed in place after it had arrived, by a backward function or a hook "
+                    "that writes into the gradient it is given; another parameter's gradient may share that memory, so let it "
+                    "return a new tensor"
+                )
         bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
         alone = self.gradients.get(0)
         if bucket.is_one_gradient and as_it_lies and alone is not None and _is_plain(alone, dtype):

@@ -18,6 +18,7 @@ from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gather import WeightGather
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import Claim
 from zerocast.weight.write_guard import WriteGuard
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
@@ -31,7 +32,9 @@ RELOAD = (
 class ShardedWeights:
     """Flat byte buffers, one cast plan over all parameters, and the all-gather."""
 
-    def __init__(self, buckets: Sequence[Bucket], masters: FlatMasters, group: Group, config: ZeroConfig) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], masters: FlatMasters, group: Group, config: ZeroConfig, claim: Claim
+    ) -> None:
         self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
         self._masters, self._group = masters, group
         weights, shards, starts, param_groups = {}, [], [], []
@@ -54,6 +57,7 @@ class ShardedWeights:
             names=list(weights),
             scale_cuts=self._cuts(),
             guard=WriteGuard(RELOAD),
+            claim=claim,
         )
         for weight in weights.values():
             weight.state.set_columnwise_on_demand(not config.keep_columnwise)

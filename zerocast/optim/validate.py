@@ -121,7 +121,7 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a parameter group, to be compared between ranks."""
+    """The values of a parameter group that ranks compare."""
     return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
 
 

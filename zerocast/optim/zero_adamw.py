@@ -112,7 +112,8 @@ class ZeroAdamW(torch.optim.Optimizer):
                 parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
         buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype)
         self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
-        self._weights = ShardedWeights(buckets, self._masters, group, config)
+        self._claim = take_over(named)
+        self._weights = ShardedWeights(buckets, self._masters, group, config, self._claim)
         self._plan = self._weights.plan
         names = [name for name, _, _ in named]
         order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
@@ -128,7 +129,6 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._plan.freshness.owner = weakref.ref(self)
         self._plan.freshness.has_masters = False  # of these parameters alone: a claim says which
-        self._claim = take_over(named)
         master, count = self._masters.master, self._device.count
         self.averages = Averages(master, count, self._state, self._weights, self._reducer, self._claim)
         self._steps = 0

@@ -88,7 +88,7 @@ class WeightBuffers(Tensor):
         return None if owner is None else owner()
 
     def wait(self) -> None:
-        """Until the bytes are here: completes a gather in flight."""
+        """Wait for any gather in flight."""
         # read once: another thread may complete the last gather meanwhile
         finish = self.state.freshness.finish
         if finish is not None:

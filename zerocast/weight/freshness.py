@@ -118,7 +118,7 @@ def set_debug(enabled: bool) -> None:
 
 
 def _each(optimizer: torch.optim.Optimizer, call: Callable[[Freshness], None]) -> None:
-    """Of what is cast from the optimizer's parameters."""
+    """Call a method of every Freshness whose masters this optimizer steps."""
     stepped = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]} - {0}
     for freshness in list(_watched):
         if freshness.is_cast_from(stepped):

@@ -104,6 +104,15 @@ def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Se
     return next(iter(found()), None)
 
 
+def check_unclaimed(held: Held, gives_way: Callable[[Claim], bool]) -> None:
+    """ValueError, on this rank alone, while an owner that does not give way writes any of this."""
+    other = find_conflict(held, gives_way)
+    if other is not None:
+        raise ValueError(
+            f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
+        )
+
+
 def note_read(weight: Any) -> None:
     """Remember a weight that is read and has no owner, if it requires a gradient; not what a
     compiler traces with.

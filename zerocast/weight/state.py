@@ -231,7 +231,7 @@ class WeightState:
         return value
 
     def _forget(self) -> None:
-        """Of what was worked out for the storage and the bytes as they were."""
+        """Drop values that were derived from the old storage or bytes."""
         self.choices.clear()
         self._derived.clear()
 

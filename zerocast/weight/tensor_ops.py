@@ -35,7 +35,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(f"cannot copy {source!r} into a plain tensor: call dequantize() where that is meant")
     if not _is_like(source, target):
-        raise RuntimeError(f"cannot copy {source!r:.200} into {target!r}: {INSTEAD}")
+        raise RuntimeError(f"cannot copy {_described(source)} into {target!r}: {INSTEAD}")
     assert isinstance(source, QuantizedWeight)
     target.wait()
     source.check_filled()

@@ -32,5 +32,9 @@ def open_source(source: AnySource) -> TensorSource:
     if is_safetensors(path):
         return SafetensorsSource(path)
     if path.is_dir():
-        raise ValueError(f"{path} holds neither safetensors files nor a checkpoint of torch.distributed.checkpoint")
+        inside = sorted(folder.parent.name for folder in path.glob("*/.metadata"))
+        offer = f"; it holds checkpoints, of which {inside[-1]} is the last: {', '.join(inside[-8:])}" if inside else ""
+        raise ValueError(
+            f"{path} holds neither safetensors files nor a checkpoint of torch.distributed.checkpoint{offer}"
+        )
     return StateDictSource.of_file(path)

@@ -1,0 +1,73 @@
+"""What a user may mistype or misjudge gets one sentence and status 2, and never a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from zerocast.cli import main
+
+COMMANDS = {
+    "plna": "no command 'plna': did you mean 'plan'?",
+    "fly": "no command 'fly': there are doctor, plan, inspect, convert, bench, bench step",
+    "bench stepp": "no command 'bench stepp': did you mean 'bench step'?",
+    "--verison": "did you mean '--version'?",
+    "": "usage: zerocast COMMAND",
+    "plan": "name one model, as in zerocast plan llama3-8b",
+    "plan llama3-8b --model llama3-8b": "name one model",
+    "plan llama3-8b --rank 8": "--ranks",
+    "plan llama3-8b --ranks many": "Error parsing --ranks",
+    "bench --scale 0": "scale must be at least 1, got 0",
+    "bench --seconds -1": "seconds must be between 0 and 3,600, got -1",
+    "bench --seconds nan": "seconds must be between 0 and 3,600, got nan",
+    "bench --threshold -1": "threshold must be between 0 and inf, got -1",
+    "bench --seed -1": "seed must be between 0 and",
+    "bench --only nvfp5": "no row is called 'nvfp5': did you mean nvfp4?",
+    "bench --compare nowhere.json": "zerocast bench: nowhere.json is not there",
+    "bench --trace no/trace.json": "there is no folder no",
+    "bench step --layers 0": "layers must be at least 1, got 0",
+    "bench step --lr -1": "lr must be between 0 and",
+    "bench step --compare nowhere.json": "zerocast bench step: nowhere.json is not there",
+    "doctor --seconds -1": "seconds must be between 0 and 3,600, got -1",
+    "doctor --seed -1": "seed must be between 0 and",
+    "inspect nowhere": "zerocast inspect: nowhere is not there",
+    "inspect m.safetensors --png no/histogram.png": "there is no folder no",
+    "convert m.safetensors out --shard-bytes 0": "shard_bytes must be at least 1, got 0",
+    "convert m.safetensors out --masters bfloat16": "--masters is for --to checkpoint",
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line or "nothing")
+def test_one_sentence(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.ones(2, 2)}, "m.safetensors")
+    try:
+        status = main(line.split())
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert status == 2
+    assert said.out == ""
+    assert COMMANDS[line] in " ".join(said.err.split())
+    assert "tyro" not in said.err
+    assert os.listdir() == ["m.safetensors"]
+
+
+@pytest.mark.parametrize(("line", "said"), {"--version": "zerocast 0.1.0\n", "-h": "usage: zerocast COMMAND"}.items())
+def test_what_is_said_without_torch(line: str, said: str) -> None:
+    """In a process of the command line, torch is imported with a command only: it takes seconds."""
+    script = (
+        f"import sys; sys.argv = ['zerocast', '{line}']\n"
+        "from zerocast.cli import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'tyro', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(said)
+    assert run.stdout.endswith("[]\n")
+    assert max(map(len, run.stdout.splitlines())) <= 100
