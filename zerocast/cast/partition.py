@@ -98,7 +98,7 @@ def partition(
     backend: str | None,
     scale_cuts: Sequence[range | None] | None = None,
     *,
-    gives_way: Callable[[Claim], bool],
+    gives_way: Callable[[Claim], bool] = lambda _: False,
 ) -> Partition:
     """Check the arguments of a plan on all ranks; the only communication that a plan does before
     its casts.
