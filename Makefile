@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test test-slow hosts hosts-table notices bench cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test test-slow hosts hosts-table notices shown bench cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -37,6 +37,10 @@ hosts-table: $(VENV)/.dev
 # The table of docs/notices.md, from the marks of the tests (tests/notices.py).
 notices: $(VENV)/.dev
 	$(BIN)/python -m tests.notices
+
+# What pages show of the output of commands (tests/docs/shown.py).
+shown: $(VENV)/.dev
+	$(BIN)/python -m tests.docs.shown
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
 SANITIZED := tests/formats/test_goldens.py tests/backends/test_adam_amax.py tests/backends/test_adam_step.py tests/backends/test_dequantize.py tests/backends/test_gradient_messages.py tests/gemm/test_gemm_inputs.py tests/backends/test_backends.py

@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import Net
+from tests.fsdp2.traffic import Traffic
 from tests.optim.memory import live_bytes, settled_bytes
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
@@ -22,11 +25,16 @@ from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
-from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
+from zerocast.footprint import PRESETS, Collective, Network, Parameter, Setup, footprint, read_model
 from zerocast.footprint.shapes import model_parameters
 from zerocast.optim.reduction import Filling, Reduction
 
-KNOWN = {"llama3-8b": 8_030_261_248, "gpt3-175b": 174_604_259_328, "deepseek-v3": 671_026_419_200}
+KNOWN = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-405b": 405_853_388_800,
+    "gpt3-175b": 174_604_259_328,
+    "deepseek-v3": 671_026_419_200,
+}
 FORMATS = ("nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "bf16")
 LAYERS = 4
 
@@ -97,8 +105,10 @@ def run_of(fmt: str, stage: int, config: ZeroConfig) -> Run:
 TRANSIENT = ("columnwise copies", "buckets")
 
 
-def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int]]:
-    """Bytes that a model and its optimizer live on between steps, and bytes of the tensors in the collectives of a step."""
+def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Bytes that a model and its optimizer live on between steps, bytes of the tensors in the collectives of a step, and their
+    calls.
+    """
     gc.collect()
     before = live_bytes()
     trainer = Trainer(run_of(fmt, 2, config))
@@ -108,8 +118,9 @@ def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int]]:
         trainer.step(2)
     trainer.probe.zero_grad()
     gc.collect()
-    sent = {kind: sum(n for k, n in log if k == kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")}
-    return live_bytes() - before, sent
+    sizes = {kind: [n for k, n in log if k == kind] for kind in ("reduce-scatter", "all-reduce", "all-gather")}
+    sent, calls = ({kind: count(found) for kind, found in sizes.items()} for count in (sum, len))
+    return live_bytes() - before, sent, calls
 
 
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
@@ -118,14 +129,17 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world):
     config = ZeroConfig(bucket_size=2**17)
     planned = footprint(layers(), fmt, Setup("zero2", world, config=config))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
-    for held, sent in ranks(world)(held_and_sent, fmt, config):
+    for held, sent, counted in ranks(world)(held_and_sent, fmt, config):
         assert held == pytest.approx(kept, rel=0.03), planned.memory
-        norm = 8 if world > 1 else 0  # the sum of squares
         assert planned.wire == {
             "reduce-scatter": sent["reduce-scatter"] * (world - 1),
-            "all-reduce": max(0, sent["all-reduce"] - norm) * 2 * (world - 1) // world,
+            "all-reduce": pytest.approx(sent["all-reduce"] * 2 * (world - 1) / world, abs=2),
             "all-gather": sent["all-gather"] * (world - 1) // world,
         }
+        calls = {kind: 0 for kind in planned.wire}
+        for collective in planned.collectives:
+            calls[collective.kind] += collective.calls
+        assert world == 1 or counted == calls
 
 
 def test_stage_1_keeps_gradients():
@@ -244,10 +258,11 @@ def test_fsdp_gathers_codes_and_scales():
     parameters = [Parameter(f"w{i}", (512, 256), True, i) for i in range(3)]
     shard = 512 * 256 // 8
     planned = footprint(parameters, "nvfp4", Setup("fsdp2", 8))
-    sent = shard // 2 + shard // 256
+    sent = 16 + 16 + shard // 2 + shard // 256  # the header and the tensor amax, aligned
     assert planned.wire["all-gather"] == 2 * 7 * 3 * sent
     assert planned.wire["reduce-scatter"] == 7 * 3 * shard * 2
-    assert planned.wire["all-reduce"] == 2 * 3 * 2 * 7 // 8  # three tensor amaxes in bf16; no block is cut
+    # three tensor amaxes in bf16, and the norm; no block is cut
+    assert planned.wire["all-reduce"] == 2 * 3 * 2 * 7 // 8 + 2 * 4 * 7 // 8
     assert planned.memory["weights"] == 3 * sent + 2 * 8 * sent
     assert planned.memory["moments"] == 8 * 3 * shard
     quantized = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(grad_wire="fp8_1x128")))
@@ -256,7 +271,47 @@ def test_fsdp_gathers_codes_and_scales():
     assert replicated.memory == planned.memory
     assert replicated.wire["all-reduce"] - planned.wire["all-reduce"] == 3 * shard * 2
     cut = footprint([Parameter("w", (72, 256), True, 0), *parameters], "fp8_block", Setup("fsdp2", 8))
-    assert cut.wire["all-reduce"] == 2 * 2 * (7 * 2 + 3 * 4 * 2) * 7 // 8  # cuts at 9 k; at 64 of 128
+    # 72 rows are one block row, which every rank cuts; 512 rows are four, each cut at its middle
+    assert cut.wire["all-reduce"] == 2 * 2 * (1 * 2 + 3 * 4 * 2) * 7 // 8 + 2 * 4 * 7 // 8
+
+
+def sent_by_fsdp(formats: tuple[str, ...], hidden: int, shape: tuple[int, ...] | None) -> dict[str, list[int]]:
+    """Bytes that a rank puts into each collective of a step: forward and backward pass, clipping and optimizer."""
+    names = None if shape is None else ("replicas", "shards")
+    model = models.sharded(Net(formats, 128, hidden), mesh=models.mesh(shape, names))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        with Traffic() as traffic:
+            model(models.batch(0, 128)).float().square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+    return traffic.sent
+
+
+@pytest.mark.parametrize(("hidden", "shape"), [(96, None), (160, (2, 2))], ids=["fsdp2", "hsdp"])
+def test_fsdp_sends_what_was_planned(ranks, hidden, shape):
+    """Calls and bytes of codes, scales, headers, cut amaxes and gradients on 3 ranks, and on 2x2 with replicas."""
+    world, shards = (3, 3) if shape is None else (4, 2)
+    linear, plain = (
+        {"up": (hidden, 128), "down": (128, hidden)},
+        {"norm": (128,), "norm.bias": (128,), "bias": (hidden,)},
+    )
+    parameters = [Parameter(f"{name}{i}", size, True, i) for i in range(2) for name, size in linear.items()]
+    parameters += [Parameter(f"{name}{i}", size, False, i) for i in range(2) for name, size in plain.items()]
+    setup = Setup("hsdp" if shape else "fsdp2", world, shards, ZeroConfig(grad_dtype=torch.float32))
+    for fmt in ("nvfp4", "fp8_current", "mxfp8:block=32x32"):
+        planned = {str(one): (one.calls, one.sent) for one in footprint(parameters, fmt, setup).collectives}
+        for sent in ranks(world)(sent_by_fsdp, (fmt, fmt), hidden, shape):
+            (amaxes, *gradients), part = sent["all-reduce"], (shards - 1) / shards
+            found = {
+                "reduce-scatter of gradients": (len(sent["reduce-scatter"]), sum(sent["reduce-scatter"]) * part),
+                "all-reduce of gradients": (len(gradients), sum(gradients)),  # to two replicas: 2 * n * 1/2
+                "all-reduce of the norm": planned["all-reduce of the norm"],  # torch's own
+                "all-reduce of amaxes": (1, int(2 * amaxes * part)),
+                "all-gather of weights": (len(sent["all-gather"]), sum(sent["all-gather"]) * (shards - 1)),
+            }
+            assert found == planned
 
 
 def test_weights_that_a_format_cannot_take(capsys, tmp_path):
@@ -291,6 +346,61 @@ def test_the_command(capsys, tmp_path, parallel):
         assert f["memory"]["masters"] == pytest.approx(4 * KNOWN["llama3-8b"] / (8 if parallel == "hsdp" else 16), 1e-3)
 
 
+def test_a_network_by_hand():
+    """Nodes of 4 ranks: rings of 2, 8 and 3 ranks far apart, and trees over them."""
+    network = Network(latency=10, bandwidth=1, node_ranks=4, node_latency=2, node_bandwidth=3)
+    cases = {
+        Collective("all-gather", "a node", 5, 6 * 10**9, 2): (5 * 2e-6, 2.0),
+        Collective("all-gather", "two nodes", 1, 6 * 10**9, 8): (
+            10e-6 + 6 * 2e-6,
+            2.0,
+        ),  # 4 ports carry more than a node's 3 GB/s
+        Collective("all-reduce", "two nodes", 1, 6 * 10**9, 8): (2 * (10e-6 + 3 * 2e-6), 2.0),
+        Collective("all-gather", "halves", 1, 6 * 10**9, 6, 2): (2 * 10e-6 + 3 * 2e-6, 3.0),  # 2 ports a node
+        Collective("reduce-scatter", "replicas", 2, 6 * 10**9, 3, 4): (2 * 2 * 10e-6, 6.0),
+        Collective("all-reduce", "replicas", 2, 6 * 10**9, 3, 8): (2 * 2 * 2 * 10e-6, 6.0),
+        Collective("all-reduce", "nobody", 1, 0, 1): (0.0, 0.0),
+        Collective("all-to-all", "two nodes", 1, 6 * 10**9, 8): (4 * 10e-6 + 3 * 2e-6, 6.0),
+    }
+    for collective, (waiting, sending) in cases.items():
+        assert network.waiting(collective) == pytest.approx(waiting), collective
+        assert network.sending(collective) == pytest.approx(sending), collective
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--network.bandwidth=0", "bandwidth must be positive, got 0.0"),
+        ("--network.node-latency=nan", "must not be negative, got nan"),
+    ],
+)
+def test_a_network_that_cannot_be(capsys, option, message):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "llama3-8b", "--sweep", option])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_sweep(capsys, tmp_path):
+    """Its numbers are those of single plans; times are sums; a larger latency costs rings in proportion to their ranks."""
+    command = ["plan", "llama3-8b", "--sweep", "--json"]
+    assert main([*command, "--png", str(tmp_path / "sweep.png")]) == 0
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(capsys.readouterr().out)["sweep"]
+    assert [row["ranks"] for row in rows] == [8, 64, 512, 4096, 16384] * 3 + [64, 512, 4096, 16384]
+    parameters = read_model("llama3-8b")
+    for row in rows:
+        parallel, _, shards = row["sharding"].partition(" by ")
+        planned = footprint(parameters, "nvfp4", Setup(parallel, row["ranks"], int(shards or 8)))
+        assert [one["sent"] for one in row["collectives"]] == [one.sent for one in planned.collectives]
+        assert sum(row["milliseconds"].values()) > row["milliseconds_of_hops"] > 0
+    assert main([*command, "--network.latency", "10", "--network.node-latency", "2"]) == 0
+    twice = json.loads(capsys.readouterr().out)["sweep"]
+    assert [row["milliseconds_of_hops"] for row in twice] == pytest.approx(
+        [2 * row["milliseconds_of_hops"] for row in rows]
+    )
+
+
 PARALLEL = ("zero1", "zero2", "fsdp2", "hsdp")
 DEFAULT = [("gpt3-175b", "fsdp2", "fp8_block"), ("gpt3-175b", "zero1", "mxfp8")]
 LARGEST = ("nvfp4", "mxfp8")  # deepseek-v3 has 45,395 parameters
@@ -315,9 +425,13 @@ def test_every_model_can_be_planned_for(capsys, model, parallel, fmt):
 
 
 BAD = {
-    "no model": (["--model", "llama9"], "'llama9' is no model (llama3-8b, gpt3-175b, deepseek-v3) and no file"),
+    "no model": (
+        ["--model", "llama9"],
+        "'llama9' is no model (llama3-8b, llama3-405b, gpt3-175b, deepseek-v3) and no file",
+    ),
     "no format": (["--model", "llama3-8b", "--format", "fp3"], "unknown format 'fp3'"),
     "no ranks": (["--model", "llama3-8b", "--ranks", "0"], "ranks must be at least 1, got 0"),
+    "a sweep on some ranks": (["llama3-8b", "--sweep", "--ranks", "9"], "leave out --ranks"),
     "too many ranks": (
         ["llama3-8b", "--ranks", "100000000000"],
         "ranks must be at most 1,048,576, got 100,000,000,000",

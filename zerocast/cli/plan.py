@@ -1,8 +1,9 @@
 """`zerocast plan`: the bytes of a model in memory and on the wire, without a machine to run it."""
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,8 @@ from matplotlib.figure import Figure
 from zerocast import interrupts
 from zerocast.cli.files import check_folder, written
 from zerocast.cli.progress import tracked
-from zerocast.footprint import PRESETS, Footprint, Setup, footprint, read_model
+from zerocast.cli.sweep import Sweep
+from zerocast.footprint import PRESETS, Footprint, Network, Parameter, Setup, footprint, read_model
 from zerocast.optim import ZeroConfig
 
 GIB, GB = 2**30, 10**9
@@ -31,8 +33,8 @@ class PlanConfig:
     """The options of `zerocast plan`."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A preset (llama3-8b, deepseek-v3, gpt3-175b), or a JSON file: a model's config.json, or a
-    list of parameters.
+    """A preset (llama3-8b, llama3-405b, deepseek-v3, gpt3-175b), or a JSON file: a model's
+    config.json, or a list of parameters.
     """
     named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
     ranks: int = 8
@@ -57,10 +59,15 @@ class PlanConfig:
     """How gradients travel: as they are reduced, or as FP8 with one scale for 128 elements."""
     keep_columnwise: bool = False
     """For zero1 and zero2: keep the columnwise copies of all weights."""
+    sweep: bool = False
+    """Show instead what every collective carries and costs on 8 to 16,384 ranks, under zero2, fsdp2
+    and hsdp in groups of 8 and of 64; costs are those of a model of the network.
+    """
+    network: Network = field(default_factory=Network)
     json: bool = False
     """Print JSON."""
     png: Path | None = None
-    """Also draw the footprints as stacked bars."""
+    """Also draw the footprints as stacked bars, or those of a sweep as curves."""
 
     def __post_init__(self) -> None:
         """Raise ValueError unless one model is named."""
@@ -85,17 +92,37 @@ def plan(config: PlanConfig) -> int:
     try:
         check_folder(config.png)
         parameters = read_model(config.model)
-        setup = _setup(config)
-        formats = dict.fromkeys([config.format, *COMPARED])
-        found = [footprint(parameters, fmt, setup) for fmt in tracked(list(formats))]
-        if config.png:
-            with written(config.png) as path:
-                _plot(found, _title(config, found[0]), path)
+        print((_swept if config.sweep else _planned)(config, parameters))
     except (OSError, TypeError, ValueError) as error:
         interrupts.complain(f"zerocast plan: {error}")
         return 2
-    print(json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found))
     return 0
+
+
+def _planned(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
+    setup = _setup(config)
+    found = [footprint(parameters, fmt, setup) for fmt in tracked(list(dict.fromkeys([config.format, *COMPARED])))]
+    if config.png:
+        with written(config.png) as path:
+            _plot(found, _title(config, found[0]), path)
+    return json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found)
+
+
+def _swept(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
+    for name in ("ranks", "parallel", "shard_ranks"):
+        if getattr(config, name) != getattr(PlanConfig, name):
+            raise ValueError(f"a sweep has its own ranks and shardings: leave out --{name.replace('_', '-')}")
+    sweep = Sweep.of(parameters, config.format, _setup(config), config.network)
+    numel = sum(math.prod(parameter.shape) for parameter in parameters)
+    title = f"{Path(config.model).stem}: {numel:,} parameters, {config.format}, a step with one micro-batch"
+    if config.png:
+        with written(config.png) as path:
+            sweep.plot(title, path)
+    return (
+        json.dumps({"plan": _options(config), "sweep": sweep.as_dict()}, indent=2)
+        if config.json
+        else f"{title}\n{sweep.text()}"
+    )
 
 
 def _setup(config: PlanConfig) -> Setup:
@@ -109,11 +136,18 @@ def _setup(config: PlanConfig) -> Setup:
     return Setup(config.parallel, config.ranks, config.shard_ranks, zero)
 
 
-def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
+def _options(config: PlanConfig) -> dict[str, Any]:
     options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
     del options["named"]
-    totals = [{"total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
-    return {"plan": options, "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)]}
+    return options
+
+
+def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
+    totals = [{"wire": f.wire, "total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
+    return {
+        "plan": _options(config),
+        "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)],
+    }
 
 
 def _title(config: PlanConfig, found: Footprint) -> str:

@@ -6,6 +6,17 @@ run. Activations and the reserves of the allocator and the communication library
 """
 
 from zerocast.footprint.footprint import Footprint, Setup, footprint
+from zerocast.footprint.network import Collective, Network
 from zerocast.footprint.shapes import PRESETS, Parameter, model_parameters, read_model
 
-__all__ = ["PRESETS", "Footprint", "Parameter", "Setup", "footprint", "model_parameters", "read_model"]
+__all__ = [
+    "PRESETS",
+    "Collective",
+    "Footprint",
+    "Network",
+    "Parameter",
+    "Setup",
+    "footprint",
+    "model_parameters",
+    "read_model",
+]

@@ -10,10 +10,13 @@ Every block is a unit that is resharded after its forward pass and gathered agai
 pass; parameters outside of blocks form the root, gathered once. The FP32 shard is the parameter;
 next to it lie the quantized bytes of the shard with the scales of its blocks, which are what is
 gathered. At the peak the root and two blocks are unsharded, the one that computes and the next one,
-with one columnwise copy, and the gradients of two units. The traffic follows the design of
-`zerocast.fsdp2` and was not compared with a run.
+with one columnwise copy, and the gradients of two units.
+
+Traffic is that of a step with one micro-batch and with the norm of gradients; norms of
+`zerocast.fsdp2` are torch's.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -22,23 +25,24 @@ from torch import Tensor
 
 from zerocast.cast.flat_buffer import ALIGNMENT
 from zerocast.cast.packed_amax import cut_rows
+from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import ROOT
-from zerocast.formats import Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.layout import Buffer, GradientMessage, Span, amax_counts, amax_grid, buffers, byte_range, round_up
+from zerocast.formats import Columnwise
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, round_up
+from zerocast.fsdp2.gather_layout import GatherLayout
+from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, fill_buckets, flat_numel
 from zerocast.weight import QuantizedWeight
 
-FP32 = torch.float32.itemsize
+FP32, FP64 = torch.float32.itemsize, torch.float64.itemsize
 SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")
 Placed = tuple[str, Tensor, int]  # name, tensor, number of its unit or bucket
 Bytes = dict[str, int]
 
 
-def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
-    """(bytes in memory by purpose, bytes sent in a step by collective) of one rank of a
-    ZeroAdamW.
-    """
+def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
+    """(bytes in memory by purpose, the collectives of a step) of one rank of a ZeroAdamW."""
     buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
     shard = flat_numel(buckets)
     weights = _quantized(tensor for _, tensor, _ in tensors)
@@ -57,21 +61,31 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
         "buckets": _in_flight(tensors, buckets, ranks, stage, config),
     }
     others = ranks - 1
-    wire = {
-        **_of_gradients([(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets], others, config),
-        "all-reduce": 2 * reduced * others // ranks,
-        "all-gather": sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets) * others,
-    }
-    return memory, wire
+    gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets]
+    gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
+    part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
+    return memory, [
+        _of_gradients(gradients, ranks, config),
+        _all_reduce("the norm", 1, FP64, ranks),
+        _all_reduce("amaxes", 1, reduced, ranks),
+        Collective("all-gather", "weights", gathers, part * others, ranks),
+    ]
 
 
-def _of_gradients(parts: Iterable[tuple[int, torch.dtype]], others: int, config: ZeroConfig) -> Bytes:
-    """The bytes of gradients that a rank sends to as many `others`, by collective; `parts` are what
-    one of them is sent: elements, and the dtype that is reduced.
+def _all_reduce(content: str, calls: int, nbytes: int, ranks: int, distance: int = 1) -> Collective:
+    """All-reduces of `nbytes` bytes together, each of which a rank sends twice but for its part."""
+    return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks, distance)
+
+
+def _of_gradients(parts: Sequence[tuple[int, torch.dtype]], ranks: int, config: ZeroConfig) -> Collective:
+    """How gradients reach their owners; `parts` are what one of them is sent: elements, and the
+    dtype that is reduced.
     """
     if config.grad_wire:
-        return {"all-to-all": sum(GradientMessage(numel).nbytes for numel, _ in parts) * others}
-    return {"reduce-scatter": sum(numel * dtype.itemsize for numel, dtype in parts) * others}
+        sent = sum(GradientMessage(numel).nbytes for numel, _ in parts) * (ranks - 1)
+        return Collective("all-to-all", "gradients", len(parts), sent, ranks)
+    sent = sum(numel * dtype.itemsize for numel, dtype in parts) * (ranks - 1)
+    return Collective("reduce-scatter", "gradients", len(parts), sent, ranks)
 
 
 def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
@@ -128,7 +142,7 @@ def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
     return 0 if dtype is torch.float32 else bucket.shard_numel * dtype.itemsize
 
 
-def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, Bytes]:
+def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
     """The same for FSDP2 and HSDP, for a rank with full shards."""
     every = [tensor for _, tensor, _ in tensors]
     owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in every)
@@ -152,13 +166,16 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
         "gradients": owned * FP32,
         "buckets": sum(gradients) * grad,
     }
-    other = shards - 1
-    wire = {
-        **_of_gradients([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], other, config),
-        "all-reduce": 2 * packed * other // shards + 2 * owned * grad * (replicas - 1) // replicas,
-        "all-gather": sum(nbytes * (1 if unit == ROOT else 2) for unit, nbytes in sent.items()) * other,
-    }
-    return memory, wire
+    others = shards - 1
+    gathers = {unit: 1 if unit == ROOT else 2 for unit in units}
+    part = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
+    return memory, [
+        _of_gradients([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], shards, config),
+        _all_reduce("gradients", len(units), owned * grad if replicas > 1 else 0, replicas, shards),
+        _all_reduce("the norm", 1, FP32, shards),
+        _all_reduce("amaxes", 1, packed, shards),
+        Collective("all-gather", "weights", sum(gathers.values()), part * others, shards),
+    ]
 
 
 def _at_the_most(by_unit: dict[int, int]) -> int:
@@ -172,29 +189,20 @@ def _rows(tensor: Tensor, shards: int) -> int:
     return -(-tensor.shape[0] // shards)
 
 
+@functools.lru_cache(maxsize=1024)
+def _geometry(weight: QuantizedWeight, shards: int) -> ShardGeometry:
+    """The shard of the first rank, which no other exceeds."""
+    rows, columns = weight.matrix_shape
+    cut = RowShards(rows, _rows(weight, shards) * (rows // weight.shape[0]), shards)
+    return ShardGeometry(weight.format, weight.dtype, cut, columns, 0)
+
+
+@functools.lru_cache(maxsize=1024)
 def _sent(tensor: Tensor, shards: int) -> int:
-    """The bytes that each rank contributes to one all-gather: the shard and the scales of its
-    blocks.
-    """
-    rows = _rows(tensor, shards)
-    numel = rows * (tensor.numel() // tensor.shape[0])
-    if not isinstance(tensor, QuantizedWeight):
-        return numel * tensor.dtype.itemsize
-    fmt, columns = tensor.format, tensor.matrix_shape[1]
-    first, last = byte_range(fmt, (numel // columns, columns), Span(0, numel), tensor.dtype)
-    both = 2 if fmt.columnwise is Columnwise.OWN_GRID else 1
-    return round_up(both * (last - first) + _sent_scales(fmt, numel // columns, columns), 16)
-
-
-def _sent_scales(fmt: FormatSpec, rows: int, columns: int) -> int:
-    """The bytes of block scales; a per-tensor scale follows from the reduced amax and is not
-    sent.
-    """
-    if fmt.block is None:
-        return 0
-    size = 4 if fmt.scale_rule is ScaleRule.FP32 else 1
-    grids = [fmt.block, fmt.columnwise_block] if fmt.columnwise_block else [fmt.block]
-    return size * sum(down * across for down, across in (amax_grid(block, rows, columns) for block in grids))
+    """The bytes that each rank contributes to one all-gather."""
+    if isinstance(tensor, QuantizedWeight):
+        return GatherLayout(_geometry(tensor, shards)).nbytes
+    return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.dtype.itemsize
 
 
 def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
@@ -202,15 +210,9 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     bf16.
     """
     total = 0
-    for weight in weights:
-        rows, columns = weight.matrix_shape
-        cut_rows = 0
-        fmt, cuts = weight.format, range(_rows(weight, shards), rows, _rows(weight, shards))
-        for block, exchanged in ((fmt.block, fmt.exchange_block), (fmt.columnwise_block, fmt.columnwise_block)):
-            if block and exchanged:
-                amaxes = exchanged[0] // block[0] * amax_grid(block, rows, columns)[1]
-                cut_rows += sum(bool(cut % exchanged[0]) for cut in cuts) * amaxes
-        total += 2 * (cut_rows + weight.format.has_tensor_amax)
+    for geometry in (_geometry(weight, shards) for weight in weights):
+        cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
+        total += 2 * (cut + geometry.has_tensor_amax)
     return total
 
 
@@ -218,6 +220,7 @@ def _quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
     return [tensor for tensor in tensors if isinstance(tensor, QuantizedWeight)]
 
 
+@functools.lru_cache(maxsize=1024)
 def _scales(weight: QuantizedWeight) -> int:
     """The bytes of scale buffers, amax and delayed scaling, in flat buffers; without the scales of
     a columnwise copy.
@@ -228,6 +231,7 @@ def _scales(weight: QuantizedWeight) -> int:
     return sum(_in_flat_buffer(found[name]) for name in names)
 
 
+@functools.lru_cache(maxsize=1024)
 def _copied(weight: QuantizedWeight) -> int:
     """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
     if weight.format.columnwise is not Columnwise.TRANSPOSE:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerocast.footprint import bytes_per_rank
+from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import Parameter
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import check_shape
@@ -53,7 +54,7 @@ class Footprint:
         quantized: elements that are stored in `format`.
         kept: linear weights that stay bf16 because `format` cannot take their shape.
         memory: bytes by purpose.
-        wire: bytes that one rank sends in a step, by collective.
+        collectives: what a step calls.
         all_amaxes: bytes that it would send in the all-reduce of a cast whose host gathers codes
             alone (Megatron, Apex, TransformerEngine's calls).
     """
@@ -63,13 +64,21 @@ class Footprint:
     quantized: int
     kept: int
     memory: dict[str, int]
-    wire: dict[str, int]
+    collectives: list[Collective]
     all_amaxes: int
 
     @property
     def total_memory(self) -> int:
         """Peak bytes of a rank without activations, which it reaches in the backward pass."""
         return sum(self.memory.values())
+
+    @property
+    def wire(self) -> dict[str, int]:
+        """Bytes that one rank sends in a step, by kind of collective."""
+        found: dict[str, int] = {}
+        for collective in self.collectives:
+            found[collective.kind] = found.get(collective.kind, 0) + collective.sent
+        return found
 
     @property
     def total_wire(self) -> int:
@@ -83,13 +92,17 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
     """
     spec = get_format("identity" if fmt == "bf16" else fmt)
-    made = [(parameter.name, _on_meta(parameter, spec), parameter.unit) for parameter in parameters]
+    alike: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}  # experts are many and have few shapes
+    for parameter in parameters:
+        if (parameter.shape, parameter.linear) not in alike:
+            alike[parameter.shape, parameter.linear] = _on_meta(parameter, spec)
+    made = [(one.name, alike[one.shape, one.linear], one.unit) for one in parameters]
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, wire = bytes_per_rank.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, collectives = bytes_per_rank.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, wire = bytes_per_rank.fsdp(made, shards, setup.ranks // shards, setup.config)
+        memory, collectives = bytes_per_rank.fsdp(made, shards, setup.ranks // shards, setup.config)
     quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(
@@ -98,7 +111,7 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         sum(tensor.numel() for tensor in quantized),
         0 if spec.element is None else linear - len(quantized),
         memory,
-        wire,
+        collectives,
         2
         * bytes_per_rank.all_amaxes((tensor for _, tensor, _ in made), setup.ranks)
         * (setup.ranks - 1)

@@ -1,6 +1,6 @@
 """The parameters of a model as names and shapes, from the fields of a Hugging Face `config.json`.
 
-Three published models are known by name. A file may hold the config of a model type in FAMILIES, or
+Four published models are known by name. A file may hold the config of a model type in FAMILIES, or
 a list of parameters:
 `{"parameters": [{"name": "up", "shape": [4096, 1024], "quantized": true, "count": 12}, ...]}`.
 A config without `model_type` is read as GPT-2's if it has `n_embd`, as Llama's if not.
@@ -42,6 +42,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "llama3-405b": {
+        "model_type": "llama",
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },

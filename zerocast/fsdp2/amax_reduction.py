@@ -10,6 +10,7 @@ equal distances and so do the scale buffers that the stages fill: one strided co
 of all of them from one to the other.
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -85,12 +86,11 @@ class BoundaryAmaxes(AmaxReduction):
             for height, across, offset in geometry.grids():
                 touched, cut = geometry.shards.touched(geometry.rank, height), geometry.shards.cut(height)
                 begin = size + self._reduction.tp_rank * len(cut) * across
-                for index, block in enumerate(cut):
-                    if touched.start <= block < touched.stop:
-                        row = block - geometry.first_row // height
-                        held = torch.arange(min(across, sum(geometry.amax_counts) - offset - row * across))
-                        here.append(held + first + offset + row * across)
-                        there.append(held + begin + index * across)
+                for index in range(bisect_left(cut, touched.start), bisect_left(cut, touched.stop)):
+                    row = cut[index] - geometry.first_row // height
+                    held = torch.arange(min(across, sum(geometry.amax_counts) - offset - row * across))
+                    here.append(held + first + offset + row * across)
+                    there.append(held + begin + index * across)
                 size += self._reduction.tp_size * len(cut) * across
         none = [torch.empty(0, dtype=torch.int64)]
         self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)

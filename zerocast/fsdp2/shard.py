@@ -38,18 +38,22 @@ class RowShards:
 
     def most_owned(self, height: int) -> int:
         """The number of block rows that any rank owns at most."""
-        return max(self.owned(rank, height).numel for rank in range(self.world))
+        return self.owned(0, height).numel  # no other shard begins with a block row for sure
 
-    def cut(self, height: int) -> list[int]:
-        """The block rows that more than one rank holds rows of."""
-        boundaries = (self.span(rank).start for rank in range(1, self.world))
-        return sorted({row // height for row in boundaries if row < self.rows and row % height})
+    def cut(self, height: int) -> tuple[int, ...]:
+        """The block rows that more than one rank holds rows of, in order."""
+        return _cut(self.rows, self.chunk, height)
 
     def owners(self, height: int) -> tuple[list[int], list[int]]:
         """(rank, place among the rank's own) of every block row."""
         blocks = range(-(-self.rows // height))
         ranks = [block * height // self.chunk for block in blocks]
         return ranks, [block - self.owned(rank, height).start for block, rank in zip(blocks, ranks, strict=True)]
+
+
+@functools.lru_cache(maxsize=1024)  # the weights of a model repeat a few shapes
+def _cut(rows: int, chunk: int, height: int) -> tuple[int, ...]:
+    return tuple(sorted({row // height for row in range(chunk, rows, chunk) if row % height}))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ its masters and of its bytes. Parameters start at multiples of `ALIGNMENT` eleme
 multiples of it: no block row of 16, no byte and no vector load is ever cut.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -142,15 +143,22 @@ def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
     grad_dtype = grad_dtype or parameter.dtype
     if not isinstance(parameter, QuantizedWeight):
         return Storage(parameter.dtype, 1, False, grad_dtype)
-    fmt = parameter.format
-    data, matrix = parameter.rowwise_data, parameter.matrix_shape
+    return _storage_of(
+        parameter.format, parameter.matrix_shape, parameter.dtype, parameter.rowwise_data.dtype, grad_dtype
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # experts are many and have few shapes
+def _storage_of(
+    fmt: FormatSpec, matrix: Block, nominal: torch.dtype, code: torch.dtype, grad_dtype: torch.dtype
+) -> Storage:
     scales = []
     for name, elements in elements_per_scale(fmt, matrix).items():
-        buffer = buffers(fmt, matrix, parameter.dtype)[name]
+        buffer = buffers(fmt, matrix, nominal)[name]
         if buffer is not None and ALIGNMENT % elements == 0:
             scales.append(FlatBuffer(name, buffer.dtype, elements))
     both = fmt.columnwise is Columnwise.OWN_GRID
-    return Storage(data.dtype, fmt.elements_per_byte, both, grad_dtype, tuple(scales))
+    return Storage(code, fmt.elements_per_byte, both, grad_dtype, tuple(scales))
 
 
 def fill_buckets(
