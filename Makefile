@@ -113,6 +113,6 @@ hosts: $(VENV)/.dev
 	  || echo "torchtitan could not be installed: its tests will be skipped"
 
 $(VENV)/.demo: $(VENV)/.python $(SOURCES)
-	@echo "installing zerocast and what the examples need into $(VENV)"
-	$(INSTALL) --editable '.[examples]'
+	@echo "installing zerocast and what the examples need into $(VENV): torch is a large download"
+	$(filter-out --quiet,$(INSTALL)) --editable '.[examples]'
 	touch $@

@@ -61,32 +61,32 @@ def table(results: Results) -> Table:
     )
     out.add_column("weights", no_wrap=True)
     losses = ("train\nloss", "val.\nloss", f"gap to\n{BASELINE}")
-    for header in (*losses, "forward\nB/param", "resident\nB/param", "gathered\nB/param", "tokens/s"):
+    for header in ("gathered\nB/param", "resident\nB/param", "forward\nB/param", *losses, "tokens/s"):
         out.add_column(header, justify="right", no_wrap=True)
     for name, run in results["runs"].items():
         gap, weights = run[f"validation_gap_to_{BASELINE}"], run["weight_bytes_per_parameter"]
         gathered = run["all_gather_bytes_per_parameter"]
         out.add_row(
             name,
+            *(f"{nbytes:.3f}" for nbytes in (gathered, weights["resident"], weights["forward"])),
             f"{run['train_loss']:.4f}",
             f"{run['validation_loss']:.4f}",
             "" if gap is None else f"{gap:+.4f}",
-            *(f"{nbytes:.3f}" for nbytes in (weights["forward"], weights["resident"], gathered)),
             f"{run['tokens_per_s']:,.0f}",
         )
     return out
 
 
 _CAPTION = """\
-Loss in nats a byte; the gap is between validation losses.
-Bytes are measured, over all parameters. forward: read by a forward
-pass. resident: with copies for the backward pass. gathered: a step."""
+Bytes are measured, over all parameters. gathered: a step. resident:
+with copies for the backward pass. forward: read by a forward pass.
+Loss in nats a byte; the gap is between validation losses."""
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draw the losses, their differences from the baseline, and the bytes."""
+    """Draw the bytes, the losses, and their differences from the baseline."""
     runs = results["runs"]
-    panels = [_plot_losses, *([_plot_gaps] if BASELINE in runs and len(runs) > 1 else []), _plot_bytes]
+    panels = [_plot_bytes, _plot_losses, *([_plot_gaps] if BASELINE in runs and len(runs) > 1 else [])]
     figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         panel(axes, runs)
@@ -117,9 +117,9 @@ def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
 
 def _plot_bytes(axes: Axes, runs: Mapping[str, Record]) -> None:
     kinds = {
-        "weights, forward": [run["weight_bytes_per_parameter"]["forward"] for run in runs.values()],
-        "weights, resident": [run["weight_bytes_per_parameter"]["resident"] for run in runs.values()],
         "all-gather a step": [run["all_gather_bytes_per_parameter"] for run in runs.values()],
+        "weights, resident": [run["weight_bytes_per_parameter"]["resident"] for run in runs.values()],
+        "weights, forward": [run["weight_bytes_per_parameter"]["forward"] for run in runs.values()],
     }
     height = 0.8 / len(runs)
     for i, (name, color) in enumerate(zip(runs, COLORS, strict=False)):

@@ -219,7 +219,10 @@ def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
     """Begin at step 0, or at the newest checkpoint."""
     model = build_model(config, world.device)
     optimizer = build_optimizer(model, config)
-    step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+    try:
+        step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+    except FileNotFoundError as error:
+        raise SystemExit(f"--resume: {error}; without it a run begins at step 0") from None
     if config.format_at(step) != config.quantized:
         switch(model, config, step)
         if step:  # once more, for the delayed scales of this format

@@ -174,7 +174,7 @@ def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str,
 
 
 def test_resume_without_a_checkpoint_says_so(text: Path, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+    with pytest.raises(SystemExit, match="no complete checkpoint"):
         train.main(tiny(text, tmp_path, resume=True))
 
 
@@ -249,9 +249,9 @@ def test_demo_writes_table_picture_and_json(text: Path, tmp_path: Path, capsys: 
         row = next(line.split() for line in out.splitlines() if line.split()[:1] == [name] and "step" not in line)
         weights = run["weight_bytes_per_parameter"]
         numbers = (run["train_loss"], run["validation_loss"], run["validation_gap_to_bf16"])
-        assert row[1:4] == [f"{numbers[0]:.4f}", f"{numbers[1]:.4f}", f"{numbers[2]:+.4f}"]
-        nbytes = (weights["forward"], weights["resident"], run["all_gather_bytes_per_parameter"])
-        assert row[4:7] == [f"{value:.3f}" for value in nbytes]
+        assert row[4:7] == [f"{numbers[0]:.4f}", f"{numbers[1]:.4f}", f"{numbers[2]:+.4f}"]
+        nbytes = (run["all_gather_bytes_per_parameter"], weights["resident"], weights["forward"])
+        assert row[1:4] == [f"{value:.3f}" for value in nbytes]
     gathered = {name: run["all_gather_bytes_per_parameter"] for name, run in results["runs"].items()}
     assert gathered["nvfp4"] < 0.5 * gathered["bf16"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
