@@ -222,7 +222,13 @@ def build(config: TrainConfig, world: World, step: int) -> tuple[GPT, Optimizer]
 def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
     """Begin at step 0, or at the newest checkpoint."""
     model, optimizer = build(config, world, 0)
-    step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
+    step = 0
+    if config.resume or config.elastic:
+        try:
+            step = checkpoint.load_newest(optimizer, config.out)
+        except FileNotFoundError:  # raised on all ranks or on none
+            if config.resume:
+                raise
     if config.format_at(step) != config.format_at(0):
         model, optimizer = build(config, world, step)
         checkpoint.load_newest(optimizer, config.out)
@@ -241,7 +247,7 @@ def main(config: TrainConfig) -> Record:
     """
     if config.deterministic:
         make_deterministic()
-    world = World.join(config.device)
+    world = World.join(config.device, config.timeout)
     try:
         corpus = Corpus.load(config.data, config.model.context)
         step, model, optimizer = start(config, world)
