@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerocast
 from tests.formats import model as formats
+from tests.fsdp2.models import place
 from tests.optim.traffic import recorded
 from tests.workers import Ranks
 from zerocast.fsdp2 import set_grad_wire
@@ -24,11 +25,11 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 def network() -> nn.Sequential:
     """Rows that ranks do not divide, and parts that are no multiples of 128 or of 16."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 5, bias=False))
+    return nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 5, bias=False)).to(place())
 
 
 def loss_of(model: nn.Module, rank: int) -> Tensor:
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank + 1))
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank + 1)).to(place())
     loss: Tensor = model(x).square().mean()
     return loss
 
@@ -37,7 +38,7 @@ def local_gradients(rank: int) -> list[Tensor]:
     """The gradients of one rank alone, in FP32."""
     model = network()
     loss_of(model, rank).backward()  # type: ignore[no-untyped-call]
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def part(gradients: list[Tensor], owner: int, world: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -55,7 +56,7 @@ def reduced(reduce_dtype: torch.dtype, replicas: int) -> tuple[list[str], bool]:
     """The collectives of a backward pass, and whether every gradient of this rank is the mean of messages."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = world // replicas
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(place(), (replicas, shards), mesh_dim_names=("replicate", "shard"))
     model = network()
     fully_shard(
         model, mesh=mesh if replicas > 1 else mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
@@ -73,7 +74,7 @@ def reduced(reduce_dtype: torch.dtype, replicas: int) -> tuple[list[str], bool]:
     expected = torch.stack(means).mean(0)
     start, equal = 0, True
     for parameter in model.parameters():
-        mine = parameter.grad.to_local()  # type: ignore[union-attr]
+        mine = parameter.grad.to_local().cpu()  # type: ignore[union-attr]
         equal &= torch.equal(mine.flatten(), expected[start : start + mine.numel()])
         start += -(-parameter.shape[0] // shards) * parameter.shape[1:].numel()
     return [kind for kind, _ in log], equal

@@ -16,6 +16,7 @@ from tests.fsdp2 import (
     test_bits,
     test_freshness,
     test_fused_adamw,
+    test_gradient_wire,
     test_loops,
     test_optimizers,
     test_tensor_parallel,
@@ -156,6 +157,11 @@ def test_accumulation(gpu_ranks, reshard):
 def test_bytes_an_element(gpu_ranks, fmt):
     found = gpu_ranks(2)(test_wire.gathered_bytes, fmt, timeout=SECONDS)
     assert found == pytest.approx([test_wire.PER_ELEMENT[fmt]] * 2, abs=5e-4)
+
+
+def test_gradients_travel_as_fp8(gpu_ranks):
+    for kinds, equal in gpu_ranks(2)(test_gradient_wire.reduced, torch.float32, 1, timeout=SECONDS):
+        assert equal and kinds.count("all-to-all") == 1
 
 
 def test_one_direction(gpu_ranks):

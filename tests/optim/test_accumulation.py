@@ -140,6 +140,25 @@ def test_zero_grad_forgets(ranks, stage, set_to_none):
     ranks(2)(forgotten, stage, set_to_none)
 
 
+def taken_off(config: ZeroConfig) -> None:
+    """A gradient that was taken off between two passes that are reduced: only the second counts there."""
+    run = Run(accumulate=2, no_sync=False, config=config)
+    trainer, reference = Trainer(run), Undistributed(run.specs)
+    trainer.probe.backward(0, trainer.rank)
+    trainer.probe.get_parameter("nv").grad = None
+    trainer.probe.backward(1, trainer.rank)
+    rounds = {spec.name: run.rounds(spec, 0, dist.get_world_size()) for spec in run.specs}
+    rounds["nv"] = rounds["nv"][1:]
+    reference.step(rounds, run.options)
+    trainer.optimizer.step()
+    assert_equals(trainer, reference, f"rank {trainer.rank}")
+
+
+@pytest.mark.parametrize("config", [OVERLAP, FP8_WIRE], ids=["as it lies", "fp8 wire"])
+def test_taken_off_between_passes(ranks, config):
+    ranks(2)(taken_off, config)
+
+
 def model_zero_grad(stage: int) -> None:
     """`model.zero_grad()` between steps serves as well."""
     trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
