@@ -30,7 +30,7 @@ cuda: $(VENV)/.python
 	ZEROCAST_CUDA=1 $(INSTALL) --editable '.[dev,examples]'
 	touch $(VENV)/.dev $(VENV)/.demo
 
-# The table of hosts in README.md, from the recorded runs of their tests (tests/README.md).
+# The table of hosts in docs/tested.md, from the recorded runs of their tests (tests/README.md).
 hosts-table: $(VENV)/.dev
 	$(BIN)/python -m tests.hosts.table
 

@@ -13,6 +13,7 @@ from zerocast.cli import app as _app
 if _app.needs_library():  # `zerocast --help` is answered without torch
     from zerocast import backends, fsdp2, gemm, metrics
     from zerocast.cast.plan import CastPlan
+    from zerocast.cast.switch import switch
     from zerocast.checkpoint import export
     from zerocast.formats import FormatSpec, get_format, recipe
     from zerocast.formats.recipe import Recipe
@@ -48,5 +49,6 @@ __all__ = [
     "quantize_",
     "quantize_master_weights",
     "set_debug",
+    "switch",
     "verify",
 ]

@@ -5,7 +5,7 @@ from torch import nn
 
 import zerocast
 from examples.gpt_pretrain import fsdp2
-from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.config import Format, TrainConfig
 from examples.gpt_pretrain.model import GPT
 
 Optimizer = zerocast.ZeroAdamW | fsdp2.Fsdp2AdamW
@@ -22,13 +22,17 @@ def build_model(config: TrainConfig, device: torch.device) -> GPT:
     model = GPT(config.model).to(device)
     if config.parallel != "zero":
         return fsdp2.shard(model, config, device)
-    if config.format != "bf16":
-        recipe = zerocast.Recipe({"blocks.*.weight": config.format}, default="identity")
-        zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
+    if config.quantized != "bf16":
+        zerocast.quantize_(model, recipe(config.quantized), dtype=torch.bfloat16)
     for parameter in model.parameters():
         if parameter.dim() >= 2 and not isinstance(parameter, zerocast.QuantizedWeight):
             parameter.data = parameter.data.bfloat16()
     return model
+
+
+def recipe(name: Format) -> zerocast.Recipe:
+    """The matrices of the blocks in a format, or all in bf16."""
+    return zerocast.Recipe({"blocks.*.weight": "identity" if name == "bf16" else name})
 
 
 def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:

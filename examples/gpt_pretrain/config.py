@@ -20,10 +20,10 @@ class TrainConfig:
     """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in two replicas; fsdp2_tp: with each
     MLP sliced in two.
     """
-    late_steps: int = 0
-    """Number of last steps that are trained in `late_format`."""
     late_format: Format = "bf16"
-    """Format of the last steps; the run switches to it through a checkpoint."""
+    """Format of the last steps, to which `zerocast.switch` changes."""
+    late_share: float = 0.0
+    """Share of the steps, and so of the tokens, at the end, that are trained in `late_format`."""
     out: Path = Path("runs/gpt")
     """Folder for metrics.jsonl, tensorboard/ and checkpoints/."""
     data: tuple[Path, ...] = ()
@@ -93,9 +93,11 @@ class TrainConfig:
         for name in ("steps", "batch_size", "grad_accum", "log_every", "eval_every", "eval_sequences", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "measure_every", "checkpoint_every", "late_steps"):
+        for name in ("warmup_steps", "measure_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if not 0 <= self.late_share <= 1:
+            raise ValueError(f"late_share lies between 0 and 1, got {self.late_share}")
         if self.format == "bf16" and not self.keep_masters:
             raise ValueError("keep_masters is about quantized weights, and with format bf16 there are none")
         if self.parallel != "zero" and not self.keep_masters:
@@ -105,6 +107,16 @@ class TrainConfig:
     def slices(self) -> int:
         """The number of ranks that work on the same batch."""
         return 2 if self.parallel == "fsdp2_tp" else 1
+
+    @property
+    def late_steps(self) -> int:
+        """The number of last steps that are trained in `late_format`."""
+        return round(self.steps * self.late_share)
+
+    @property
+    def quantized(self) -> Format:
+        """The format that the matrices are built in; bf16 if they are never quantized."""
+        return self.late_format if self.format == "bf16" and self.late_steps else self.format
 
     def format_at(self, step: int) -> Format:
         """The format of the weights during a step, counted from 0."""

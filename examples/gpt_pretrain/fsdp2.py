@@ -35,8 +35,8 @@ def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
             parallelize_module(block, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
         weight_mesh = mesh["shard", "tp"]._flatten("weight")
         mesh = mesh["shard"]
-    if config.format != "bf16":
-        zerocast.fsdp2.prepare(model, zerocast.Recipe({"blocks.*.weight": config.format}), weight_mesh=weight_mesh)
+    if config.quantized != "bf16":
+        zerocast.fsdp2.prepare(model, zerocast.Recipe({"blocks.*.weight": config.quantized}), weight_mesh=weight_mesh)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import zerocast
 from examples.gpt_pretrain import checkpoint, interrupt
-from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters
+from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters, recipe
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
 from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, traffic_counter
@@ -120,7 +120,7 @@ class Trainer:
         """Train to the last step. Returns the summary that also ends the log."""
         config, measured = self.config, min(self.step + 1, self.config.steps - 1)
         while self.step < config.steps:
-            if config.late_steps and self.step == config.steps - config.late_steps:
+            if self.step and self.step == config.steps - config.late_steps:
                 self._switch()
             self._advance(measure=self.step == measured)
             if self.step % config.eval_every == 0 or self.step == config.steps:
@@ -130,11 +130,8 @@ class Trainer:
         return self._summarize()
 
     def _switch(self) -> None:
-        """Continue in the late format, like a run that resumes from a checkpoint of this one."""
-        checkpoint.save(self.optimizer, self.config.out, self.step)
-        del self.model, self.optimizer
-        self.model, self.optimizer = build(self.config, self.world, self.step)
-        checkpoint.load_newest(self.optimizer, self.config.out)
+        """Go on in the late format, from the same masters."""
+        switch(self.model, self.config, self.step)
         self._make_meter()
 
     def _make_meter(self) -> None:
@@ -212,20 +209,21 @@ class Trainer:
         return summary
 
 
-def build(config: TrainConfig, world: World, step: int) -> tuple[GPT, Optimizer]:
-    """Make model and optimizer for the format of a step."""
-    config = dataclasses.replace(config, format=config.format_at(step))
-    model = build_model(config, world.device)
-    return model, build_optimizer(model, config)
+def switch(model: GPT, config: TrainConfig, step: int) -> None:
+    """Let the matrices have the format of a step, if they are quantized in any."""
+    if config.quantized != "bf16":
+        zerocast.switch(model, recipe(config.format_at(step)))
 
 
 def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
     """Begin at step 0, or at the newest checkpoint."""
-    model, optimizer = build(config, world, 0)
+    model = build_model(config, world.device)
+    optimizer = build_optimizer(model, config)
     step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
-    if config.format_at(step) != config.format_at(0):
-        model, optimizer = build(config, world, step)
-        checkpoint.load_newest(optimizer, config.out)
+    if config.format_at(step) != config.quantized:
+        switch(model, config, step)
+        if step:  # once more, for the delayed scales of this format
+            checkpoint.load_newest(optimizer, config.out)
     return step, model, optimizer
 
 

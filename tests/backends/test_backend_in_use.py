@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,21 @@ def test_the_fallback_is_loud(caplog: pytest.LogCaptureFixture) -> None:
         assert backends.choose(torch.device("meta")) == "reference"
     (message,) = [r.getMessage() for r in caplog.records if "slow reference backend" in r.getMessage()]
     assert message.startswith("casting on meta with the slow reference backend (cpu: is for cpu tensors")
+
+
+def test_a_build_without_cuda_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU: pip hides what the build printed about missing kernels."""
+    reasons = {"triton": None, "cpu": "is for cpu tensors", "cuda": "built without CUDA", "reference": None}
+    monkeypatch.setattr(backends, "why_not", lambda name, device: reasons[name])
+    preferences = {"triton": SimpleNamespace(PREFERENCE=2), "reference": SimpleNamespace(PREFERENCE=0)}
+    monkeypatch.setattr(backends, "load", lambda name: preferences[name])
+    backends._automatic.cache_clear()
+    with caplog.at_level(logging.WARNING, "zerocast"):
+        assert [backends.choose(torch.device("cuda")) for _ in range(2)] == ["triton", "triton"]
+    backends._automatic.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "casting on cuda with the triton backend, as the cuda backend cannot be used: built without CUDA"
+    ]
 
 
 def test_without_the_extension_the_reason_is_given(tmp_path: Path) -> None:

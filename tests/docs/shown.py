@@ -26,7 +26,7 @@ def commands() -> list[tuple[Path, str, str]]:
 
 
 def printed(arguments: str) -> str:
-    """What the command prints."""
+    """The output of a command line, which must end with status 0."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(shlex.split(arguments)) == 0
     return out.getvalue()

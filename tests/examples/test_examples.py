@@ -148,6 +148,31 @@ def test_bytes_are_those_of_the_buffers(text: Path, tmp_path: Path):
     assert forward("nvfp4") == pytest.approx((2 * embedding + codes_and_scales + 4 * norms) / count, rel=1e-3)
 
 
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for record in read_records(out / "metrics.jsonl") if record["event"] == "train"]
+
+
+@pytest.mark.parametrize(("name", "late"), [("nvfp4", "bf16"), ("bf16", "fp8_delayed")])
+def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str, late: str):
+    """The format changes with step 5 of 8; a run that was stopped before, at and after that step has the same losses."""
+    config = tiny(text, tmp_path / "whole", format=name, late_format=late, late_share=0.5, steps=8, deterministic=True)
+    whole = train.main(replace(config, checkpoint_every=1))
+    read = whole["weight_bytes_per_parameter"]["forward"]
+    assert (read > 1.9) == (late == "bf16")
+    constant = tiny(text, tmp_path / "constant", format=name, steps=8, deterministic=True)
+    train.main(constant)
+    expected = losses(tmp_path / "whole")
+    # unquantized, the constant run starts from masters that are rounded to bf16
+    assert expected[:4] == pytest.approx(losses(tmp_path / "constant")[:4], rel=1e-2 if name == "bf16" else 0)
+    for kept in (6, 7):  # checkpoints of the last three steps are kept
+        out = tmp_path / f"from {kept}"
+        shutil.copytree(tmp_path / "whole", out)
+        for later in range(kept + 1, 9):
+            shutil.rmtree(out / "checkpoints" / f"step_{later:08}")
+        train.main(replace(config, out=out, resume=True))
+        assert losses(out) == expected
+
+
 def test_resume_without_a_checkpoint_says_so(text: Path, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         train.main(tiny(text, tmp_path, resume=True))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import zerocast
 from tests import casts
 from zerocast import QuantizedWeight
+from zerocast.formats import Columnwise
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
@@ -151,7 +152,8 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
     at.
     """
     found = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
-    found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)
+    if weight.format.columnwise is not Columnwise.NONE:
+        found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)
     return {name: casts.raw(tensor.clone()) for name, tensor in found.items() if tensor is not None}
 
 

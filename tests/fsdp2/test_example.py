@@ -93,10 +93,8 @@ def test_resumes_in_another_way(ranks: Ranks, config: TrainConfig, saver: Any, l
 
 
 def test_a_late_phase_in_bf16(ranks: Ranks, config: TrainConfig) -> None:
-    """From step 5 on nothing is quantized, and the loss goes on falling; resumed there, it stays
-    so.
-    """
-    config = replace(config, parallel="fsdp2", late_steps=3, checkpoint_every=6, measure_every=2)
+    """From step 5 on nothing is quantized, and the loss goes on falling."""
+    config = replace(config, parallel="fsdp2", late_share=3 / 8, checkpoint_every=6, measure_every=2)
     late = ranks(2)(run, config)[0]
     found = losses(config.out)
     assert late["weight_bytes_per_parameter"]["forward"] == pytest.approx(2.0)

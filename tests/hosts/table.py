@@ -1,9 +1,10 @@
-"""The table of README.md: host x parallelism x format, and on how many ranks of what it passed, made from the recorded runs.
+"""The table of docs/tested.md: host x parallelism x format, and on how many ranks of what it passed, made from the recorded runs.
 
 `python -m tests.hosts.table` (`make hosts-table`) writes it. Nothing in it is written by hand.
 """
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from typing import Any
 from tests.hosts.record import FORMATS, HOSTS, PACKAGE_OF
 
 RUNS = Path(__file__).parent / "recorded"
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tested.md"
 BEGIN, END = "<!-- begin: made by `make hosts-table` from tests/hosts/recorded -->\n", "<!-- end -->"
 ON = ("CPU", "GPU")
 
@@ -38,7 +39,9 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for (place, parallel), row in sorted(cells.items()):
         host, link = list(HOSTS.items())[place]
-        lines.append([f"[{host}]({link})", parallel, *(_cell(row[name]) for name in FORMATS)])
+        lines.append(
+            [f"[{host}]({os.path.relpath(link, PAGE.parent.name)})", parallel, *(_cell(row[name]) for name in FORMATS)]
+        )
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{_recorded_with(runs)}\n"
 
 
@@ -88,4 +91,4 @@ def with_table(text: str, made: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(), table(recorded().values())))
+    PAGE.write_text(with_table(PAGE.read_text(), table(recorded().values())))

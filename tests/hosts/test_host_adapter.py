@@ -125,3 +125,22 @@ def test_patches_that_are_kept_are_given_back_later() -> None:
     assert vars(module) == {"name": "after", "more": 1}
     kept.close()
     assert vars(module) == {"name": "before"}
+
+
+@pytest.mark.notices(
+    "`switch` of weights that lie in buffers of a host",
+    where=("Megatron", "Apex", "TransformerEngine"),
+    answer="raises, and says to go through a checkpoint",
+)
+def test_formats_of_a_host_cannot_be_switched() -> None:
+    host = Host()
+    attached = host.attach()
+    attached.refresh()
+    module = torch.nn.Module()
+    module.first = torch.nn.Parameter(host.weights[0])
+    for what in (attached, module):
+        with pytest.raises(
+            RuntimeError, match="lie in buffers that its host has cut for their present format: save a checkpoint"
+        ):
+            zerocast.switch(what, zerocast.Recipe({}, default="nvfp4"))
+    assert str(host.weights[0].format) == "fp8_delayed"

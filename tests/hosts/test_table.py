@@ -1,4 +1,4 @@
-"""The table of hosts in README.md is what the recorded runs say; records name tests that exist; nothing that failed is recorded."""
+"""The table in docs/tested.md is what the recorded runs say; records name tests that exist; nothing that failed is recorded."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.hosts import record
-from tests.hosts.table import README, recorded, table, with_table
+from tests.hosts.table import PAGE, recorded, table, with_table
 
-ROOT = README.parent
+ROOT = PAGE.parents[1]
 TESTS = """
 import pytest
 
@@ -35,8 +35,8 @@ def test_not_marked(): pass
 """
 
 
-def test_readme_has_the_table_of_the_recorded_runs() -> None:
-    text = README.read_text()
+def test_the_page_has_the_table_of_the_recorded_runs() -> None:
+    text = PAGE.read_text()
     assert with_table(text, table(recorded().values())) == text, (
         "run `make hosts-table`; nothing there is written by hand"
     )
@@ -102,9 +102,9 @@ def test_the_table_of_a_run(found: dict[str, Any]) -> None:
     made = table([found])
     rows = [line for line in made.splitlines() if line.startswith("| [")]
     assert rows == [
-        "| [ZeroAdamW](zerocast/optim) | data |  |  |  |  |  | CPU 1, GPU 1 |",
-        "| [FSDP2](zerocast/fsdp2) | data, tensor |  |  |  | CPU 4 |  | GPU 4 |",
-        "| [Apex](integrations/apex) | data |  |  | CPU 1 |  |  | CPU 1-2 |",
+        "| [ZeroAdamW](../zerocast/optim) | data |  |  |  |  |  | CPU 1, GPU 1 |",
+        "| [FSDP2](../zerocast/fsdp2) | data, tensor |  |  |  | CPU 4 |  | GPU 4 |",
+        "| [Apex](../integrations/apex) | data |  |  | CPU 1 |  |  | CPU 1-2 |",
     ]
     assert "4 cores of some processor" in made and "2 some GPU" in made and "hosts:" not in made
     with_package = {**found["passed"][0], "host": "Megatron-Core"}
@@ -121,7 +121,7 @@ def test_ranges_and_marks() -> None:
     )
     assert "CPU 1-3, 5, 7-8 |" in made
     with pytest.raises(ValueError, match="looked for"):
-        with_table("a README without marks", made)
+        with_table("a page without marks", made)
     mark = pytest.mark.shows(host="Apexx", parallel="data", formats=(), ranks=1).mark
     with pytest.raises(ValueError, match=r"shows\(host='Apexx'\): the hosts of the table are ZeroAdamW"):
         record.shown_by(mark, {}, False)

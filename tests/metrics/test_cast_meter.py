@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+import zerocast
 from tests import casts
 from tests.matrices import matrix
 from tests.metrics import plain
@@ -218,3 +219,16 @@ def test_where_a_code_type_ends(element: str, top: int) -> None:
     assert fp8
     assert owned_part.largest_code(fp8) == top
     assert owned_part.overshoot(fp8) * fp8.max == pytest.approx(plain.LIMITS[element])
+
+
+def test_a_switch_of_formats_changes_every_code():
+    trainer = Trainer(Run())
+    meter = CastMeter(trainer.optimizer)
+    plain_matrices = {"embedding": "identity", "fp16": "identity"}
+    for recipe in ({**plain_matrices, "nv": "fp8_block"}, {**plain_matrices, "nv": "nvfp4", "mx": "fp8_current"}):
+        zerocast.switch(trainer.optimizer, zerocast.Recipe(recipe))
+        counts = meter.measure()
+        assert counts.keys() == recipe.keys() - plain_matrices.keys()
+        assert counts["nv"].unchanged == 0
+        assert 0 < counts["nv"].cast_error < 0.2
+    assert meter.measure()["nv"].unchanged == counts["nv"].elements

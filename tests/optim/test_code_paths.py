@@ -51,6 +51,10 @@ def scheduled(trainer: Trainer, folder: Path) -> None:
     trainer.optimizer.step()
 
 
+def switches(trainer: Trainer, folder: Path) -> None:
+    zerocast.switch(trainer.optimizer, zerocast.Recipe({}))
+
+
 EXCHANGES: dict[str, tuple[Call, Call]] = {  # what zerocast exchanges objects for: always noticed
     "builds a CastPlan, verifies": (plan, lambda t, _: verify(t.optimizer)),
     "builds a CastPlan, builds a ZeroAdamW": (plan, lambda t, _: Trainer(RUN, group=t.optimizer.process_group)),
@@ -66,6 +70,7 @@ EXCHANGES: dict[str, tuple[Call, Call]] = {  # what zerocast exchanges objects f
         lambda t, _: t.optimizer.load_state_dict(t.optimizer.state_dict()),
         lambda t, folder: Checkpoints(folder).save(t.optimizer, 1),
     ),
+    "switches to another recipe, verifies": (switches, lambda t, _: verify(t.optimizer)),
 }
 
 IN_DEBUG_MODE: dict[str, tuple[Call, Call]] = {
@@ -74,6 +79,7 @@ IN_DEBUG_MODE: dict[str, tuple[Call, Call]] = {
     "steps with, clips gradients to 0.1": (backward_and_step, clipped),
     "clips gradients to 0.2, clips gradients to 0.1": (lambda t, f: clipped(t, f, 0.2), clipped),
     "'lr': 0.01, 'lr': 0.005": (backward_and_step, scheduled),
+    "reduces the gradients, switches to another recipe": (backward_and_step, switches),
 }
 
 
@@ -160,6 +166,7 @@ WITHOUT_DEBUG: dict[str, tuple[Call, Call]] = {  # tensors meet other tensors, o
         lambda t, _: time.sleep(1.5 * TIMEOUT) or dist.barrier(t.optimizer.process_group),
     ),
     "another number of ranks": (plan, lambda t, _: _alone(t)),
+    "step, switch": (backward_and_step, switches),
 }
 
 

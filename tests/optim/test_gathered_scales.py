@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.optim.flight import slow_gathers
 from tests.optim.probe import FP16, FP32, Spec
 from tests.optim.runs import ADAM, MIXED, Run, Trainer, check
 from tests.optim.traffic import recorded
@@ -132,3 +133,21 @@ def moved_scales(world: int) -> bool:
 
 def test_moved_scales(ranks: Ranks) -> None:
     assert all(ranks(2)(moved_scales, 2))
+
+
+def scales_in_flight(name: str) -> list[bool]:
+    """Whether scales that are read first, before any codes, are those of the last step."""
+    with slow_gathers():
+        trainer = Trainer(RUNS["overlap"])
+        for step in range(2):
+            trainer.step(step)
+        weights = [trainer.probe.get_parameter(spec.name) for spec in WHOLE]
+        read = [getattr(weight, name).clone() for weight in weights]
+        for weight in weights:
+            weight.wait()
+        return [torch.equal(getattr(w, name), scales) for w, scales in zip(weights, read, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["rowwise_scale_inv", "columnwise_scale_inv"])
+def test_scales_in_flight_are_waited_for(ranks: Ranks, name: str) -> None:
+    assert all(map(all, ranks(2)(scales_in_flight, name)))

@@ -79,6 +79,9 @@ def _automatic(device_type: str) -> str:
     if usable[0] == "reference":
         unusable = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         logger.warning("casting on %s with the slow reference backend (%s)", device_type, unusable)
+    elif reasons.get(device_type):  # the backend of this name is the fast one; pip hides that a build lacks it
+        text = "casting on %s with the %s backend, as the %s backend cannot be used: %s"
+        logger.warning(text, device_type, usable[0], device_type, reasons[device_type])
     return str(usable[0])
 
 

@@ -6,7 +6,7 @@ it, and raise together or not at all: a mistake on one rank is an error on every
 hang. Last they find out who owns what (`zerocast.distributed.ownership`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,14 +97,15 @@ def partition(
     shard_data: Sequence[ShardData | None] | None,
     backend: str | None,
     scale_cuts: Sequence[range | None] | None = None,
-    claim: Claim | None = None,
+    *,
+    gives_way: Callable[[Claim], bool] = lambda _: False,
 ) -> Partition:
     """Check the arguments of a plan on all ranks; the only communication that a plan does before
     its casts.
 
     Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend
-    that cannot be used, with the rank in the message when there are several. `claim` is that of the
-    owner which the plan is for; one of another owner on these elements is wrong.
+    that cannot be used, with the rank in the message when there are several. A claim
+    on these elements that does not give way (`gives_way`) is wrong.
     """
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""
@@ -112,7 +113,7 @@ def partition(
         shards = _check(model_weights, master_weights, start_offsets, shard_data, scale_cuts)
         device = shards[0].weight.device if shards else torch.device("cpu")
         chosen = backends.choose(device, backend)
-        check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], lambda other: other is claim)
+        check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], gives_way)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]

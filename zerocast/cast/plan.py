@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
+from zerocast.cast.switch import SwitchPart
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Caller, Group, GroupLike
+from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
@@ -87,26 +89,21 @@ class CastPlan:
             fsdp_shard_model_weights,
             backend,
             scale_cuts,
-            claim,
+            gives_way=lambda other: other is claim,
         )
+        self._step_of_caller = " {}" if given.caller else ""
+        self._detail = ""  # what the coming cast was announced with
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
-        self._call = _numbered(self.group) + (
-            " {}" if given.caller else ""
-        )  # what ranks compare; the caller knows its step
-        self._detail = ""  # what the coming cast was announced with
-        device, self.backend = self._partition.device, self._partition.backend
-        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
-        self._columnwise = ColumnwiseCopies(self.weights, self.backend)
+        self.backend = self._partition.backend
         self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
-        self.delayed = DelayedScaling(self._delayed_buffers(), device)
-        self._bind()
+        self._lay_out()
         if claim is None:  # also once `.data =` gave them other storage
             train(self, [self.weights[index] for index in self._cast])
 
@@ -221,6 +218,98 @@ class CastPlan:
         left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
+    def switch_part(self) -> SwitchPart:
+        """The part of a plan in `zerocast.switch`, which gathers the new bytes once.
+
+        They have new storage: who gathers those of later casts takes the weights' buffers anew.
+        Weights that no rank has a master of keep their formats.
+        """
+        names = self._names if self._is_named else [w.state.name for w in self.weights]
+        unique = names if all(names) and len({*names}) == len(names) else self._names
+        places = {unique[index]: index for index in self._cast}
+        return SwitchPart(
+            groups=(self.group,),
+            weights={name: (self.weights[i].format, tuple(self.weights[i].shape)) for name, i in places.items()},
+            plain=(),
+            check=lambda formats: self._check_switch({name: places[name] for name in formats}),
+            convert=lambda formats: self._convert({places[name]: fmt for name, fmt in formats.items()}),
+            recast=lambda formats: self._recast_switched([places[name] for name in formats]),
+            held=self.held,
+        )
+
+    @property
+    def held(self) -> list[Any]:
+        """The objects that a switch of formats changes."""
+        return [self, self.freshness, self.guard, self._step_hooks, *(w.state for w in self.weights)]
+
+    def check_switch(self) -> None:
+        """RuntimeError where formats cannot change now: while a write is partial or under way."""
+        self.guard.check_complete()
+        if self.guard.is_open:
+            raise RuntimeError("a recipe is switched between two steps, and masters and weights are being written now")
+        self.check_call()
+
+    def _check_switch(self, places: Mapping[str, int]) -> None:
+        self.check_switch()
+        for name, index in places.items():
+            shard = self._partition.shards[index]
+            problem = None
+            if not self._partition.ownership.covers(index):
+                problem = "some of its elements have no master on any rank"
+            elif shard.shard_data is not None or shard.cuts is not None:
+                problem = "its shard lies in storage of the caller (fsdp_shard_model_weights, scale_cuts), cut for this format"
+            elif shard.weight.state.external_scaling_state:
+                problem = "a host keeps its amax history"
+            if problem:
+                raise RuntimeError(
+                    f"{name} cannot be switched, {problem}: build another plan over weights of the new format"
+                )
+
+    def _convert(self, formats: Mapping[int, FormatSpec]) -> None:
+        for index, fmt in formats.items():
+            self.weights[index].convert(fmt)
+
+    def _recast_switched(self, indices: Sequence[int]) -> None:
+        self.rebuild({self._names[index] for index in indices})
+        self.cast(repeat=True)
+        for index in indices:
+            buffers = self.weights[index].state.buffers
+            own_grid = self.weights[index].format.columnwise is Columnwise.OWN_GRID
+            for name in ("rowwise_data", "columnwise_data")[: 2 if own_grid else 1]:
+                codes = buffers[name]
+                assert codes is not None, name
+                # a rank has zeros where others cast, so the largest byte is the one that was cast
+                self.group.all_reduce_max(codes.view(-1).view(torch.uint8), "the bytes of a switched weight")
+        self.post_all_gather()
+
+    def rebuild(
+        self,
+        changed: Collection[str],
+        weights: Sequence[QuantizedWeight] | None = None,
+        scale_cuts: Sequence[range | None] | None = None,
+    ) -> None:
+        """The weights `changed` have other formats now, and storage that the next cast fills: it
+        seeds their delayed scales. `weights` are all of them, where they are other objects.
+        Collective.
+        """
+        self.weights = self.weights if weights is None else list(weights)
+        shards, anew = self._partition.shards, self.delayed.unseeded | {*changed}
+        kept = {name: state for name, state in self.delayed.state_dict().items() if name not in anew}
+        cuts = [shard.cuts for shard in shards] if scale_cuts is None else scale_cuts
+        self._partition = partition(
+            self.group,
+            self.weights,
+            [shard.master for shard in shards],
+            [shard.span.start for shard in shards],
+            [shard.shard_data for shard in shards],
+            self.backend,
+            cuts,
+            gives_way=self._step_hooks.gives_way,
+        )
+        self._step_hooks.partition = self._partition
+        self._lay_out()
+        self.delayed.load_state_dict(kept)
+
     def check_call(self) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those
         of another call.
@@ -253,6 +342,16 @@ class CastPlan:
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
+
+    def _lay_out(self) -> None:
+        """What a cast needs of the partition and the formats."""
+        # what ranks compare; the caller knows its step
+        self._call = _numbered(self.group) + self._step_of_caller
+        device = self._partition.device
+        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
+        self._columnwise = ColumnwiseCopies(self.weights, self.backend)
+        self.delayed = DelayedScaling(self._delayed_buffers(), device)
+        self._bind()
 
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a

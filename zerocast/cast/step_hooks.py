@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 class StepHooks:
     """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan
-    casts, `owner` is the claim of whoever it casts them for.
+    casts, `owner` is the claim of whoever it casts them for; `partition` is that of the plan now.
     """
 
     def __init__(self, partition: Partition, cast: Sequence[int], group: Group, owner: Claim | None) -> None:
-        self._partition, self._cast, self._group, self._owner = partition, cast, group, owner
+        self.partition, self._cast, self._group, self._owner = partition, cast, group, owner
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
@@ -59,7 +59,11 @@ class StepHooks:
 
     def check_unclaimed(self) -> None:
         """ValueError, on this rank alone, while another owner writes any of these elements."""
-        check_unclaimed(self._held(), lambda claim: claim is self._owner or claim.is_by(self))
+        check_unclaimed(self._held(), self.gives_way)
+
+    def gives_way(self, claim: Claim) -> bool:
+        """Whether a claim is of the plan itself, or of the owner that it casts for."""
+        return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:
         """Log which masters no attached optimizer steps over."""
@@ -68,7 +72,7 @@ class StepHooks:
             logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
     def _held(self) -> list[tuple[WeightState, list[Span]]]:
-        shards, ownership = self._partition.shards, self._partition.ownership
+        shards, ownership = self.partition.shards, self.partition.ownership
         return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
     def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -77,7 +81,7 @@ class StepHooks:
             if isinstance(hook, _CastAfterStep) and hook.hooks is self:
                 raise ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
         stepped = _stepped(optimizer)
-        masters = [shard.master for shard in self._partition.shards if shard.master is not None]
+        masters = [shard.master for shard in self.partition.shards if shard.master is not None]
         if masters and len(self._without_step(stepped)) == len(masters):
             raise ValueError(
                 f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} "
@@ -87,7 +91,7 @@ class StepHooks:
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """The weights whose masters lie in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self._partition.shards) if shard.master is not None]
+        held = [(index, shard.master) for index, shard in enumerate(self.partition.shards) if shard.master is not None]
         return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
 
 

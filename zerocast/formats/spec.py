@@ -119,6 +119,11 @@ class FormatSpec:
         return 1, (self.columnwise_block or self.block)[1]
 
     @property
+    def has_tensor_scale(self) -> bool:
+        """True if one FP32 scale serves the whole tensor."""
+        return self.scale_rule is ScaleRule.FP32 and self.block is None
+
+    @property
     def has_tensor_amax(self) -> bool:
         """True if `QuantizedWeight.amax` exists, which per-tensor and two-level scales need."""
         return self.scale_rule is ScaleRule.TWO_LEVEL or (

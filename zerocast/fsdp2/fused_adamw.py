@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.weight_table import TableKey, WeightTable
-from zerocast.formats import get_format
+from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2.amax_reduction import CastGroup
 from zerocast.fsdp2.manager import CastManager, guard_of
@@ -221,7 +221,7 @@ class FusedAdamW(torch.optim.Optimizer):
         plain = AdamPass(TableKey(backend, *PLAIN), device)
         for parameter, local in locals_:
             adam, shape, span, place = plain, (1, local.numel()), Span(0, local.numel()), (len(plain), -1)
-            if isinstance(local, MasterParameter):
+            if isinstance(local, MasterParameter) and local.weight.format.amax_policy is not AmaxPolicy.NONE:
                 weight, geometry = local.weight, local.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span

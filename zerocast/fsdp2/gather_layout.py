@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Block, Columnwise, ScaleRule
-from zerocast.formats.layout import amax_grid, round_up
+from zerocast.formats.layout import amax_grid, round_up, rowwise_data
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 
 ALIGNMENT = 16  # bytes: where a GEMM wants an operand and its scale to begin
@@ -59,13 +59,14 @@ class GatherLayout:
     def __init__(self, geometry: ShardGeometry, one_direction: bool = False) -> None:
         self._geometry, self.one_direction = geometry, one_direction
         fmt = geometry.format
-        self._row_bytes = geometry.columns // fmt.elements_per_byte
+        row = rowwise_data(fmt, 1, geometry.columns, geometry.nominal)
+        self._row_bytes = row.shape[1] * row.dtype.itemsize
         self._code_bytes = geometry.shards.chunk * self._row_bytes
         self.directions = 2 if fmt.columnwise is Columnwise.OWN_GRID else 1
         self.scales: list[ScaleRegion] = []
         self._sides = [HEADER] * (self.directions if one_direction else 1)
         self.amax_offset = self._reserve(0, 4) if fmt.has_tensor_amax else None
-        self.scale_offset = self._reserve(0, 4) if fmt.block is None else None
+        self.scale_offset = self._reserve(0, 4) if fmt.has_tensor_scale else None
         self._add_scales("rowwise_scale_inv", fmt.block, 0)
         self._add_scales("columnwise_scale_inv", fmt.columnwise_block, len(self._sides) - 1)
         self._sent = list(self.scales)

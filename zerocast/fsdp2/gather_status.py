@@ -348,6 +348,12 @@ class ParamGroups:
         self._stepped_in = backward
 
     @property
+    def is_in_pass(self) -> bool:
+        """True while a module is in its forward or backward pass."""
+        groups = (group() for group in self._groups)
+        return any(group is not None and not torch_fsdp.is_idle(group) for group in groups)
+
+    @property
     def step_goes_on(self) -> bool:
         """True while the backward pass runs within which optimizers step."""
         return self._stepped_in is not None and torch_fsdp.backward_pass() is not None

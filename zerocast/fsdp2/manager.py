@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zerocast.cast.switch import SwitchPart
 from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
@@ -37,6 +38,8 @@ NOT_SHARDED = (
     "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
     "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
 )
+
+BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
 RELOAD = (
     "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
@@ -60,6 +63,7 @@ class CastManager:
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         self.weights: list[FSDPWeight] = []
+        self.plain: list[str] = []  # the other parameters of two or more dimensions
         self.memory = MasterMemory({})
         self.guard = WriteGuard(RELOAD)
         self.record = CastRecord(self.guard)
@@ -147,6 +151,43 @@ class CastManager:
             weight.mark_cast()
         for weight in self.weights if debugging() else ():
             weight.freshness.count_cast()
+
+    # -- other formats
+
+    def switch_part(self) -> SwitchPart:
+        """The part of a prepared model in `zerocast.switch`; the next gather casts."""
+        self.bind()
+        return SwitchPart(
+            groups=[reduction.group for reduction, _ in self._reductions],
+            weights={weight.name: (weight.format, weight.shape) for weight in self.weights},
+            plain=self.plain,
+            check=self._check_switch,
+            convert=self._convert,
+            recast=lambda formats: None,
+            held=[self, self.record, *self.weights, *(weight.param() for weight in self.weights)],
+        )
+
+    def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
+        self.check_complete()
+        if self.param_groups.is_in_pass or torch_fsdp.backward_pass() is not None:
+            raise RuntimeError(f"a recipe is switched within a forward or backward pass: {BETWEEN}")
+        params = [weight.param() for weight in self.weights]
+        unused = not self._stepped and any(param.sharded_param.grad is not None for param in params)
+        if unused or any(map(torch_fsdp.has_unreduced_gradient, params)):
+            raise RuntimeError(
+                f"a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: {BETWEEN}"
+            )
+        for weight in self.weights:
+            if weight.name in formats:
+                weight.check_format(formats[weight.name], self._weight_mesh)
+
+    def _convert(self, formats: Mapping[str, FormatSpec]) -> None:
+        self.param_groups.discard()
+        for weight in self.weights:
+            if weight.name in formats:
+                weight.convert(formats[weight.name])
+        self.cast_groups, self._is_due = [], True
+        self.bind()
 
     # -- delayed scaling
 

@@ -112,6 +112,7 @@ def prepare(
         if weight.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
     manager.weights = list(chosen.values())
+    manager.plain = [name for name, parameter in weights.items() if parameter not in chosen]
     manager.memory = MasterMemory({weight.name: _local(parameter).numel() for parameter, weight in chosen.items()})
     new = {parameter: _wrap(parameter, weight, manager) for parameter, weight in chosen.items()}
     for module in model.modules():
@@ -167,10 +168,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]])
 
 
 def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-    """Format and nominal dtype of each prepared weight by name; a dtype is known once the model
+    """Format and nominal dtype of each quantized weight by name; a dtype is known once the model
     was cast.
     """
-    weights = [weight for manager in managers_of(model) for weight in manager.weights]
+    prepared = [weight for manager in managers_of(model) for weight in manager.weights]
+    weights = [weight for weight in prepared if weight.format.element is not None]
     return {weight.name: (weight.format, weight.geometry.nominal) for weight in weights}
 
 

@@ -144,6 +144,27 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
+def has_unreduced_gradient(param: Any) -> bool:
+    """True if passes without a reduction have left a gradient with an FSDPParam."""
+    gathered = getattr(param, "_unsharded_param", None)
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+
+def forget_gathered(param: Any) -> None:
+    """Let the next gather of an FSDPParam be like its first, which makes memory and parameter for
+    what is sent then.
+
+    A backward pass of an earlier forward pass raises, as after any other write in place.
+    """
+    gathered = vars(param).pop("_unsharded_param", None)
+    read = [gathered, getattr(gathered, "_local_tensor", None), *param.all_gather_outputs]
+    for tensor in (*read, *getattr(param, "_unsharded_inner_tensors", ())):
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+
+
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Hide writes to `tensors` from autograd, as FSDP2 hides its own: what autograd saved for a
     backward pass is filled again.

@@ -60,7 +60,8 @@ class FSDPWeight:
         self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness, sliced: bool, one_direction: bool
     ) -> None:
         self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
-        self.one_direction = one_direction and fmt.columnwise is Columnwise.OWN_GRID
+        self._may_send_one = one_direction
+        self.one_direction = self._sends_one(fmt)
         # of the cast group that the weight is in, for delayed scaling
         self.scaling: DelayedScaling | None = None
         self.is_first_of_gather = True
@@ -81,6 +82,17 @@ class FSDPWeight:
         the same weight.
         """
         return self
+
+    def _sends_one(self, fmt: FormatSpec) -> bool:
+        return self._may_send_one and fmt.columnwise is Columnwise.OWN_GRID
+
+    def convert(self, fmt: FormatSpec) -> None:
+        """Be cast into another format and gathered in it from now on; delayed scaling begins
+        anew.
+        """
+        self.format, self.one_direction = fmt, self._sends_one(fmt)
+        self.scaling, self.unsharded, self.inner = None, None, []
+        torch_fsdp.forget_gathered(self.param())
 
     # -- sharded: this rank's rows, and the bytes that a cast makes of them
 
@@ -139,26 +151,30 @@ class FSDPWeight:
             raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}")
         if self.local.is_meta:
             raise ValueError("the weight is on the meta device: give it storage with to_empty first")
-        problem = self.group.problem(self.one_direction)
+        self.check_format(self.format, weight_mesh)
+
+    def check_format(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
+        """ValueError unless this weight can be gathered in a format."""
+        problem = self.group.problem(self._sends_one(fmt))
         if problem:
             raise ValueError(problem)
-        check_shape(self.format, self.shape)
+        check_shape(fmt, self.shape)
         if self.sliced:
-            self._check_slice(weight_mesh)
+            self._check_slice(fmt, weight_mesh)
 
-    def _check_slice(self, weight_mesh: DeviceMesh | None) -> None:
+    def _check_slice(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
         held, whole_weight = matrix_shape(self.shape), matrix_shape(self.param().sharded_param.shape)
         ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
-        for block in (self.format.exchange_block, self.format.columnwise_block):
+        for block in (fmt.exchange_block, fmt.columnwise_block):
             if block and any(end % side for end, side in zip(ends, block, strict=True)):
                 raise ValueError(
-                    f"a block of {self.format} would span two tensor-parallel slices: a slice is "
+                    f"a block of {fmt} would span two tensor-parallel slices: a slice is "
                     f"{list(held)} and a block {list(block)}"
                 )
-        has_one_amax = self.format.has_tensor_amax or self.format.amax_policy is AmaxPolicy.DELAYED
+        has_one_amax = fmt.has_tensor_amax or fmt.amax_policy is AmaxPolicy.DELAYED
         if has_one_amax and weight_mesh is None:
             raise ValueError(
-                f"a tensor-parallel {self.format} weight has one amax over all its slices: give "
+                f"a tensor-parallel {fmt} weight has one amax over all its slices: give "
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
             )
 
@@ -314,9 +330,11 @@ class FSDPWeight:
         self._gathered_headers = side[:, :8].view(torch.int32)
         if self.one_direction:
             codes = codes * 2  # one storage, and what was gathered last is in it
+        specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
+        stored = layout.rowwise_data(self.format, geometry.rows, geometry.columns, geometry.nominal).dtype
+        codes = [direction.view(stored) for direction in codes]
         buffers = dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
         buffers |= self._scalars(side[0])  # rank 0 always has rows
-        specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
         self.inner, self._fills = [], []
         for region in self.layout.scales:
             spec = specs[region.name]

@@ -135,7 +135,7 @@ class CastMeter:
         return counts
 
     def _measure(self, group: Group, parts: dict[str, OwnedPart]) -> dict[str, CastCounts]:
-        here = torch.stack([_count(part, self._before[name]) for name, part in parts.items()])
+        here = torch.stack([_count(part, self._codes_before(name, part)) for name, part in parts.items()])
         everywhere = here.new_empty(group.size, *here.shape)
         group.all_gather_into(everywhere.view(-1), here.view(-1), what="what a meter has counted")
         for name, part in parts.items():
@@ -143,6 +143,13 @@ class CastMeter:
         by_rank = [[_counts(row) for row in rows] for rows in everywhere.tolist()]
         by_weight = zip(*by_rank, strict=True)
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
+
+    def _codes_before(self, name: str, part: OwnedPart) -> Tensor:
+        """The codes of the last measurement; others than those of now after a switch of formats."""
+        codes, before = part.data(), self._before.get(name)
+        if before is None or before.shape != codes.shape:
+            self._before[name] = codes.bitwise_not()
+        return self._before[name]
 
 
 def _parts(source: MasterViews) -> dict[str, OwnedPart]:

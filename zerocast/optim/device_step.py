@@ -137,13 +137,17 @@ class CapturedStep:
         record: Callable[[Work], Work] = cuda_graph,
     ) -> None:
         self._device, self._weights, self._prepare, self._finish = device, weights, prepare, finish
-        self._max_norm = max_norm
+        self._max_norm, self._record = max_norm, record
         self._norm = torch.zeros_like(device.clip).view(())
+        self.capture()
+
+    def capture(self) -> None:
+        """Record the step for where everything lies now. Collective; it changes nothing."""
         self._warm_up()  # what this finds missing it makes, and then everything lies elsewhere:
         # a backend may look into a table when it first sees it, not while the graph records
         self._warm_up()
-        self._tables = weights.tables()  # kept, since the graph reads them
-        self._replay = record(self._work)
+        self._tables = self._weights.tables()  # kept, since the graph reads them
+        self._replay = self._record(self._work)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:

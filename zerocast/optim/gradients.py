@@ -31,6 +31,10 @@ from zerocast.optim.validate import TAKEN_OVER
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
+ACCUMULATING = (
+    "a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: call switch after step() "
+    "or zero_grad() of the optimizer, and before the next backward pass"
+)
 RUNNING = "gradients are being reduced: read them, or change them, after the backward pass"
 INSIDE = (
     "inside no_sync() gradients are those of this rank alone: clip and read them after the backward pass that follows it, or let "
@@ -182,6 +186,13 @@ class GradientReducer:
         self._check_open()
         self._reduce()
         self.gradients.zero_removed()
+
+    def check_used_up(self) -> None:
+        """RuntimeError if there are gradients that no step has used, or within `no_sync`."""
+        self._check_open()
+        is_kept = any(part.local is not None for part in self.gradients.parts)
+        if is_kept or self._reduced or self._unreduced or not self.synchronise:
+            raise RuntimeError(ACCUMULATING)
 
     def land(self) -> None:
         """Wait for the reductions that were started."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.switch import SwitchPart
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -113,7 +114,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
         self._claim = take_over(named)
         self._weights = ShardedWeights(buckets, self._masters, group, config, self._claim)
-        self._plan, self._gathers = self._weights.plan, self._weights.gathers
+        self._plan = self._weights.plan
         names = [name for name, _, _ in named]
         order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
         norms = ParameterNorms(buckets, reduction_group, order, device)
@@ -131,6 +132,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         master, count = self._masters.master, self._device.count
         self.averages = Averages(master, count, self._state, self._weights, self._reducer, self._claim)
         self._steps = 0
+        self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
         self._weights.recast()
         self._caller.number = 1
 
@@ -154,7 +156,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         with self._plan.transaction("an optimizer step"):
             adam, found_inf = self._device.begin(square_sum)
             self._plan.cast(update=adam, skip=found_inf)
-            self._gathers.start()
+            self._weights.gathers.start()
             self._device.end()
         self._finish()
         return loss
@@ -175,7 +177,9 @@ class ZeroAdamW(torch.optim.Optimizer):
         self.averages.check_not_swapped("a step was captured")
         check_capturable(self._masters.master.device, self._plan.backend)
         prepare = self._prepare if max_norm is None else functools.partial(self._prepare_clipping, max_norm)
-        return CapturedStep(self._device, self._weights, prepare, self._finish, max_norm)
+        step = CapturedStep(self._device, self._weights, prepare, self._finish, max_norm)
+        self._captured.add(step)
+        return step
 
     def _prepare(self, clipped: str = "") -> None:
         """The host's part before the device's, which raises with nothing changed.
@@ -186,7 +190,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._plan.guard.check_complete()
         check_gradients()
         self.averages.before_step()
-        self._gathers.check_unwritten()
+        self._weights.gathers.check_unwritten()
         self._reduce_gradients()
         self._hyperparameters.refresh(self.param_groups)
         self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.description}")
@@ -281,6 +285,30 @@ class ZeroAdamW(torch.optim.Optimizer):
         """The masters of all parameters, for `zerocast.verify`."""
         return (self._weights.master_views(),)
 
+    def switch_part(self) -> SwitchPart:
+        """The part of an optimizer in `zerocast.switch`: between `step()` and a backward pass."""
+        return SwitchPart(
+            groups=(self._group,),
+            weights=self._weights.shapes(),
+            plain=self._weights.plain_matrices(),
+            check=self._check_switch,
+            convert=self._weights.convert,
+            recast=self._recast_switched,
+            held=[self._weights, *self._plan.held],
+        )
+
+    def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
+        self._plan.check_switch()
+        self._check_owns()
+        self.averages.check_not_swapped("a recipe was switched")
+        self._reducer.check_used_up()
+        self._weights.gathers.ready()
+
+    def _recast_switched(self, formats: Mapping[str, FormatSpec]) -> None:
+        self._weights.rebuild(formats)
+        for step in self._captured:
+            step.capture()
+
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
         """Format and nominal dtype of each quantized weight by name."""
@@ -309,7 +337,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._plan.guard.check_complete()
         self.averages.check_not_swapped("the state of an optimizer was asked for")
         self._plan.check_call()
-        self._gathers.check_unwritten()
+        self._weights.gathers.check_unwritten()
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerocast.formats import FormatSpec
 from zerocast.weight.state import WeightState
 
 
@@ -13,6 +14,11 @@ class WeightBuffers(Tensor):
     """What lies in `state`, by name. Bytes that a gather is bringing are waited for."""
 
     state: WeightState
+
+    @property
+    def format(self) -> FormatSpec:
+        """The format, which `zerocast.switch` may change."""
+        return self.state.format
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

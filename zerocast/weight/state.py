@@ -194,6 +194,14 @@ class WeightState:
         self._share_scalar()
         moved()
 
+    def convert(self, fmt: FormatSpec) -> None:
+        """Be a weight of another format from now on, in new storage that the next cast fills."""
+        empty = WeightState.empty(fmt, self.matrix_shape, self.dtype, self.rowwise_data.device)
+        self._forget()
+        self.format, self.buffers = fmt, empty.buffers
+        self.columnwise_cast, self.initial = -1, None
+        moved()
+
     def take(self, other: "WeightState") -> None:
         """Copy the bytes of a weight of the same format and shape, as loading a state dict does."""
         for name in BUFFERS:

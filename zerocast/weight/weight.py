@@ -42,7 +42,6 @@ class QuantizedWeight(WeightBuffers):
     Make one with `empty`, or by `zerocast.quantize_` on a model. Its buffers: `buffers.py`.
     """
 
-    format: FormatSpec
     # the weight that this object is a transposed reading of
     transposed_of: "QuantizedWeight | None"
 
@@ -54,7 +53,6 @@ class QuantizedWeight(WeightBuffers):
         )
         # it has no memory: what asks below the dispatcher raises
         torch._C._set_throw_on_mutable_data_ptr(weight)
-        weight.format = state.format
         weight.state = state
         weight.transposed_of = None
         return weight
@@ -116,18 +114,22 @@ class QuantizedWeight(WeightBuffers):
         constant, for autograd.
         """
         value = self.read(columnwise=False, dtype=self.dtype)
+        if self.format.element is None:
+            value = value.clone()  # which was the storage itself
         if self.transposed_of is None:
             return value.view(self.shape)
         return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """One direction, dequantized to `dtype` `[rows, columns]`; RuntimeError for a stale or
-        missing columnwise copy.
+        """One direction, dequantized to `dtype` `[rows, columns]`; the storage itself where that is
+        what it holds. RuntimeError for a stale or missing columnwise copy.
         """
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
         if self._makes_columnwise:
             columnwise = False  # the transposed codes are the same codes
         data, scale_inv = self.direction(columnwise)
+        if data.dtype == dtype:
+            return data
         backend, key = backends.choose(data.device), str(self.format)
         value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
         return value
@@ -234,6 +236,18 @@ class QuantizedWeight(WeightBuffers):
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
         self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
+
+    def convert(self, fmt: FormatSpec) -> None:
+        """Be a weight of another format from now on, as every object that stands for this storage;
+        the next cast fills it.
+
+        A backward pass whose forward pass has read the weight before raises, as after any other
+        write in place.
+        """
+        self.wait()
+        self.state.convert(fmt)
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
 
     def restate(self, state: WeightState) -> None:
         """Stand for the storage of another weight of the same shape, format and device, as

@@ -1,0 +1,202 @@
+"""zerocast.switch of a CastPlan: whole bytes of the new formats on every rank, however its masters are cut, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerocast
+from tests import casts
+from tests.matrices import lcg_matrix
+from tests.selection import worlds
+from zerocast import CastPlan, QuantizedWeight, Recipe, verify
+from zerocast.distributed.group import ONE_PROCESS
+
+SHAPE = (32, 96)
+NUMEL = 32 * 96
+TARGETS = tuple(fmt for fmt in casts.FORMATS if not fmt.startswith("fp8_delayed"))
+SPANS = {1: [0, NUMEL], 2: [0, 1001, NUMEL], 3: [0, 97, 97 + 1407, NUMEL]}  # odd cuts share bytes of 4-bit codes
+
+
+def masters(seed: int) -> Tensor:
+    return torch.from_numpy(lcg_matrix(*SHAPE, seed)).reshape(-1).clone()
+
+
+class Sharded:
+    """A plan over some weights of format `before`, stepped by plain SGD over this rank's masters."""
+
+    def __init__(self, before: str, count: int = 2) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        first, last = SPANS[world][dist.get_rank() if world > 1 else 0 :][:2]
+        self.weights = [QuantizedWeight.empty(SHAPE, before) for _ in range(count)]
+        self.whole = [masters(seed) for seed in range(count)]
+        self.shards = [torch.nn.Parameter(whole[first:last].clone()) for whole in self.whole]
+        self.plan = CastPlan(self.weights, [s.detach() for s in self.shards], [first] * count, names=["a", "b"][:count])
+        self.sgd = torch.optim.SGD(self.shards, lr=0.5)
+        self.plan.attach(self.sgd)
+        self.plan.cast()
+
+    def step(self) -> None:
+        """A step that every rank computes for all elements as well."""
+        for shard, whole in zip(self.shards, self.whole, strict=True):
+            shard.grad = torch.full_like(shard, 0.25)
+            whole.sub_(torch.full_like(whole, 0.25), alpha=0.5)
+        self.sgd.step()
+
+    def check(self, formats: dict[str, str], scale: dict[str, float]) -> None:
+        for index, name in enumerate(self.plan._names):
+            fmt = formats[name]
+            wanted = casts.unsharded(fmt, self.whole[index].view(SHAPE), torch.bfloat16, scale.get(name, 1.0))
+            found = casts.bytes_of(self.weights[index])
+            casts.assert_same_bytes({key: found[key] for key in wanted}, wanted, f"{name} as {fmt}")
+
+
+def switching(before: str, after: str) -> None:
+    sharded = Sharded(before)
+    sharded.step()
+    zerocast.switch(sharded.plan, Recipe({"b": after}, default=after))
+    scale = {}
+    for name, weight in zip("ab", sharded.weights, strict=True):
+        if weight.scale is not None:  # seeded from the amax of these masters
+            scale[name] = float(weight.scale)
+    sharded.check({"a": after, "b": after}, scale)
+    verify(sharded.plan).raise_for_differences()
+    sharded.step()  # the hook casts by the same plan
+    for weight in sharded.weights:
+        assert str(weight.format) == after
+    if not dist.is_initialized():
+        sharded.plan.post_all_gather()
+        sharded.check({"a": after, "b": after}, scale)
+
+
+@pytest.mark.parametrize("after", [*TARGETS, casts.FORMATS[0]])
+def test_every_format(after):
+    switching("mxfp4" if after == "mxfp8" else "mxfp8", after)
+
+
+@pytest.mark.parametrize("world", worlds(2, 3, slow=[]))
+@pytest.mark.parametrize("after", ["identity", "nvfp4", "mxfp8", "fp8_block", "fp8_delayed:amax_history_len=4"])
+def test_spans_that_end_anywhere(ranks, world, after):
+    ranks(world)(switching, "fp8_current" if after != "fp8_block" else "nvfp4", after)
+
+
+def test_a_weight_whose_format_stays_keeps_bytes_and_history():
+    sharded = Sharded("fp8_delayed:amax_history_len=4")
+    for _ in range(2):
+        sharded.step()
+    kept, buffers = casts.bytes_of(sharded.weights[0]), dict(sharded.weights[0].state.buffers)
+    zerocast.switch(sharded.plan, Recipe({"b": "identity"}, default="fp8_delayed:amax_history_len=4"))
+    assert sharded.weights[0].rowwise_data is buffers["rowwise_data"]
+    found = casts.bytes_of(sharded.weights[0])
+    casts.assert_same_bytes({key: found[key] for key in kept}, kept)
+    sharded.check({"a": "fp8_delayed", "b": "identity"}, {"a": float(sharded.plan.delayed.cast_scale("a") or 0)})
+
+
+def test_whoever_stands_for_a_weight_follows():
+    """Detached, transposed and tied objects share one storage."""
+    sharded = Sharded("nvfp4", count=1)
+    (weight,) = sharded.weights
+    detached, transposed = weight.detach(), weight.t()
+    sharded.plan.post_all_gather()
+    zerocast.switch(sharded.plan, Recipe({}, default="identity"))
+    for other in (detached, transposed):
+        assert isinstance(other, QuantizedWeight)
+        assert str(other.format) == "identity"
+    value = sharded.whole[0].view(SHAPE).bfloat16()
+    assert torch.equal(detached.dequantize(), value)
+    assert torch.equal(transposed.dequantize(), value.t())
+    assert weight.read(columnwise=True, dtype=torch.bfloat16) is weight.rowwise_data  # products copy nothing
+    assert weight.dequantize().data_ptr() != weight.rowwise_data.data_ptr()
+    x = torch.randn(4, SHAPE[1], dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.linear(x, weight).sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, SHAPE[0], dtype=torch.bfloat16) @ value)
+
+
+def test_compiled_products_are_compiled_again():
+    sharded = Sharded("fp8_current", count=1)
+    (weight,) = sharded.weights
+    sharded.plan.post_all_gather()
+    x = torch.randn(4, SHAPE[1], dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x, w: torch.nn.functional.linear(x, w), backend="aot_eager")
+    for fmt in ("fp8_current", "nvfp4", "identity", "fp8_current"):
+        zerocast.switch(sharded.plan, Recipe({}, default=fmt))
+        assert torch.equal(compiled(x, weight), torch.nn.functional.linear(x, weight)), fmt
+
+
+def _with_storage() -> CastPlan:
+    weight, storage = QuantizedWeight.empty(SHAPE, "fp8_current"), torch.zeros(NUMEL, dtype=torch.uint8)
+    return CastPlan([weight], [masters(0)], [0], ONE_PROCESS, fsdp_shard_model_weights=[storage])
+
+
+def _with_gap() -> CastPlan:
+    return CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [masters(0)[5:]], [5], ONE_PROCESS)
+
+
+def _partial() -> CastPlan:
+    plan = CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [masters(0)], [0], ONE_PROCESS)
+    with pytest.raises(ZeroDivisionError), plan.transaction("a step"):
+        _ = 1 / 0
+    return plan
+
+
+REFUSED = {
+    "storage of the caller": (_with_storage, "lies in storage of the caller"),
+    "gaps": (_with_gap, "have no master on any rank"),
+    "partial": (_partial, "a step raised half-way"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_switched(case):
+    build, said = REFUSED[case]
+    plan = build()
+    with pytest.raises(RuntimeError, match=said):
+        zerocast.switch(plan, Recipe({}, default="nvfp4"))
+    assert str(plan.weights[0].format) == "fp8_current"
+
+
+def test_storage_of_the_caller_stays_with_a_weight_that_does_not_change():
+    weights, storage = (
+        [QuantizedWeight.empty(SHAPE, "fp8_current") for _ in range(2)],
+        torch.zeros(NUMEL, dtype=torch.uint8),
+    )
+    both = [masters(0), masters(1)]
+    plan = CastPlan(weights, both, [0, 0], ONE_PROCESS, fsdp_shard_model_weights=[storage, None], names=["a", "b"])
+    zerocast.switch(plan, Recipe({"b": "nvfp4"}, default="fp8_current"))
+    wanted = casts.unsharded("fp8_current", both[0].view(SHAPE), torch.bfloat16)
+    assert (casts.raw(storage) == wanted["rowwise_data"]).all()
+    assert not weights[0].rowwise_data.any()
+
+
+def test_not_within_a_transaction():
+    plan = CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [masters(0)], [0], ONE_PROCESS)
+    with plan.transaction("a step"), pytest.raises(RuntimeError, match="between two steps"):
+        zerocast.switch(plan, Recipe({}, default="nvfp4"))
+
+
+def test_frozen_weights_keep_their_formats():
+    frozen = casts.cast_whole("nvfp4", masters(1).view(SHAPE))
+    weight = QuantizedWeight.empty(SHAPE, "nvfp4")
+    plan = CastPlan([frozen, weight], [None, masters(0)], [None, 0], ONE_PROCESS)
+    before: Any = casts.bytes_of(frozen)
+    zerocast.switch(plan, Recipe({}, default="fp8_block"))
+    assert [str(w.format) for w in (frozen, weight)] == ["nvfp4", "fp8_block"]
+    casts.assert_same_bytes(casts.bytes_of(frozen), before)
+
+
+def digests() -> list[str]:
+    """A rank whose plan was built anew and one whose plan was not are in different calls."""
+    sharded = Sharded("fp8_current")
+    if dist.get_rank() == 0:
+        sharded.plan._lay_out()
+    with pytest.raises(RuntimeError, match="ranks make different calls") as caught:
+        sharded.plan.cast()
+    if dist.get_rank() == 1:
+        sharded.plan._lay_out()  # ranks number the plans of later tests alike again
+    return [str(caught.value)]
+
+
+def test_the_digest_of_a_cast_sees_a_switch(ranks):
+    assert all("casts by plan" in said for (said,) in ranks(2)(digests))

@@ -1,0 +1,77 @@
+"""The numbers of README.md are those of the stored reports and of `zerocast plan`."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.docs.page import ROOT
+from zerocast.footprint import Setup, footprint, read_model
+
+REPORTS = ROOT / "tests/benchmarks/reports"
+GIB = 2**30
+STEPS = {
+    "FSDP2, bf16": "fsdp2:bf16",
+    "FSDP2, torchao's float8, tensorwise, FP8 all-gather": "torchao:tensorwise",
+    "FSDP2, `fp8_current`, FP8 weight gradients": "fsdp2:fp8_current+fp8_wgrad",
+    "FSDP2, `fp8_block`, FP8 weight gradients": "fsdp2:fp8_block+fp8_wgrad",
+    "FSDP2, `nvfp4` (Hopper has no FP4 product)": "fsdp2:nvfp4",
+    "ZeroAdamW, bf16": "zero_adamw:bf16",
+    "ZeroAdamW, `fp8_current`, FP8 weight gradients": "zero_adamw:fp8_current+fp8_wgrad",
+    "ZeroAdamW, `nvfp4`": "zero_adamw:nvfp4",
+}
+CASTS = {
+    **{f"`{fmt}`": f"A cast {fmt}" for fmt in ("fp8_current", "fp8_block", "mxfp8", "nvfp4")},
+    "1,024 small weights, host included, `fp8_current`": "B flat cast fp8_current",
+}
+
+
+def cells(name: str) -> list[str]:
+    """The first row of README.md with this name."""
+    found = re.search(rf"^\| {re.escape(name)} \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert found, name
+    return found[1].split(" | ")
+
+
+def stored(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((REPORTS / name).read_text())["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_training_steps(name: str) -> None:
+    (row,) = (row for row in stored("2026-11-22-nvidia-h200-step-x2.json") if row["row"] == f"{STEPS[name]} compiled")
+    ratio = row["over_bf16"] or 1.0
+    sent = sum(row["wire_bytes"].values()) / 1e9
+    assert cells(name) == [
+        f"{row['ms']:.1f}",
+        f"{ratio:.2f}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['peak_bytes'] / GIB:.2f} GiB",
+        f"{sent:.1f} GB",
+    ]
+
+
+def test_no_row_of_a_training_step_is_left_out() -> None:
+    """What does not hold stays visible."""
+    rows = {row["variant"] for row in stored("2026-11-22-nvidia-h200-step-x2.json") if row["mode"] == "compiled"}
+    assert set(STEPS.values()) == rows
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts(name: str) -> None:
+    rows = {row["by"]: row for row in stored("2026-11-21-nvidia-h200-cuda.json") if row["row"] == CASTS[name]}
+    theirs = f"{rows['transformer_engine']['ms']:.2f}" if "transformer_engine" in rows else "does not run on Hopper"
+    ours = rows["cuda"]
+    found = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert f"{ours['ms']:.2f} | {ours['over_floor']:.2f} | {theirs}" in found
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "nvfp4"])
+def test_bytes_a_parameter(fmt: str) -> None:
+    planned = footprint(read_model("llama3-8b"), fmt, Setup("zero2", 8))
+    resident = (planned.memory["weights"] + planned.memory["scales"]) / planned.numel
+    gathered = planned.wire["all-gather"] * 8 / 7 / planned.numel
+    row = f"| {resident:.2f} | {gathered:.2f} | {planned.total_memory / GIB:.1f} GiB |"
+    assert row in (ROOT / "README.md").read_text()

@@ -1,0 +1,292 @@
+"""zerocast.switch under FSDP2: the gathered bytes of the new formats from the same masters, training that goes on, and what it
+refuses.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import DELAYED, Net
+from tests.selection import worlds
+from zerocast import Recipe, VerifyReport, verify
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2.prepare import formats
+from zerocast.optim import Checkpoints, load, save
+
+FORMATS = ("nvfp4", DELAYED, "mxfp8")
+WIDTH = 64
+TARGETS = {
+    "bf16": ("identity", "identity", "identity"),
+    "mixed": ("fp8_block", DELAYED, "mxfp4"),
+    "begun": (DELAYED, "nvfp4", "mxfp8:block=32x32"),
+}
+OPTIMIZERS: dict[str, Any] = {"FusedAdamW": FusedAdamW, "AdamW": torch.optim.AdamW}
+
+
+def recipe(target: tuple[str, ...]) -> Recipe:
+    return Recipe({f"blocks.{i}.*.weight": fmt for i, fmt in enumerate(target)})
+
+
+def started(target: tuple[str, ...] = FORMATS, optimizer: str = "AdamW", **options: Any) -> tuple[Any, Any]:
+    model = models.sharded(Net(target, WIDTH, 96), **options)
+    return model, OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+
+
+def outputs(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(models.batch(99, WIDTH))
+    return found
+
+
+def check(names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> list[str]:
+    """Steps and switches; the bytes, and the outputs of a model that was prepared so from the same masters, at each."""
+    model, adam = started(optimizer=optimizer, **options)
+    found, step = [], 0
+    for name in names:
+        models.train(model, adam, range(step, step + 2), WIDTH)
+        step += 2
+        zerocast.switch(model, recipe(TARGETS[name]))
+        found += models.complaints(model, f"switched to {name}")
+        report: VerifyReport = verify(model)
+        found += [] if report.ok else [str(report)]
+        fresh, _ = started(TARGETS[name], **options)
+        fresh.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        found += [] if torch.equal(outputs(fresh), outputs(model)) else [f"{name}: other outputs"]
+    models.train(model, adam, range(step, step + 2), WIDTH)
+    return found + models.complaints(model, "trained on")
+
+
+@pytest.mark.parametrize("world", worlds(1, 2, 3, slow=[4]))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bytes_are_those_of_the_new_recipe(ranks, world, optimizer):
+    for found in ranks(world)(check, ("bf16", "mixed", "begun"), optimizer, {}):
+        assert found == []
+
+
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"mp_policy": models.MixedPrecisionPolicy()}])
+def test_left_gathered_and_in_fp32(ranks, options):
+    for found in ranks(2)(check, ("begun", "bf16"), "AdamW", options):
+        assert found == []
+
+
+def before_the_first_pass() -> list[str]:
+    model, adam = started()
+    zerocast.switch(adam, recipe(TARGETS["mixed"]))
+    models.train(model, adam, range(2), WIDTH)
+    return models.complaints(model, "from the beginning")
+
+
+def test_before_the_first_pass(ranks):
+    assert ranks(2)(before_the_first_pass) == [[], []]
+
+
+def histories() -> None:
+    """A weight whose format stays goes on with its history; another begins anew."""
+    model, adam = started((DELAYED, DELAYED, "nvfp4"))
+    models.train(model, adam, range(3), WIDTH)
+    before = {name: {k: v.clone() for k, v in s.items()} for name, s in zerocast.fsdp2.state_dict(model).items()}
+    zerocast.switch(model, recipe((DELAYED, "fp8_current", DELAYED)))
+    after = zerocast.fsdp2.state_dict(model)
+    assert {name.split(".")[1] for name in after} == {"0", "2"}
+    for name, state in after.items():
+        if name.startswith("blocks.0"):
+            assert all(torch.equal(value, before[name][key]) for key, value in state.items()), name
+        else:
+            assert state["amax_history"].count_nonzero() == 1
+
+
+def test_histories(ranks):
+    ranks(2)(histories)
+
+
+def checkpoints(folder: str) -> list[str]:
+    model, adam = started()
+    models.train(model, adam, range(2), WIDTH)
+    state = TrainingState(model, adam)
+    saving = Checkpoints(f"{folder}/before", asynchronous=True)
+    saving.save(state, 2)
+    zerocast.switch(model, recipe(TARGETS["mixed"]))  # while that is being written
+    saving.wait()
+    models.train(model, adam, range(2, 3), WIDTH)
+    save(state, f"{folder}/after")
+    wanted = outputs(model)
+    fresh, fresh_adam = started(TARGETS["mixed"])
+    load(TrainingState(fresh, fresh_adam), f"{folder}/after")
+    found = [] if torch.equal(outputs(fresh), wanted) else ["resumed otherwise"]
+    assert Checkpoints(f"{folder}/before").load(state) == 2
+    models.train(model, adam, range(2, 3), WIDTH)
+    # delayed scales were dropped by the load of another recipe, not by that of the same
+    return found + models.complaints(model, "loaded from before the switch")
+
+
+def test_checkpoints(ranks, tmp_path):
+    assert ranks(2)(checkpoints, str(tmp_path)) == [[], []]
+
+
+def compiled() -> list[str]:
+    """Blocks that were compiled before a switch, against eager ones of a fresh model."""
+    model, adam = started()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    found = []
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for name in ("begun", "bf16"):
+            models.train(model, adam, range(2), WIDTH)
+            zerocast.switch(model, recipe(TARGETS[name]))
+            fresh, _ = started(TARGETS[name])
+            fresh.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+            found += [] if torch.equal(outputs(fresh), outputs(model)) else [f"{name}: a stale graph"]
+    return found
+
+
+def test_compiled_blocks_are_compiled_again(ranks):
+    assert ranks(2)(compiled) == [[], []]
+
+
+# -- what is refused
+
+
+def _loss(model: Any) -> Tensor:
+    result: Tensor = model(models.batch(5, WIDTH)).float().square().mean()
+    return result
+
+
+def _accumulating(model: Any, adam: Any) -> Any:
+    _loss(model).backward()
+    return adam.zero_grad
+
+
+def _unsynchronised(model: Any, adam: Any) -> Any:
+    model.set_requires_gradient_sync(False)
+    _loss(model).backward()
+
+    def undo() -> None:
+        model.set_requires_gradient_sync(True)
+        _loss(model).backward()
+        adam.zero_grad()
+
+    return undo
+
+
+MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "accumulating": (_accumulating, "in the middle of an accumulation"),
+    "without a reduction": (_unsynchronised, "in the middle of an accumulation"),
+}
+
+
+@pytest.mark.notices(
+    "`switch` with gradients that no step has used", where="FSDP2", answer="raises on all ranks, with nothing changed"
+)
+@pytest.mark.parametrize("case", MISUSES)
+def test_only_between_steps(ranks, case):
+    assert ranks(2)(misuse, case) == [[], []]
+
+
+def misuse(case: str) -> list[str]:
+    model, adam = started()
+    models.train(model, adam, range(2), WIDTH)
+    begin, said = MISUSES[case]
+    undo = begin(model, adam)
+    with pytest.raises(RuntimeError, match=said):
+        zerocast.switch(model, recipe(TARGETS["bf16"]))
+    undo()
+    found = models.complaints(model, "nothing has changed")
+    zerocast.switch(model, recipe(TARGETS["bf16"]))
+    return found + models.complaints(model, "and afterwards it can be")
+
+
+def within_a_pass() -> None:
+    """By a hook of a module, or of a gradient; then a backward pass of an earlier forward pass."""
+    model, adam = started()
+    models.train(model, adam, range(1), WIDTH)
+    said: list[str] = []
+
+    def switches(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match="within a forward or backward pass") as caught:
+            zerocast.switch(model, recipe(TARGETS["bf16"]))
+        said.append(str(caught.value))
+
+    handles = [model.blocks[1].register_forward_pre_hook(switches)]
+    handles += [model.blocks[0][1].register_full_backward_hook(switches)]
+    _loss(model).backward()
+    assert len(said) == 2
+    for handle in handles:
+        handle.remove()
+    adam.zero_grad()
+    loss = _loss(model)
+    zerocast.switch(model, recipe(TARGETS["mixed"]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_not_within_a_pass(ranks):
+    ranks(2)(within_a_pass)
+
+
+def refused() -> None:
+    model, _ = started()
+    outputs(model)
+    before = formats(model)
+    other = Recipe({"*.weight": "fp8_current"} if dist.get_rank() else {"blocks.0.*.weight": "fp8_current"})
+    cases: list[tuple[Recipe, str]] = [
+        (Recipe({"head": "nvfp4"}), "'head' matches no weight"),
+        (recipe(("mxfp8", "mxfp8", "mxfp8:block=32x32")) if dist.get_rank() else recipe(FORMATS), "to become mxfp8"),
+        (other, "to become"),
+    ]
+    for wrong, said in cases:
+        with pytest.raises(ValueError, match=said):
+            zerocast.switch(model, wrong)
+    assert formats(model) == before
+
+
+def test_recipes_that_cannot_be(ranks):
+    ranks(2)(refused)
+
+
+def runs_out() -> list[str]:
+    """Of memory, on one rank, as the new bytes are given storage: all go back, and go on."""
+    model, adam = started()
+    models.train(model, adam, range(2), WIDTH)
+    manager = models.manager(model)
+    bind, calls = manager.bind, []
+
+    def dies() -> None:
+        calls.append(None)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("injected")
+        bind()
+
+    manager.bind = dies  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError, match="rank 1: injected"):
+            zerocast.switch(model, recipe(TARGETS["mixed"]))
+    finally:
+        vars(manager).pop("bind", None)
+    found = models.complaints(model, "as before")
+    models.train(model, adam, range(2, 4), WIDTH)
+    found += models.complaints(model, "goes on")
+    zerocast.switch(model, recipe(TARGETS["mixed"]))
+    return found + models.complaints(model, "switches later")
+
+
+def test_memory_that_runs_out_on_one_rank(ranks):
+    assert ranks(2)(runs_out) == [[], []]
+
+
+def test_fsdp_modules_are_idle_between_steps(ranks):
+    """What `is_in_pass` looks at is there in this torch."""
+    assert ranks(1)(idle) == [False]
+
+
+def idle() -> bool:
+    model, adam = started()
+    models.train(model, adam, range(1), WIDTH)
+    assert isinstance(model, FSDPModule)
+    return models.manager(model).param_groups.is_in_pass

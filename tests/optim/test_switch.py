@@ -1,0 +1,421 @@
+"""zerocast.switch of a ZeroAdamW: the bytes of a run that starts in the new formats from the same masters, and what is refused."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerocast
+from tests.optim.faults import OutOfMemory
+from tests.optim.flight import slow_gathers
+from tests.optim.probe import MIXED, PLAIN, Spec
+from tests.optim.replayed import Case, Trainee, run_again
+from tests.optim.runs import Run, Trainer, assert_equals, snapshot
+from tests.optim.undistributed import F32, Undistributed, f32, np
+from tests.selection import worlds
+from zerocast import QuantizedWeight, Recipe, ZeroConfig, verify
+from zerocast.optim import EMA, Checkpoints, device_step, load, save
+
+CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
+OVERLAP = dataclasses.replace(CONFIG, overlap_all_gather=True)
+KEPT = dataclasses.replace(CONFIG, keep_columnwise=True)
+# matrices of the probe that are no QuantizedWeights
+PLAIN_MATRICES = {spec.name: "identity" for spec in MIXED if spec.fmt == PLAIN and len(spec.shape) > 1}
+BF16 = Recipe({}, default="identity")
+RECIPES = {
+    "bf16": BF16,
+    "fp8": Recipe(PLAIN_MATRICES, default="fp8_block"),
+    # weights that shared a bucket part; delayed scales begin, end and go on
+    "mixed": Recipe(
+        {
+            **PLAIN_MATRICES,
+            "delayed": "fp8_delayed:amax_history_len=3",
+            "recent": "fp8_current",
+            "current": "fp8_delayed:amax_history_len=4",
+            "mx": "mxfp4",
+            "square": "mxfp8",
+            "nv": "nvfp4",
+            "nv_late": "identity",
+        },
+        default="fp8_block",
+    ),
+}
+
+
+def switched(reference: Undistributed, recipe: Recipe) -> Undistributed:
+    """The same masters and moments, in the formats of another recipe."""
+    after = copy.deepcopy(reference)
+    for name, spec in reference.specs.items():
+        fmt = PLAIN if spec.fmt == PLAIN else str(recipe.format_of(name))
+        if fmt != str(zerocast.get_format(spec.fmt) if spec.fmt != PLAIN else PLAIN):
+            after.specs[name] = dataclasses.replace(spec, fmt=fmt)
+            _cast_anew(after, name)
+    return after
+
+
+def _cast_anew(reference: Undistributed, name: str) -> None:
+    spec = reference.specs[name]
+    reference.scale.pop(name, None)
+    reference.history.pop(name, None)
+    if spec.fmt.startswith("fp8_delayed"):
+        reference.scale[name] = f32(1)
+        reference.history[name] = np.zeros(zerocast.get_format(spec.fmt).amax_history_len, f32)
+        reference._cast(name)  # seeds the scale
+        seeded = reference.scale[name], reference.history[name]
+        reference._cast(name)
+        reference.scale[name], reference.history[name] = seeded
+        held = {"scale": seeded[0].reshape(1), "amax_history": seeded[1]}
+        reference.bytes[name] |= {key: value.view(np.uint8) for key, value in held.items()}
+    else:
+        reference._cast(name)
+
+
+def gradients(trainer: Trainer, step: int) -> Mapping[str, list[F32]]:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {spec.name: trainer.run.rounds(spec, step, ranks) for spec in MIXED}
+
+
+def check(names: tuple[str, ...], config: ZeroConfig) -> None:
+    """Steps, a switch, steps: always the reference's masters, moments, scales and bytes, by the same parameters."""
+    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED)
+    parameters = {name: id(parameter) for name, parameter in trainer.probe.named_parameters()}
+    step = 0
+    for name in names:
+        for _ in range(2):
+            trainer.step(step)
+            reference.step(gradients(trainer, step), trainer.run.options)
+            step += 1
+        zerocast.switch(trainer.probe, RECIPES[name])
+        reference = switched(reference, RECIPES[name])
+        assert_equals(trainer, reference, f"switched to {name}")
+        verify(trainer.optimizer).raise_for_differences()
+        trainer.step(step)
+        reference.step(gradients(trainer, step), trainer.run.options)
+        step += 1
+        assert_equals(trainer, reference, f"a step after the switch to {name}")
+    verify(trainer.optimizer).raise_for_differences()
+    assert {name: id(parameter) for name, parameter in trainer.probe.named_parameters()} == parameters
+
+
+@pytest.mark.parametrize("world", worlds(1, 2, 3, slow=[5]))
+def test_bytes_are_those_of_a_run_that_starts_with_the_recipe(ranks, world):
+    ranks(world)(check, ("bf16", "mixed", "fp8"), CONFIG)
+
+
+@pytest.mark.parametrize("config", [OVERLAP, KEPT], ids=["overlap", "kept"])
+def test_other_configurations(ranks, config):
+    ranks(2)(check, ("mixed", "bf16", "mixed"), config)
+
+
+def test_the_same_recipe_changes_nothing():
+    trainer = Trainer(Run(config=CONFIG))
+    trainer.step(0)
+    before, buffers = snapshot(trainer), trainer.optimizer._weights.buffers
+    zerocast.switch(trainer.optimizer, Recipe({s.name: s.fmt for s in MIXED if s.fmt != PLAIN}))
+    assert trainer.optimizer._weights.buffers is buffers
+    _assert_same(before, snapshot(trainer))
+
+
+def _assert_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    assert all((value == b[name]).all() for name, value in a.items())
+
+
+def test_a_gather_in_flight_lands_first(ranks):
+    ranks(2)(in_flight)
+
+
+def in_flight() -> None:
+    trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
+    with slow_gathers():
+        trainer.step(0)
+        assert trainer.optimizer._weights.gathers._flying
+        zerocast.switch(trainer.optimizer, RECIPES["mixed"])
+        assert trainer.optimizer._weights.gathers._flying
+        reference.step(gradients(trainer, 0), trainer.run.options)
+        assert_equals(trainer, switched(reference, RECIPES["mixed"]), "with both gathers in flight")
+
+
+# -- checkpoints
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpoints(ranks, world, tmp_path):
+    ranks(world)(checkpoints, str(tmp_path))
+
+
+def checkpoints(folder: str) -> None:
+    """What is saved after a switch resumes in the new formats; what was saved before loads as of another format."""
+    recipe = RECIPES["mixed"]
+    run = Run(config=CONFIG, specs=MIXED)
+    specs = tuple(_as(spec, recipe) for spec in MIXED)
+    trainer = Trainer(run)
+    trainer.step(0)
+    save(trainer.optimizer, f"{folder}/before")
+    saving = Checkpoints(f"{folder}/asynchronous", asynchronous=True)
+    saving.save(trainer.optimizer, 1)
+    zerocast.switch(trainer.optimizer, recipe)  # while that is being written
+    saving.wait()
+    trainer.step(1)
+    save(trainer.optimizer, f"{folder}/after")
+    fresh = Trainer(Run(config=CONFIG, specs=specs))
+    load(fresh.optimizer, f"{folder}/after")
+    _assert_alike(fresh, trainer)
+    for before in ("before", "asynchronous"):
+        for each in (fresh, trainer):
+            if before == "before":
+                load(each.optimizer, f"{folder}/before")
+            else:
+                assert Checkpoints(f"{folder}/asynchronous").load(each.optimizer) == 1
+            each.step(1)
+        _assert_alike(fresh, trainer)
+
+
+def _as(spec: Spec, recipe: Recipe) -> Spec:
+    if spec.fmt == PLAIN:
+        return spec
+    fmt = str(recipe.format_of(spec.name))
+    return dataclasses.replace(spec, fmt=PLAIN if fmt == "identity" else fmt)
+
+
+def _assert_alike(a: Trainer, b: Trainer) -> None:
+    """Live bytes and delayed scales; the two cut their masters otherwise."""
+    for name, parameter in a.probe.named_parameters():
+        other = b.probe.get_parameter(name)
+        held = {"rowwise_data": other.data} if not isinstance(other, QuantizedWeight) else other.state.buffers
+        ours = (
+            {"rowwise_data": parameter.data} if not isinstance(parameter, QuantizedWeight) else parameter.state.buffers
+        )
+        for key, value in ours.items():
+            if value is not None and not key.startswith("columnwise"):
+                assert torch.equal(value.view(-1).view(torch.uint8), held[key].reshape(-1).view(torch.uint8)), (
+                    name,
+                    key,
+                )
+    ours, theirs = (each.optimizer.state_dict()["zerocast"] for each in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name, state in ours.items():
+        assert all(torch.equal(value, theirs[name][key]) for key, value in state.items()), name
+
+
+# -- what is refused
+
+
+def _accumulating(trainer: Trainer) -> Any:
+    trainer.backward(1)
+    return trainer.optimizer.zero_grad
+
+
+def _in_no_sync(trainer: Trainer) -> Any:
+    context = trainer.optimizer.no_sync()
+    context.__enter__()
+
+    def leave() -> None:
+        context.__exit__(None, None, None)
+        trainer.optimizer.zero_grad()
+
+    return leave
+
+
+def _after_no_sync(trainer: Trainer) -> Any:
+    with trainer.optimizer.no_sync():
+        trainer.backward(1)
+    return trainer.optimizer.zero_grad
+
+
+def _averaged(trainer: Trainer) -> Any:
+    context = EMA(trainer.optimizer).swapped()
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+def _written(trainer: Trainer) -> Any:
+    parameter = trainer.probe.get_parameter("embedding")
+    before = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.add_(1)
+
+    def undo() -> None:
+        with torch.no_grad():
+            parameter.copy_(before)
+        trainer.optimizer._weights.gathers.reclaim()
+
+    return undo
+
+
+MISUSES: dict[str, tuple[Callable[[Trainer], Any], str]] = {
+    "accumulating": (_accumulating, "in the middle of an accumulation"),
+    "in no_sync": (_in_no_sync, "in the middle of an accumulation"),
+    "after no_sync": (_after_no_sync, "in the middle of an accumulation"),
+    "averaged": (_averaged, "leave it first"),
+    "written": (_written, "parameters were written since the last step, among embedding"),
+}
+
+
+@pytest.mark.notices(
+    "`switch` with gradients that no step has used, or in `no_sync`",
+    where="ZeroAdamW",
+    answer="raises on all ranks, with nothing changed",
+)
+@pytest.mark.parametrize("case", MISUSES)
+def test_only_between_steps(ranks, case):
+    ranks(2)(misuse, case)
+
+
+def misuse(case: str) -> None:
+    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+    trainer.step(0)
+    reference.step(gradients(trainer, 0), trainer.run.options)
+    begin, said = MISUSES[case]
+    undo = begin(trainer) if case != "written" or dist.get_rank() == 1 else lambda: None
+    with pytest.raises(RuntimeError, match=said):
+        zerocast.switch(trainer.optimizer, BF16)
+    undo()
+    assert_equals(trainer, reference, "nothing has changed")
+    zerocast.switch(trainer.optimizer, BF16)
+    assert_equals(trainer, switched(reference, BF16), "and afterwards it can be")
+
+
+def test_a_backward_pass_of_before_raises():
+    """Its forward pass has read other bytes. Between the two nothing else would notice."""
+    weight = nn.Module()
+    weight.w = nn.Parameter(torch.randn(32, 32))
+    zerocast.quantize_(weight, Recipe({}, default="nvfp4"), dtype=torch.bfloat16)
+    optimizer = zerocast.ZeroAdamW(weight.named_parameters())
+    x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    loss = nn.functional.linear(x, weight.w).sum()
+    zerocast.switch(optimizer, BF16)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "pattern": (Recipe({"head": "nvfp4"}), ValueError, "'head' matches no weight"),
+    "shape": (Recipe(PLAIN_MATRICES, default="nvfp4"), ValueError, "nvfp4 needs"),
+    "plain": (Recipe({}, default="fp8_block"), ValueError, "is a plain parameter and cannot become fp8_block"),
+    "type": ("identity", TypeError, "takes a zerocast.Recipe"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_recipes_that_cannot_be(case):
+    recipe, kind, said = REFUSED[case]
+    trainer = Trainer(Run(config=CONFIG))
+    before = snapshot(trainer)
+    with pytest.raises(kind, match=said):
+        zerocast.switch(trainer.optimizer, recipe)
+    _assert_same(before, snapshot(trainer))
+
+
+@pytest.mark.parametrize("what", [nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))]), 3])
+def test_what_owns_no_masters(what):
+    with pytest.raises(TypeError, match="owns masters"):
+        zerocast.switch(what, BF16)
+
+
+@pytest.mark.notices(
+    "ranks `switch` to different recipes", where="ZeroAdamW", answer="raises on all ranks, with nothing changed"
+)
+def test_ranks_with_other_recipes(ranks):
+    ranks(2)(other_recipes)
+
+
+def other_recipes() -> None:
+    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+    for mine in (BF16, Recipe(PLAIN_MATRICES)) if dist.get_rank() else (RECIPES["mixed"], RECIPES["fp8"]):
+        with pytest.raises(ValueError, match="to become"):
+            zerocast.switch(trainer.optimizer, mine)
+    assert_equals(trainer, reference, "nothing has changed")
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_memory_that_runs_out_on_one_rank(ranks, at):
+    """While the new buffers are made: all ranks go back."""
+    ranks(2)(out_of_memory, at)
+
+
+def out_of_memory(at: int) -> None:
+    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+    convert = trainer.optimizer._weights.convert
+
+    def dies(formats: Mapping[str, Any]) -> None:
+        with OutOfMemory(at):
+            convert(formats)
+
+    with mock.patch.object(trainer.optimizer._weights, "convert", dies if dist.get_rank() else convert):
+        part = trainer.optimizer.switch_part()
+    with (
+        mock.patch.object(trainer.optimizer, "switch_part", return_value=part),
+        pytest.raises(RuntimeError, match="rank 1: injected"),
+    ):
+        zerocast.switch(trainer.optimizer, BF16)
+    assert_equals(trainer, reference, "as before")
+    trainer.step(0)
+    reference.step(gradients(trainer, 0), trainer.run.options)
+    assert_equals(trainer, reference, "and it goes on")
+    zerocast.switch(trainer.optimizer, BF16)
+    assert_equals(trainer, switched(reference, BF16), "and switches later")
+
+
+def test_memory_that_runs_out_anywhere():
+    """On one rank: whatever operator it is, everything is as before, and can go on."""
+    counting = Trainer(Run(config=CONFIG))
+    with OutOfMemory(-1) as count:
+        zerocast.switch(counting.optimizer, RECIPES["mixed"])
+    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+    for at in range(0, count.count, 7):
+        with (
+            OutOfMemory(at, afterwards=at % 2 == 1),
+            pytest.raises((RuntimeError, torch.OutOfMemoryError), match="injected"),
+        ):
+            zerocast.switch(trainer.optimizer, RECIPES["mixed"])
+        assert_equals(trainer, reference, f"operator {at}")
+    trainer.step(0)
+    reference.step(gradients(trainer, 0), trainer.run.options)
+    assert_equals(trainer, reference, "goes on")
+
+
+def test_averages_go_on():
+    trainer, plain = Trainer(Run(config=CONFIG)), Trainer(Run(config=CONFIG))
+    averages = [EMA(each.optimizer, 0.5) for each in (trainer, plain)]
+    for each in (trainer, plain):
+        each.step(0)
+    zerocast.switch(trainer.optimizer, BF16)
+    for each in (trainer, plain):
+        each.step(1)
+    ours, theirs = (average.state_dict()["model"] for average in averages)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    with averages[0].swapped():
+        verify(trainer.optimizer).raise_for_differences()
+    verify(trainer.optimizer).raise_for_differences()
+
+
+def test_captured_steps_are_captured_again():
+    trainees = [Trainee(Case()) for _ in range(2)]
+    captured, eager = trainees
+    with (
+        mock.patch.object(device_step, "cuda_graph", run_again),
+        mock.patch.object(device_step.CapturedStep.__init__, "__defaults__", (run_again,)),
+        mock.patch("zerocast.optim.zero_adamw.check_capturable"),
+    ):
+        step = captured.optimizer.capture(captured.case.max_norm)
+    unknown = captured.capture()  # of which the optimizer does not know
+    for number in range(4):
+        for trainee in trainees:
+            trainee.gradients(number)
+        step()
+        eager.ordinary_step()
+        if number == 1:
+            for trainee in trainees:
+                trainee.optimizer.zero_grad()
+                zerocast.switch(trainee.optimizer, RECIPES["mixed"])
+            assert captured.held().keys() == eager.held().keys()
+    _assert_same(captured.held(), eager.held())
+    with pytest.raises(RuntimeError, match="moved since the step was captured"):
+        unknown()

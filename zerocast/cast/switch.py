@@ -1,0 +1,171 @@
+"""switch: other formats for the weights of a run, between two steps and from the same masters.
+
+Masters do not depend on formats, so bytes in another format are one cast away. What was built for
+the present ones (buffers, gathers, plans, captured graphs) is built anew by who owns the masters:
+each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same phases.
+Until the last phase every rank can still go back, and all do if one of them must.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Group
+from zerocast.formats import FormatSpec
+from zerocast.formats.layout import Shape, check_shape
+from zerocast.formats.recipe import Recipe
+from zerocast.verification.master_views import owners_of
+from zerocast.weight import state as weight_state
+
+Formats = Mapping[str, FormatSpec]
+CALL = "switches to another recipe"
+
+
+@dataclass(frozen=True)
+class SwitchPart:
+    """What one owner of masters does in a switch. Its calls are given the new formats by name, of
+    the weights that change.
+
+    Attributes:
+        groups: the ranks that switch together.
+        weights: format and shape of each quantized weight by name.
+        plain: the names of its other parameters of two or more dimensions.
+        check: raises where a switch would be wrong now. Local.
+        convert: gives the weights formats and storage. Local; it may run out of memory.
+        recast: makes the bytes and all that depends on where they lie. Collective.
+        held: the objects that `convert` and `recast` change, which get their attributes back if
+            anything raises.
+    """
+
+    groups: Sequence[Group]
+    weights: Mapping[str, tuple[FormatSpec, Shape]]
+    plain: Collection[str]
+    check: Callable[[Formats], None]
+    convert: Callable[[Formats], None]
+    recast: Callable[[Formats], None]
+    held: Sequence[Any]
+
+    def changes(self, recipe: Recipe) -> dict[str, FormatSpec]:
+        """The new formats of the weights whose format changes. ValueError for what cannot be."""
+        for name in self.plain:
+            if recipe.format_of(name).element is not None:
+                raise ValueError(
+                    f"{name} is a plain parameter and cannot become {recipe.format_of(name)}: match it with 'identity', or "
+                    "begin with it quantized and switch it to 'identity' until it is to change"
+                )
+        changed = {
+            name: recipe.format_of(name) for name, (fmt, _) in self.weights.items() if recipe.format_of(name) != fmt
+        }
+        for name, fmt in changed.items():
+            try:
+                check_shape(fmt, self.weights[name][1])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return changed
+
+
+@runtime_checkable
+class Switchable(Protocol):
+    """An owner of masters whose weights can change their formats."""
+
+    def switch_part(self) -> SwitchPart:
+        """Its part in a switch of now."""
+        ...
+
+
+@torch.no_grad()
+def switch(model_or_optimizer_or_plan: Any, recipe: Recipe) -> None:
+    """Give the quantized weights the formats of `recipe`, cast anew from their masters; call it
+    between two steps, on all ranks.
+
+    Accepts a ZeroAdamW, a CastPlan, a model whose weights have such an owner, and a model or
+    optimizer under `zerocast.fsdp2`. Afterwards weights, scales and delayed histories are those of
+    a run that has just begun with this recipe from the same masters; masters, moments and step
+    counts stay. A weight whose format does not change keeps its bytes and its history. Parameters
+    stay the same objects: an `identity` weight is a QuantizedWeight that holds the master rounded
+    to its nominal dtype, and can be switched again. Compiled functions are compiled again, captured
+    steps are captured again. The old bytes are freed at the end.
+
+    Raises, on every rank and with nothing changed, TypeError for what owns no masters and anything
+    but a Recipe; ValueError for a pattern that matches nothing, a shape that a format cannot take,
+    a plain parameter that is to be quantized, and recipes that differ between ranks; RuntimeError
+    in the middle of a step (gradients that no step has used, `no_sync`, a backward pass), for
+    partial or foreign writes, within `average.swapped()`, and for a host whose buffers cannot
+    change.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"switch takes a zerocast.Recipe, got {recipe!r}")
+    parts = [_part_of(owner) for owner in _owners_of(model_or_optimizer_or_plan)]
+    changes: list[Formats] = [{} for _ in parts]
+    problem: Exception | None = None
+    try:
+        recipe.check_used([name for part in parts for name in (*part.weights, *part.plain)])
+        changes = [part.changes(recipe) for part in parts]
+        for part, formats in zip(parts, changes, strict=True):
+            part.check(formats)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    _validate(parts, changes, problem)
+    if not any(changes):
+        return
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(_restored(part.held))
+        try:
+            for part, formats in zip(parts, changes, strict=True):
+                part.convert(formats)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        _validate(parts, [{} for _ in parts], problem)
+        for part, formats in zip(parts, changes, strict=True):
+            part.recast(formats)
+
+
+def _owners_of(what: Any) -> list[Any]:
+    owners, _, _ = owners_of(what)
+    if not owners:
+        raise TypeError(
+            f"switch takes an optimizer, model or plan that owns masters, got {type(what).__name__}: build the optimizer first"
+        )
+    return list(owners)
+
+
+def _part_of(owner: Any) -> SwitchPart:
+    if isinstance(owner, Switchable):
+        return owner.switch_part()
+    raise RuntimeError(
+        f"the weights of a {type(owner).__name__} lie in buffers that its host has cut for their present format: save a "
+        "checkpoint, which holds no format, build the model with the new recipe and load it"
+    )
+
+
+def _validate(parts: Sequence[SwitchPart], changes: Sequence[Formats], problem: Exception | None) -> None:
+    """Raise on every rank what is wrong on any, once all groups have heard of it."""
+    errors: list[Exception] = []
+    for part, formats in zip(parts, changes, strict=True):
+        lines = [f"{name}, {fmt}, to become {formats.get(name, fmt)}" for name, (fmt, _) in part.weights.items()]
+        for group in part.groups:
+            try:
+                validate_across_ranks(group, lines, problem, CALL)
+            except (RuntimeError, TypeError, ValueError) as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def _restored(objects: Sequence[Any]) -> Iterator[None]:
+    """Give the objects their present attributes back if the body raises."""
+    before = [dict(vars(each)) for each in objects]
+    try:
+        yield
+    except BaseException:
+        for each, attributes in zip(objects, before, strict=True):
+            vars(each).clear()
+            vars(each).update(attributes)
+        weight_state.moved()
+        raise
