@@ -86,6 +86,12 @@ class TrainConfig:
     """Steps between two checkpoints, the last step included; 0 writes none."""
     resume: bool = False
     """Continue from the newest checkpoint in `out`, at any number of ranks."""
+    elastic: bool = False
+    """The same, and begin where there is none: for `torchrun --max-restarts`, whose restarts have
+    the arguments of the first start.
+    """
+    timeout: float = 1800.0
+    """Seconds after which a collective gives a rank up that has not come."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is CUDA when there is a GPU for every rank of this host, else CPU."""
 
@@ -96,6 +102,8 @@ class TrainConfig:
         for name in ("warmup_steps", "measure_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
         if not 0 <= self.late_share <= 1:
             raise ValueError(f"late_share lies between 0 and 1, got {self.late_share}")
         if self.format == "bf16" and not self.keep_masters:

@@ -219,10 +219,13 @@ def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
     """Begin at step 0, or at the newest checkpoint."""
     model = build_model(config, world.device)
     optimizer = build_optimizer(model, config)
-    try:
-        step = checkpoint.load_newest(optimizer, config.out) if config.resume else 0
-    except FileNotFoundError as error:
-        raise SystemExit(f"--resume: {error}; without it a run begins at step 0") from None
+    step = 0
+    if config.resume or config.elastic:
+        try:
+            step = checkpoint.load_newest(optimizer, config.out)
+        except FileNotFoundError as error:  # raised on all ranks or on none
+            if config.resume:
+                raise SystemExit(f"--resume: {error}; without it a run begins at step 0") from None
     if config.format_at(step) != config.quantized:
         switch(model, config, step)
         if step:  # once more, for the delayed scales of this format
@@ -242,7 +245,7 @@ def main(config: TrainConfig) -> Record:
     """
     if config.deterministic:
         make_deterministic()
-    world = World.join(config.device)
+    world = World.join(config.device, config.timeout)
     try:
         corpus = Corpus.load(config.data, config.model.context)
         step, model, optimizer = start(config, world)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ class World:
     device: torch.device
 
     @classmethod
-    def join(cls, device: str) -> "World":
+    def join(cls, device: str, timeout: float = 1800.0) -> "World":
         """Join the ranks that torchrun started, over NCCL for CUDA or gloo; without torchrun,
-        stay alone.
+        stay alone. A collective waits `timeout` seconds for a rank.
         """
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default))
@@ -30,7 +31,11 @@ class World:
         if use_cuda:
             torch.cuda.set_device(place)
         if "RANK" in os.environ:
-            dist.init_process_group("nccl" if use_cuda else "gloo", device_id=place if use_cuda else None)
+            dist.init_process_group(
+                "nccl" if use_cuda else "gloo",
+                timeout=timedelta(seconds=timeout),
+                device_id=place if use_cuda else None,
+            )
         return cls(rank, size, place)
 
     def share(self, slices: int) -> "World":

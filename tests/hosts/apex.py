@@ -46,7 +46,7 @@ class Fused(HostUnderTest):
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:
         """A backward pass is Apex's."""
-        return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"again", "load"}}
+        return {"step": {"again", "load"}, "load": {"again", "load"}, "refresh": {"load"}}
 
     def phases(self, number: int) -> Calls:
         """The gather is a part of the step; memory that runs out in Apex's `zero_grad` finds the step taken."""
