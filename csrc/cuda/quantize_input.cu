@@ -12,9 +12,9 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kMostAmaxBlocks = 2048;             // each ends with atomics on one word
-constexpr int kTimes = 4;                         // loads of a thread in flight together
-constexpr int kTokens = 2 * kElements;            // codes of one store of a turned row
+constexpr int kMostAmaxBlocks = 2048;   // each ends with atomics on one word
+constexpr int kTimes = 4;               // loads of a thread in flight together
+constexpr int kTokens = 2 * kElements;  // codes of one store of a turned row
 constexpr int kBlockElements = kThreads * kElements * kTimes;
 
 template <class In, class E>
