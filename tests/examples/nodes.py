@@ -65,7 +65,6 @@ class Nodes:
         return (self.folder / f"agent{node}.log").read_text(errors="replace")
 
     def end(self) -> None:
-        """End every process."""
         for process in self._started:
             for one in self._family(process.pid):
                 with contextlib.suppress(ProcessLookupError):

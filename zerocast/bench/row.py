@@ -86,9 +86,9 @@ AMAX_AND_CAST = Work(
 TRANSPOSE = Work(
     "transpose", work.transpose, lambda traffic: traffic.transpose, "columnwise copies of all weights, once gathered"
 )
-UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast, "weights dequantized to bf16, for a product")
+UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast, "E4M3 operands of 4-bit weights, for a product")
 UPCAST_TRANSPOSED = Work(
-    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same of the columnwise copies"
+    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same of the transposed weights"
 )
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam, "AdamW on the shard, without a cast")
 QUANTIZE_GRADIENT = Work(
