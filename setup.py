@@ -131,7 +131,12 @@ def readme(url: str | None) -> str:
 
 def urls(url: str | None) -> dict[str, str]:
     """What a package index links to."""
-    pages = {"Source": "", "Documentation": "/tree/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md", "Issues": "/issues"}
+    pages = {
+        "Source": "",
+        "Documentation": "/tree/HEAD/docs",
+        "Changelog": "/blob/HEAD/CHANGELOG.md",
+        "Issues": "/issues",
+    }
     return {name: url + page for name, page in pages.items()} if url else {}
 
 
