@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -33,6 +34,16 @@ def pytest_collection_finish() -> None:
     """Every test module is imported by now. Each process of a run has one thread, as each rank has."""
     freeze_modules()
     torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last thing before the verdict: what was skipped, one line a reason."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:>6,}  {reason}")
 
 
 @pytest.fixture(scope="session")
