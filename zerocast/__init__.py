@@ -5,7 +5,7 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
     quantize_, Recipe, get_format, FormatSpec   which weights of a model take which format
     ZeroAdamW, ZeroConfig                       AdamW over sharded masters that casts and gathers
     fsdp2                                       the same weights under torch's fully_shard
-    CastPlan                                    a cast of masters that an optimizer of your own steps
+    CastPlan                                    a cast of masters that your optimizer steps
     switch                                      other formats in the middle of a run
     quantize_master_weights,
     post_all_gather_processing                  TransformerEngine's calls
