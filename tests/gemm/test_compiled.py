@@ -126,9 +126,14 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     assert graphs.kept() <= plain.kept()
     forward, backward = graphs.counts("forward"), graphs.counts("backward")
     opaque, plain_product = "zerocast.multiply.default", "aten._scaled_mm.default"
-    products = [plain_product if wish == "scaled_mm" else opaque, plain_product if wish == "scaled_mm" and on_demand else opaque]
+    products = [
+        plain_product if wish == "scaled_mm" else opaque,
+        plain_product if wish == "scaled_mm" and on_demand else opaque,
+    ]
     assert [forward[products[0]], backward[products[1]]] == [3, 3]
-    assert backward.pop("zerocast.columnwise_copy.default", 0) == 3 * (products[1] == plain_product), "made by its product"
+    assert backward.pop("zerocast.columnwise_copy.default", 0) == 3 * (products[1] == plain_product), (
+        "made by its product"
+    )
     ours = {name for name in forward | backward if name.startswith("zerocast")}
     assert ours <= {opaque}, "neither a dequantized nor a kept transposed weight is a value of a graph"
     if wish == "scaled_mm":
