@@ -126,6 +126,7 @@ def transposed_copy(
 def transposed_fake(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `transposed_copy`."""
     data_shape, scale_shape, scale_dtype = _columnwise_shapes(format, rows, columns)
     return row_data.new_empty(data_shape), row_data.new_empty(scale_shape, dtype=scale_dtype)
 
