@@ -21,9 +21,12 @@ hypothesis.settings.load_profile("zerocast")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is long where kernels are interpreted is slow there."""
+    """What is long where kernels are interpreted is slow there, what is long for each SIMD level at all but the highest."""
+    lower = [name for name in _at_every_level() if "@" in name][1:]
     for item in items:
         if item.get_closest_marker("long_interpreted") and any(map(is_interpreted, item.callspec.params.values())):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("long_at_every_level") and any(p in lower for p in item.callspec.params.values()):
             item.add_marker(pytest.mark.slow)
 
 
