@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests import casts
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, weight_bytes
+from tests.workers import error_of
 from zerocast import ZeroConfig
 from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
@@ -92,6 +93,43 @@ def test_every_thread_waits(ranks):
 def test_a_gather_that_fails_is_tried_again_by_the_next_thread(ranks):
     """One thread hears of the failure; those that waited behind it try again."""
     assert ranks(2)(threads, True) == [["a rank died"], ["a rank died"]]
+
+
+def read_meanwhile() -> list[str]:
+    """A thread reads all weights while the first gather begins, and another one computes with one; what the latter says."""
+    eager = Trainer(Run(SPECS, config=EAGER))
+    eager.step(0)
+    trainer, before = Trainer(Run(SPECS, config=OVERLAP)), Group.all_gather_into
+    begin, futures, said = late([]), [], []
+    with ThreadPoolExecutor(2) as pool:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = begin(*args, **kwargs)
+            if not futures and kwargs["what"].startswith("weight bytes"):
+                said.append(pool.submit(error_of, trainer.probe.get_parameter("nv").dequantize).result())
+                futures.append(pool.submit(weight_bytes, trainer.probe))
+                time.sleep(0.1)
+            return work
+
+        Group.all_gather_into = call  # type: ignore[method-assign]
+        try:
+            trainer.step(0)
+        finally:
+            Group.all_gather_into = before  # type: ignore[method-assign]
+        wanted, found = weight_bytes(eager.probe), futures[0].result()
+        for name in QUANTIZED:
+            casts.assert_same_bytes(found[name], wanted[name], name)
+    return said
+
+
+@pytest.mark.notices(
+    "a thread computes with weights while another one steps",
+    where="ZeroAdamW",
+    answer="raises; what reads bytes once gathers have begun waits",
+)
+def test_a_thread_that_reads_within_a_step(ranks):
+    for said in ranks(2)(read_meanwhile):
+        assert "another thread is in the middle of an optimizer step" in said[0]
 
 
 class Stream:
