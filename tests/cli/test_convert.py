@@ -11,10 +11,10 @@ from torch import nn
 
 import zerocast
 from tests.checkpoint.sources.written import KINDS, values
-from tests.checkpoint.test_export import compressed, compressed_mx, deepseek, modelopt
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from tests.optim.test_resume import train
+from tests.serve.test_export import compressed, compressed_mx, deepseek, modelopt
 from zerocast import QuantizedWeight, optim
 from zerocast.checkpoint.sources import open_source
 from zerocast.checkpoint.sources.source import Span, read_span
