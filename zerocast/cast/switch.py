@@ -99,6 +99,10 @@ def switch(model_or_optimizer_or_plan: Any, recipe: Recipe) -> None:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"switch takes a zerocast.Recipe, got {recipe!r}")
+    if recipe.share_amax:
+        raise ValueError(
+            "share_amax is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
+        )
     parts = [_part_of(owner) for owner in _owners_of(model_or_optimizer_or_plan)]
     changes: list[Formats] = [{} for _ in parts]
     problem: Exception | None = None
