@@ -5,6 +5,7 @@ where an algorithm says otherwise by its name. Modules that are not quantized ar
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from zerocast.serve.namings import NAMINGS
@@ -57,13 +58,11 @@ def _compressed_tensors(modules: Modules, ignore: list[str]) -> dict[str, Any]:
 
 
 def _modelopt(modules: Modules, ignore: list[str]) -> dict[str, Any]:
-    from zerocast import __version__  # noqa: PLC0415 - which imports this
-
     algorithms = {fmt: NAMINGS["modelopt"][fmt].algorithm for fmt in modules}
     sizes = {fmt: {"group_size": _GROUP_SIZES[fmt]} for fmt in modules if fmt in _GROUP_SIZES}
     config: dict[str, Any] = {
         "quant_method": "modelopt",
-        "producer": {"name": "zerocast", "version": __version__},
+        "producer": {"name": "zerocast", "version": metadata.version("zerocast")},
         "ignore": ignore,
     }
     if len({*algorithms.values()}) == 1:
