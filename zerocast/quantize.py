@@ -1,6 +1,6 @@
 """quantize_: replace the matched weights of an ordinary module by QuantizedWeight parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -11,6 +11,7 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe, RecipeLike
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
 
@@ -50,7 +51,9 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
         if chosen.setdefault(parameter, fmt) != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {chosen[parameter]} and {fmt}")
     names: dict[Tensor, str] = {parameter: name for name, parameter in reversed(weights.items())}
-    new = {p: _quantized(names[p], p, fmt, dtype or p.dtype) for p, fmt in chosen.items()}
+    shared = recipe.shared_amaxes(list(names.values())[::-1])
+    new = {p: _quantized(names[p], p, fmt, dtype or p.dtype, shared.get(names[p])) for p, fmt in chosen.items()}
+    _cast_initially(new)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in new:
@@ -96,15 +99,28 @@ def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec
                     raise ValueError(f"{name} is {what} and cannot be {fmt}: match it with 'identity'")
 
 
-def _quantized(name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Parameter:
+def _quantized(
+    name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype, shared: SharedAmax | None
+) -> nn.Parameter:
     value = parameter.detach()
     weight = QuantizedWeight.empty(value.shape, fmt, dtype, value.device)
-    cast_whole(weight, value, seed=True)
-    weight.high_precision_init_val, weight.state.name = value, name
+    weight.state.name, weight.state.shared_amax = name, shared
     new = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     for key, attribute in vars(parameter).items():
         setattr(new, key, attribute)
     return new
+
+
+def _cast_initially(new: Mapping[Tensor, nn.Parameter]) -> None:
+    """Cast the values of new weights; those that share a tensor amax together."""
+    groups: dict[object, list[tuple[QuantizedWeight, Tensor]]] = {}
+    for parameter, weight in new.items():
+        assert isinstance(weight, QuantizedWeight)
+        groups.setdefault(weight.state.shared_amax or id(weight), []).append((weight, parameter.detach()))
+    for members in groups.values():
+        cast_together([weight for weight, _ in members], [value for _, value in members], seed=True)
+        for member, value in members:
+            member.high_precision_init_val = value
 
 
 def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False, claim: Claim | None = None) -> None:
@@ -113,8 +129,16 @@ def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False, cl
     With `seed`, the amax of this value also gives the delayed scale. A weight that has an owner is
     written only for it, with its `claim`.
     """
-    has_masters = weight.state.freshness.has_masters
-    plan = CastPlan([weight], [value.reshape(-1).float()], [0], ONE_PROCESS, claim=claim)
+    cast_together([weight], [value], seed=seed, claim=claim)
+
+
+def cast_together(
+    weights: Sequence[QuantizedWeight], values: Sequence[Tensor], *, seed: bool = False, claim: Claim | None = None
+) -> None:
+    """Cast whole weights like `cast_whole`, all of those that share a tensor amax."""
+    has_masters = weights[0].state.freshness.has_masters
+    masters = [value.reshape(-1).float() for value in values]
+    plan = CastPlan(weights, masters, [0] * len(masters), ONE_PROCESS, claim=claim)
     plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
     if seed:
         plan.delayed.forget()

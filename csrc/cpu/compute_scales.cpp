@@ -63,7 +63,12 @@ struct Stage {
   void tensor_amax(const Weight& w) const {
     const GridShape grid = grid_shape(format.block, w.rows(), w.columns());
     const auto* first = reinterpret_cast<const void*>(packed_at(w[column::ROW_AMAX]));
-    *amax(w) = loops.grid_amax(packed.dtype, first, grid.down * grid.across);
+    float most = loops.grid_amax(packed.dtype, first, grid.down * grid.across);
+    if (format.scale_rule == ScaleRule::kTwoLevel && w[column::SHARED_AMAX] >= 0) {
+      const auto* shared = reinterpret_cast<const void*>(packed_at(w[column::SHARED_AMAX]));
+      most = std::max(most, loops.grid_amax(packed.dtype, shared, 1));
+    }
+    *amax(w) = most;
   }
 
   // Computes the stored scales of consecutive blocks of a weight.

@@ -25,7 +25,8 @@ __global__ void partial_maxima_kernel(Format format, const int64_t* table, Amaxe
   const Weight w{table + static_cast<int64_t>(blockIdx.x) / kPartialAmaxes * column::WIDTH};
   const int64_t count = row_amaxes(format, w), first = w[column::ROW_AMAX];
   const int64_t step = static_cast<int64_t>(kPartialAmaxes) * blockDim.x;
-  float most = 0.0f;
+  const int64_t shared = w[column::SHARED_AMAX];  // read by all, so that no warp diverges
+  float most = format.scale_rule == ScaleRule::kTwoLevel && shared >= 0 ? packed.load(shared) : 0.0f;
 #pragma unroll 4
   for (int64_t i = blockIdx.x % kPartialAmaxes * blockDim.x + threadIdx.x; i < count; i += step) {
     most = fmaxf(most, packed.load(first + i));

@@ -42,11 +42,11 @@ def made(name: str) -> nn.Module:
     return model
 
 
-def quantized(name: str, fmt: str, share_amax: Any = None) -> nn.Module:
+def quantized(name: str, fmt: str, share_amax: Any = ()) -> nn.Module:
     """FP32 parameters besides the quantized ones, whose nominal dtype is bf16, as in training."""
     model = made(name)
     matched = {p: fmt for p in ("*_proj.weight", "*.experts.*") if "moe" in name or "mixtral" in name or "proj" in p}
-    return zerocast.quantize_(model, Recipe(matched), dtype=torch.bfloat16)
+    return zerocast.quantize_(model, Recipe(matched, share_amax=share_amax), dtype=torch.bfloat16)
 
 
 def in_bf16(model: nn.Module) -> nn.Module:

@@ -80,6 +80,20 @@ def test_formats_beside_each_other(tmp_path: Path) -> None:
         assert torch.equal(logits(found), logits(wanted))
 
 
+@pytest.mark.parametrize("naming", ["compressed-tensors", "modelopt"])
+def test_unequal_scales_of_fused_weights(tmp_path: Path, naming: str, caplog: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"2 groups of weights that engines fuse .* to 0.\d\d of their values: train with"
+    ):
+        export_hf(quantized("llama", "nvfp4"), tmp_path / "out", naming)
+    assert not list(tmp_path.iterdir())
+    export_hf(quantized("llama", "nvfp4"), tmp_path / "warned", naming, allow_unequal_scales=True)
+    assert "groups of weights that engines fuse" in caplog.text
+    caplog.clear()
+    export_hf(quantized("llama", "nvfp4", "llama"), tmp_path / "out", naming)
+    assert not caplog.text
+
+
 def _transposed() -> nn.Module:
     return zerocast.quantize_(made("gpt2"), Recipe({"*.c_fc.weight": "fp8_block"}), dtype=torch.bfloat16)
 

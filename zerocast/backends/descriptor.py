@@ -23,6 +23,7 @@ class Column(enum.IntEnum):
     MASTER_OFFSET = 5  # of element START
     ROW_AMAX = 6  # of the first rowwise amax in the packed buffer; the grid is not padded
     COLUMN_AMAX = 7  # of the first amax of an own columnwise grid
+    SHARED_AMAX = 7  # two-level scales, which have no such grid: of a tensor amax that several weights share
     ROW_DATA_BASE = 8
     ROW_DATA_OFFSET = 9  # of element 0 of the weight; negative if only a later shard is stored
     COLUMN_DATA_BASE = 10

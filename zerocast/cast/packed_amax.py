@@ -9,15 +9,18 @@ write the whole of it, so each needs the other's element. Non-owners send -Inf. 
 MAX; it is sent as a flag.
 
 Where a host keeps the amax history of a weight, its amax grows until the host takes it: what is
-there on any rank goes into the same reduction. Then come two numbers by which ranks that are in
+there on any rank goes into the same reduction.
+
+Weights that share a tensor amax have one more place for it, in which each rank enters the largest
+that it has measured of any of them. Then come two numbers by which ranks that are in
 different calls find out (`SameCall`).
 
 Where the caller gathers scales, a rank needs only the amaxes of the rows around its span. These lie
 last, different ones on every rank, and are not reduced. The rows of blocks that a cut divides are
 copied to places among the reduced amaxes that all ranks know, and back.
 
-    | all amaxes of a weight, ... | cut rows of blocks | boundary bytes | call |  own amaxes  |
-    |<------------------------- reduced ------------------------------------->|<- not reduced ->|
+    | amaxes of a weight, ... | shared | cut rows of blocks | boundary bytes | call | own amaxes |
+    |<------------------------------ reduced ----------------------------------->|<- not reduced ->|
 """
 
 import itertools
@@ -34,6 +37,7 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Ownership
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
 from zerocast.formats.layout import amax_counts, amax_grid
+from zerocast.formats.shared_amax import groups_cast_together
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,13 @@ class PackedAmax(AmaxReduction):
         self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
         everywhere = [index for index in cast if self._shards[index].cuts is None]
         gathered = [index for index in cast if self._shards[index].cuts is not None]
-        self.offsets, size = self._place(everywhere, 0)
+        weights = {index: self._shards[index].weight for index in cast}
+        groups = groups_cast_together({i: (w.state.shared_amax, w.format) for i, w in weights.items()})
+        # members of a group lie behind each other, before all others
+        together = list(dict.fromkeys([index for group in groups for index in group] + everywhere))
+        self.offsets, size = self._place(together, 0)
+        self.shared = {index: size + slot for slot, group in enumerate(groups) for index in group}
+        size += len(groups)
         dtypes = {self._dtype(index) for index in cast if self._has_amaxes(index)}
         for index in everywhere:
             self.boundary_bytes += boundary_bytes(index, partition.ownership)
@@ -93,6 +103,13 @@ class PackedAmax(AmaxReduction):
             for side in (0, 1)
             if byte.owners[1 - side] == group.rank
         ]
+        self._ends = ends = [0, *(self._end(group[-1]) for group in groups)]
+        self._segments = torch.tensor(ends, dtype=torch.int64, device=device)
+        per_tensor = [index for index in self.shared if self._shards[index].weight.format.block is None]
+        self._per_tensor = torch.tensor(
+            [self.offsets[index][0] for index in per_tensor], dtype=torch.int64, device=device
+        )
+        self._shared_of = torch.tensor([self.shared[index] for index in per_tensor], dtype=torch.int64, device=device)
         self._external_slots = torch.tensor([self.offsets[index][0] for index in self._external], device=device)
         self._here, self._there = (place.to(device) for place in self._cut_places(gathered, size))
 
@@ -106,11 +123,14 @@ class PackedAmax(AmaxReduction):
     def reduce(self) -> None:
         """The one collective of a cast."""
         self._put_external()
+        self._put_shared()
         self._put_boundary()
         if self._here.numel():
             self.buffer[self._there] = self.buffer[self._here]
         if self._reduced.numel():
             self._group.all_reduce_max(self._reduced, "the packed amaxes of a cast")
+        if self._per_tensor.numel():
+            self.buffer[self._per_tensor] = self.buffer[self._shared_of]
         if self.same_call:
             self.same_call.reduced()
         if self._here.numel():
@@ -161,6 +181,17 @@ class PackedAmax(AmaxReduction):
                     nan = value.isnan()
                     self._values[2 * slot + side] = value.masked_fill(nan, -torch.inf)
                     self._is_nan[2 * slot + side] = nan
+
+    def _end(self, index: int) -> int:
+        """Where the amaxes of a weight end."""
+        return self.offsets[index][0] + sum(_counts(self._shards[index]))
+
+    def _put_shared(self) -> None:
+        """Enter the largest amax that this rank has measured of each group."""
+        if self.shared:
+            first, end = min(self.shared.values()), int(self._ends[-1])
+            largest = torch.segment_reduce(self.buffer[:end], "max", offsets=self._segments, initial=0)
+            self.buffer[first : first + largest.numel()] = largest
 
     def _put_external(self) -> None:
         """Enter the amaxes that hosts keep, as they have grown so far."""

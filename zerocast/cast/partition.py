@@ -124,7 +124,8 @@ def partition(
 
 
 def _fingerprint(weight: QuantizedWeight) -> str:
-    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}"
+    shared = f" with the amax of {weight.state.shared_amax}" if weight.state.shared_amax else ""
+    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}{shared}"
 
 
 def _gathered(cuts: range | None) -> str:

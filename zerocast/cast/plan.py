@@ -399,7 +399,8 @@ class CastPlan:
                 continue  # others compute its scales
             master = torch.float32 if shard.master is None else shard.master.dtype
             table = tables.of(shard.weight, master)
-            table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
+            shared = self.packed.shared.get(index, -1)
+            table.add_shard(shard, self.packed.offsets[index], self._param_groups[index], shared)
         boundary = WeightTables(device, self.backend)
         for index, element, slot in self.packed.boundary_elements:
             shard = self._partition.shards[index]

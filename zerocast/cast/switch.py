@@ -98,6 +98,10 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     change.
     """
     recipe = Recipe.of(recipe)
+    if recipe.share_amax:
+        raise ValueError(
+            "share_amax is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
+        )
     parts = [_part_of(owner) for owner in _owners_of(model_or_optimizer_or_plan)]
     changes: list[Formats] = [{} for _ in parts]
     problem: Exception | None = None

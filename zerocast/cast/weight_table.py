@@ -60,9 +60,15 @@ class WeightTable:
         self.buffers |= {name: StorageTable(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
         self.buffers |= {name: StorageTable(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
 
-    def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
-        """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
+    def add(
+        self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0, shared: int = -1
+    ) -> list[int]:
+        """Append a weight of which this rank owns nothing; returns its row, for `set_span`. Its
+        tensor amax is the one at `shared`, if that is larger.
+        """
         row = self._row(weight.matrix_shape, place, group)
+        if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
+            row[Column.SHARED_AMAX] = shared
         for name, (base, offset) in _BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
             if tensor is not None:
@@ -86,9 +92,9 @@ class WeightTable:
         self._groups.append(group)
         return row
 
-    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int = 0) -> None:
+    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int = 0, shared: int = -1) -> None:
         """Append a weight with what this rank owns of it, and its parameter group."""
-        row = self.add(shard.weight, place, group)
+        row = self.add(shard.weight, place, group, shared)
         if shard.master is not None:
             self.set_span(row, shard, shard.span, shard.master)
         if shard.cuts is not None:

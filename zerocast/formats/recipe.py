@@ -1,10 +1,11 @@
 """Recipe: maps parameter names to formats by glob patterns; the first match wins."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerocast.formats import FormatSpec, get_format
+from zerocast.formats.shared_amax import Patterns, SharedAmax, check_group, groups_of, patterns_of
 
 
 @dataclass(frozen=True, init=False)
@@ -14,16 +15,29 @@ class Recipe:
     Patterns are globs, tried in order; values are FormatSpecs or format names. Where a recipe is
     asked for, such a mapping may stand for it. Raises TypeError for patterns that are no mapping,
     ValueError for an unknown format.
+
+    `share_amax` lets weights that engines fuse take one tensor amax, that of the largest: groups of
+    patterns, such as `[("*.q_proj.weight", "*.k_proj.weight")]`, or "llama" for query, key and
+    value, and for gate and up. Weights belong together whose names match patterns of one group with
+    the same text in place of the `*`. It concerns nvfp4 and fp8_current; formats without a tensor
+    amax share nothing. ValueError for formats that differ within a group, and for fp8_delayed.
     """
 
     patterns: tuple[tuple[str, FormatSpec], ...]
     default: FormatSpec
+    share_amax: Patterns = ()
 
-    def __init__(self, patterns: Mapping[str, str | FormatSpec], default: str | FormatSpec = "identity") -> None:
+    def __init__(
+        self,
+        patterns: Mapping[str, str | FormatSpec],
+        default: str | FormatSpec = "identity",
+        share_amax: str | Sequence[Sequence[str]] = (),
+    ) -> None:
         if not isinstance(patterns, Mapping):
             raise TypeError(
                 f"a recipe maps patterns of parameter names to formats, such as {{'*.weight': 'fp8_block'}}, got {patterns!r}"
             )
+        object.__setattr__(self, "share_amax", patterns_of(share_amax))
         object.__setattr__(self, "patterns", tuple((pattern, get_format(fmt)) for pattern, fmt in patterns.items()))
         object.__setattr__(self, "default", get_format(default))
 
@@ -34,11 +48,22 @@ class Recipe:
 
     def __repr__(self) -> str:
         patterns = {pattern: str(fmt) for pattern, fmt in self.patterns}
-        return f"Recipe({patterns}, default={str(self.default)!r})"
+        shared = f", share_amax={list(self.share_amax)}" if self.share_amax else ""
+        return f"Recipe({patterns}, default={str(self.default)!r}{shared})"
 
     def format_of(self, name: str) -> FormatSpec:
         """The format of the parameter called `name`."""
         return next((fmt for pattern, fmt in self.patterns if fnmatch.fnmatchcase(name, pattern)), self.default)
+
+    def shared_amaxes(self, names: Iterable[str]) -> dict[str, SharedAmax]:
+        """The group of each weight that shares its tensor amax. ValueError for formats that cannot,
+        and if there is no group at all.
+        """
+        groups = groups_of(self.share_amax, names)
+        if self.share_amax and not groups:
+            raise ValueError(f"share_amax {list(self.share_amax)} finds no two weights that belong together")
+        formats = {name: self.format_of(name) for group in groups for name in group.names}
+        return {name: group for group in groups if check_group(group, formats) for name in group.names}
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raise ValueError if a pattern matches none of the names, which is most likely a

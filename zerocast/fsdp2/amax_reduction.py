@@ -24,6 +24,7 @@ from zerocast.cast.pipeline import AmaxReduction, cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
+from zerocast.formats.shared_amax import SharedAmax, groups_cast_together
 from zerocast.fsdp2.weight import FSDPWeight
 
 # kept for sets of weights that steps have not measured; which experts learn may change with every
@@ -72,17 +73,22 @@ class BoundaryAmaxes(AmaxReduction):
         """Which amax goes where among the reduced ones."""
         here, there, size = [], [], 0  # amaxes that are reduced as they are
         segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
+        shared: dict[SharedAmax, int] = {}
+        groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
         for weight in weights:
             geometry = weight.geometry
+            place = shared.get(weight.shared_amax, size) if weight.shared_amax else size
+            if weight.shared_amax and geometry.has_tensor_amax:
+                shared[weight.shared_amax] = place
             first, count = self.offsets[weight.name][0], geometry.amax_counts[0]
             if geometry.has_ghost:
                 segments.append(first + count)
                 ghosts.append(first + count - geometry.grids()[0][1])
-                maxima.append(size)
+                maxima.append(place)
             elif geometry.has_tensor_amax:
                 here.append(torch.tensor([first]))
-                there.append(torch.tensor([size]))
-            size += geometry.has_tensor_amax
+                there.append(torch.tensor([place]))
+            size += geometry.has_tensor_amax and place == size
             for height, across, offset in geometry.grids():
                 touched, cut = geometry.shards.touched(geometry.rank, height), geometry.shards.cut(height)
                 begin = size + self._reduction.tp_rank * len(cut) * across
@@ -92,6 +98,7 @@ class BoundaryAmaxes(AmaxReduction):
                     here.append(held + first + offset + row * across)
                     there.append(held + begin + index * across)
                 size += self._reduction.tp_size * len(cut) * across
+        self._is_shared = bool(shared)
         none = [torch.empty(0, dtype=torch.int64)]
         self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)
         self._in_segments = segments[-1]  # amaxes
@@ -122,10 +129,10 @@ class BoundaryAmaxes(AmaxReduction):
         if not self._reduced.numel():
             return
         self._reduced.zero_()
-        self._reduced[self._there] = self.buffer[self._here]
+        self._enter(self._there, self.buffer[self._here])
         if self._ghosts.numel():
             amaxes = self.buffer[: self._in_segments]
-            self._reduced[self._maxima] = torch.segment_reduce(amaxes, "max", offsets=self._segments, initial=0)
+            self._enter(self._maxima, torch.segment_reduce(amaxes, "max", offsets=self._segments, initial=0))
         on_wire = self._reduced.to(self._reduction.device)
         self._reduction.group.all_reduce_max(on_wire, "the amaxes of a cast")
         if on_wire is not self._reduced:
@@ -133,6 +140,13 @@ class BoundaryAmaxes(AmaxReduction):
         self.buffer[self._here] = self._reduced[self._there]
         if self._ghosts.numel():
             self.buffer[self._ghosts] = self._reduced[self._maxima]
+
+    def _enter(self, places: Tensor, amaxes: Tensor) -> None:
+        """Put amaxes among the reduced ones, several into the place that weights share."""
+        if self._is_shared:
+            self._reduced.scatter_reduce_(0, places, amaxes, "amax")
+        else:
+            self._reduced[places] = amaxes
 
 
 class CastGroup:

@@ -99,6 +99,8 @@ def prepare(
     recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
+    names = {parameter: name for name, parameter in reversed(weights.items())}
+    shared = recipe.shared_amaxes(list(names.values())[::-1])
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
     manager = CastManager(model, weight_mesh)
@@ -112,6 +114,7 @@ def prepare(
         weight = chosen.setdefault(parameter, manager.weight(name, fmt, sliced, one_direction))
         if weight.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
+        weight.shared_amax = shared.get(weight.name)
     manager.weights = list(chosen.values())
     manager.plain = [name for name, parameter in weights.items() if parameter not in chosen]
     manager.memory = MasterMemory({weight.name: _local(parameter).numel() for parameter, weight in chosen.items()})

@@ -16,6 +16,7 @@ from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, layout
 from zerocast.formats.layout import check_shape, matrix_shape
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_layout import GatherLayout, ScaleFill
 from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus, ParamGroup
@@ -61,6 +62,7 @@ class FSDPWeight:
     ) -> None:
         self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
         self._may_send_one = one_direction
+        self.shared_amax: SharedAmax | None = None
         self.one_direction = self._sends_one(fmt)
         # of the cast group that the weight is in, for delayed scaling
         self.scaling: DelayedScaling | None = None
@@ -134,7 +136,8 @@ class FSDPWeight:
     @property
     def fingerprint(self) -> str:
         """One line that all ranks must have alike."""
-        return f"{self.name} {self.format} {self.shape} {self.nominal}"
+        shared = f" with the amax of {self.shared_amax}" if self.shared_amax else ""
+        return f"{self.name} {self.format} {self.shape} {self.nominal}{shared}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
         """Why this weight cannot be cast, if so."""
@@ -344,7 +347,7 @@ class FSDPWeight:
             self._fills.append(ScaleFill(region, geometry.shards, side, buffers[region.name], spec.padding))
         self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
         self.unsharded.state.columnwise_on_demand, self.unsharded.state.name = True, self.name
-        self.unsharded.state.freshness = self.freshness
+        self.unsharded.state.freshness, self.unsharded.state.shared_amax = self.freshness, self.shared_amax
 
     # -- unsharded
 

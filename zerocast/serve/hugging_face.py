@@ -81,7 +81,7 @@ def write_hf(
         kept = dtype is None or name in stored.buffers or stored.keeps_float32(name) or not tensor.is_floating_point()
         return tensor if kept else tensor.to(dtype)
 
-    return write(source, folder, naming, shard_bytes, lambda name, _: pieces[name], finish, plain)
+    return write(source, folder, naming, shard_bytes, lambda name, _: pieces[name], finish, plain, allow_unequal_scales)
 
 
 def _pieces(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zerocast.checkpoint.whole_folder import WholeFolder
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group
+from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of
 from zerocast.serve.piece import Piece, cut, cut_part
 from zerocast.serve.safetensors_writer import SafetensorsWriter
@@ -33,22 +34,25 @@ def write(
     pieces: Pieces,
     finish: Callable[[Path], Sequence[str]] = lambda _: (),
     plain: Plain = lambda _, tensor: tensor,
+    allow_unequal_scales: bool = True,
 ) -> list[Path]:
     """Write the pieces of each tensor of a source into a folder that appears complete.
 
     `plain` converts what is not quantized; `finish` adds files to the folder before it is complete
-    and names them. Raises on every rank of the source what was wrong on any.
+    and names them. Unequal scales of weights that engines fuse are logged, or raise. Raises on
+    every rank of the source what was wrong on any.
     """
     check_naming(naming)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
     _check_pieces(source, naming, pieces)
     at = WholeFolder(folder.absolute())  # "." has no name to write beside
-    writer = SafetensorsWriter(at.partial, naming, shard_bytes)
+    writer, fused = SafetensorsWriter(at.partial, naming, shard_bytes), FusedAmaxes(naming, allow_unequal_scales)
     _on_rank_0(source.group, lambda: _begin(at))
     try:
         for batch in source.batches():
-            _on_rank_0(source.group, partial(_add, writer, batch, naming, pieces, plain))
+            _on_rank_0(source.group, partial(_add, writer, batch, naming, pieces, plain, fused))
+        _on_rank_0(source.group, fused.check)
         names = _on_rank_0(source.group, lambda: _finish(at, writer, finish))
     except BaseException:
         if source.group.rank == 0:
@@ -89,11 +93,14 @@ def _check_pieces(source: WeightSource, naming: str, pieces: Pieces) -> None:
                 )
 
 
-def _add(writer: SafetensorsWriter, batch: Batch, naming: str, pieces: Pieces, plain: Plain) -> None:
+def _add(
+    writer: SafetensorsWriter, batch: Batch, naming: str, pieces: Pieces, plain: Plain, fused: FusedAmaxes
+) -> None:
     for name, tensor in batch:
         tensors: dict[str, Tensor] = {}
         if isinstance(tensor, QuantizedWeight):
             tensors = encode(tensor, naming, name, pieces(name, tensor.shape))
+            fused.note(name, tensor, pieces(name, tensor.shape))
         else:
             tensors = {piece.name: cut(plain(name, tensor), piece) for piece in pieces(name, tensor.shape)}
         writer.add(tensors)

@@ -24,6 +24,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.formats import Columnwise, FormatSpec, layout
 from zerocast.formats.layout import Span
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.verification.master_views import MasterView, MasterViews, owners_of
 from zerocast.verification.report import Difference, VerifyReport
 
@@ -63,7 +64,8 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
 def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
     named = [_named(view, index, names) for index, view in enumerate(views.masters)]
     validate_across_ranks(views.group, [_describe(view) for view in named], None, "verifies")
-    compared = [_compare(view, views.group) for view in named]
+    shared = _shared_amaxes(named, views.group)
+    compared = [_compare(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
     found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
     by_rank = ranks.all_gather_object(found, "what ranks found as they verify")
     return VerifyReport(
@@ -87,8 +89,10 @@ def _describe(view: MasterView) -> str:
     return f"{view.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
 
 
-def _compare(view: MasterView, group: Group) -> tuple[list[Difference], int, int]:
-    """(differences on this rank, bytes compared, elements of the master that are not finite)."""
+def _compare(view: MasterView, group: Group, shared: Tensor | None) -> tuple[list[Difference], int, int]:
+    """(differences on this rank, bytes compared, elements of the master that are not finite); with
+    the tensor amax that the weight shares, if it does.
+    """
     weight = view.weight
     weight.wait()
     held = dict(weight.state.buffers)
@@ -105,7 +109,9 @@ def _compare(view: MasterView, group: Group) -> tuple[list[Difference], int, int
             comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
     pieces, not_finite = _pieces(weight.matrix_shape), 0
     in_parts = len(pieces) > 1 or view.slices is not None
-    amax = _tensor_amax(view, pieces, group) if weight.format.has_tensor_amax and in_parts else None
+    amax = shared
+    if amax is None and weight.format.has_tensor_amax and in_parts:
+        amax = _tensor_amax(view, pieces, group)
     for piece in pieces:
         whole = _gather(view, piece, group).view(-1, weight.matrix_shape[1])
         not_finite += int((~whole.isfinite()).sum())
@@ -138,6 +144,29 @@ def _gather(view: MasterView, piece: Span, group: Group) -> Tensor:
         whole[common.start - piece.start : common.stop - piece.start] = part
     group.all_reduce_sum(whole.view(torch.int32), "a master to verify")
     return whole
+
+
+def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax | None, Tensor]:
+    """The tensor amax of each group of weights that share one. Members that are gathered at another
+    time enter with the amax of their live bytes.
+    """
+    found: dict[SharedAmax | None, Tensor] = {}
+    members: dict[SharedAmax, int] = {}
+    for view in views:
+        shared = view.weight.state.shared_amax
+        if shared is not None and view.weight.format.has_tensor_amax:
+            amax = _tensor_amax(view, _pieces(view.weight.matrix_shape), group)
+            found[shared] = torch.maximum(found.get(shared, amax), amax)
+            members[shared] = members.get(shared, 0) + 1
+    for view in views:
+        shared = view.weight.state.shared_amax
+        if (
+            shared is not None
+            and members.get(shared, len(shared.names)) < len(shared.names)
+            and view.weight.amax is not None
+        ):
+            found[shared] = torch.maximum(found[shared], view.weight.amax)
+    return found
 
 
 def _tensor_amax(view: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:

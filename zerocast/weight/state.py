@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, layout
 from zerocast.formats.layout import BUFFERS
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight.freshness import Freshness
 
 _generation = 0
@@ -49,7 +50,8 @@ class WeightState:
     `initial` is the high-precision value of these bytes, until somebody has made masters of it.
     `choices` keeps what was decided for the storage as it lies now: by `zerocast.gemm`, and what a
     compiled function is given. `name` is the
-    parameter's, where it is known.
+    parameter's, where it is known. `shared_amax` are the weights that have one tensor amax, this
+    one among them.
     """
 
     format: FormatSpec
@@ -63,6 +65,7 @@ class WeightState:
     columnwise_on_demand: bool = False
     gathered_direction: str = ""
     name: str = ""
+    shared_amax: SharedAmax | None = None
     initial: Tensor | None = None
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)

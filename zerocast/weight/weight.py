@@ -17,6 +17,7 @@ from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
 from zerocast.weight import linear as compute
 from zerocast.weight import owners, unsupported
@@ -328,7 +329,8 @@ class QuantizedWeight(WeightBuffers):
         initial = self.high_precision_init_val
         initial = None if initial is None else copy(initial)
         fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, cast
-        return *fixed, self.state.copies(copy), initial, self.state.columnwise_on_demand
+        shared = () if self.state.shared_amax is None else (self.state.shared_amax.names,)
+        return *fixed, self.state.copies(copy), initial, self.state.columnwise_on_demand, *shared
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Inner tensors and the constants that rebuild the wrapper, for torch.compile and
@@ -396,10 +398,12 @@ def _restore(
     buffers: dict[str, Tensor],
     initial: Tensor | None,
     columnwise_on_demand: bool = False,  # files of older versions have none
+    shared_amax: tuple[str, ...] | None = None,
 ) -> QuantizedWeight:
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
     weight.state.was_cast = cast
     weight.state.columnwise_on_demand = columnwise_on_demand
+    weight.state.shared_amax = None if shared_amax is None else SharedAmax(shared_amax)
     weight.high_precision_init_val = initial
     if is_parameter:
         weight._is_param = True  # what torch.nn.Parameter sets on a subclass

@@ -30,7 +30,7 @@ from zerocast.backends.reference.scales import (
     stored_scales,
 )
 from zerocast.backends.reference.window import Window
-from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import GradientMessage, amax_grid, columnwise_scale_inv, rowwise_scale_inv, upcast_operand
 from zerocast.formats.spec import UPCAST_EXPONENT
 
@@ -135,7 +135,10 @@ def compute_scales(
         grid = grid_of(packed, row[Column.ROW_AMAX], fmt.block, rows, columns)
         tensor_amax = None
         if fmt.has_tensor_amax:
-            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(grid.amax().view(1))
+            most = grid.amax().view(1)
+            if fmt.scale_rule is ScaleRule.TWO_LEVEL and (shared := row[Column.SHARED_AMAX]) >= 0:
+                most = torch.maximum(most, packed[shared : shared + 1].float())
+            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(most)
         scale = None
         if fmt.amax_policy is AmaxPolicy.DELAYED:
             scale = scales[row[Column.SCALE_BASE]][row[Column.SCALE_OFFSET] :][:1]

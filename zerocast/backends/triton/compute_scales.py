@@ -19,6 +19,7 @@ from zerocast.backends.triton.launch import (
     ROW_SCALE,
     ROWS,
     SCALE,
+    SHARED_AMAX,
     WIDTH,
     address,
     addresses,
@@ -131,6 +132,8 @@ def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     i = (tile - tl.load(firsts + weight)) * SIZE + tl.arange(0, SIZE)
     amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < down * across)
+    shared = tl.load(row + SHARED_AMAX)
+    amax = tl.maximum(amax, load_amax(packed, shared, shared >= 0))
     tl.store(maxima + tile, tl.max(amax.to(tl.int32, bitcast=True), 0))
 
 

@@ -1,0 +1,104 @@
+"""Weights that share one tensor amax, since engines compute their products in one.
+
+An engine that lays query, key and value behind each other keeps one global scale for the three. If
+theirs differ, it takes one of them and decodes the others wrongly. Weights that share the amax of
+the largest have equal scales from the start.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from zerocast.formats.spec import AmaxPolicy, FormatSpec
+
+K = TypeVar("K")
+Patterns = tuple[tuple[str, ...], ...]  # of globs, one tuple a kind of group
+
+PRESETS: Mapping[str, Patterns] = {
+    "llama": (
+        ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"),
+        ("*.gate_proj.weight", "*.up_proj.weight"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SharedAmax:
+    """The names of weights with one tensor amax."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(self.names)
+
+
+def patterns_of(share_amax: str | Sequence[Sequence[str]]) -> Patterns:
+    """The patterns of a preset, or as they are given; ValueError for an unknown preset and for a
+    group of one pattern.
+    """
+    if isinstance(share_amax, str):
+        if share_amax not in PRESETS:
+            raise ValueError(f"share_amax is one of {', '.join(PRESETS)}, or groups of patterns; got {share_amax!r}")
+        return PRESETS[share_amax]
+    groups = tuple(tuple(group) for group in share_amax)
+    for group in groups:
+        if len(group) < 2 or any(not isinstance(pattern, str) for pattern in group):
+            raise ValueError(f"a group of share_amax has two patterns or more, got {group!r}")
+    return groups
+
+
+def groups_of(patterns: Patterns, names: Iterable[str]) -> list[SharedAmax]:
+    """The weights that match patterns of one group with the same text in place of the `*`."""
+    found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        for number, group in enumerate(patterns):
+            match = next((match for pattern in group if (match := _match(pattern, name))), None)
+            if match is not None:
+                found.setdefault((number, match.groups()), []).append(name)
+                break
+    return [SharedAmax(tuple(members)) for members in found.values() if len(members) > 1]
+
+
+def check_group(group: SharedAmax, formats: Mapping[str, FormatSpec]) -> bool:
+    """True if these formats have a tensor amax to share. ValueError for formats that differ, and
+    for delayed scaling, whose scales come from the past of each weight.
+    """
+    kinds = list(dict.fromkeys(formats[name] for name in group.names))
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{group} share a tensor amax and have the formats {' and '.join(map(str, kinds))}: weights that an engine fuses "
+            "have one format"
+        )
+    if kinds[0].amax_policy is AmaxPolicy.DELAYED:
+        raise ValueError(
+            f"{group} are {kinds[0]} and cannot share an amax: each scales by its own past; fp8_current can"
+        )
+    return kinds[0].has_tensor_amax
+
+
+def groups_cast_together(weights: Mapping[K, tuple[SharedAmax | None, FormatSpec]]) -> list[list[K]]:
+    """The weights of each group whose tensor amax is shared, of all that one reduction covers.
+
+    ValueError where one of a group is not among them, for then its amax is reduced elsewhere, and
+    for what `check_group` refuses.
+    """
+    found: dict[SharedAmax, list[K]] = {}
+    for key, (group, _) in weights.items():
+        if group is not None:
+            found.setdefault(group, []).append(key)
+    shared = []
+    for group, members in found.items():
+        if len(members) != len(group.names):
+            raise ValueError(
+                f"{len(members)} of the weights {group} are cast here, and {len(group.names)} share a tensor amax: cast them "
+                "in one plan, over one group of ranks"
+            )
+        formats = {name: weights[key][1] for name, key in zip(group.names, members, strict=True)}
+        if check_group(group, formats):
+            shared.append(members)
+    return shared
+
+
+def _match(pattern: str, name: str) -> re.Match[str] | None:
+    return re.fullmatch("(.*)".join(re.escape(part) for part in pattern.split("*")), name)
