@@ -8,7 +8,7 @@ import pytest
 
 from zerocast.cli import main
 
-COMMANDS = ("bench", "convert", "doctor", "inspect", "plan")
+COMMANDS = ("bench", "convert", "doctor", "export", "inspect", "plan")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "bench step"])

@@ -30,6 +30,7 @@ from zerocast.checkpoint.whole_folder import ClearWriter, WholeFolder, reasons
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
+from zerocast.formats.shared_amax import SharedAmax
 
 AnyPath = str | os.PathLike[str]
 SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
@@ -45,6 +46,10 @@ class Checkpointed(Protocol):
     @property
     def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
         """Format and nominal dtype of each quantized weight by name; a checkpoint records them."""
+
+    @property
+    def shared_amaxes(self) -> Mapping[str, SharedAmax]:
+        """The weights that share a tensor amax, by the name of each; recorded too."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name, under the keys of `zerocast.optim.state`."""
@@ -163,7 +168,11 @@ def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dic
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
     """The formats of quantized weights, which `zerocast inspect` and `convert` read."""
-    return {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in optimizer.formats.items()}
+    shares = {name: shared.names for name, shared in optimizer.shared_amaxes.items()}
+    return {
+        name: Stored(str(fmt), dtype_name(dtype), shares.get(name, ()))
+        for name, (fmt, dtype) in optimizer.formats.items()
+    }
 
 
 def group_of(optimizer: Checkpointed) -> Group:

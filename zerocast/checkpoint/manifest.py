@@ -55,10 +55,18 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Stored:
-    """Format and nominal dtype that a weight had, as text; loading masters ignores them."""
+    """Format and nominal dtype that a weight had, as text, and the names of the weights that it
+    shared its tensor amax with; loading masters ignores them.
+    """
 
     format: str
     dtype: str
+    shares: tuple[str, ...] = ()
+
+    def content(self) -> dict[str, Any]:
+        """What a manifest holds of it."""
+        shares = {"shares": list(self.shares)} if self.shares else {}
+        return {"format": self.format, "dtype": self.dtype, **shares}
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Manifest:
                 str(name): FileSum(int(sums["bytes"]), str(sums["sha256"])) for name, sums in found["files"].items()
             }
             formats = {
-                str(name): Stored(str(one["format"]), str(one["dtype"]))
+                str(name): Stored(str(one["format"]), str(one["dtype"]), tuple(map(str, one.get("shares", ()))))
                 for name, one in found.get("formats", {}).items()
             }
             step = None if found.get("step") is None else int(found["step"])
@@ -134,7 +142,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder and sync it."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
-        formats = {name: {"format": one.format, "dtype": one.dtype} for name, one in sorted(self.formats.items())}
+        formats = {name: one.content() for name, one in sorted(self.formats.items())}
         content: dict[str, Any] = {
             "version": VERSIONS[-1],
             "torch": self.torch,

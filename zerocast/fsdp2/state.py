@@ -25,6 +25,7 @@ from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
 from zerocast.weight.write_guard import WriteGuard, transaction
@@ -54,6 +55,12 @@ class TrainingState:
         gathered.
         """
         return formats(self._model) if is_prepared(self._model) else {}
+
+    @property
+    def shared_amaxes(self) -> dict[str, SharedAmax]:
+        """The weights that share a tensor amax, by the name of each."""
+        weights = [weight for manager in self._managers() for weight in manager.weights]
+        return {weight.name: weight.shared_amax for weight in weights if weight.shared_amax is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The state as it is now. Masters and moments are those in use, step counts copies; a

@@ -1,7 +1,7 @@
 """Contents: the masters and other tensors of a checkpoint, or of any other source of masters."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from zerocast.checkpoint.manifest import Manifest, Stored, check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, open_source
+from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats.shared_amax import SharedAmax
 
 MODEL = "model."
 EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)
@@ -33,8 +35,11 @@ class Contents:
     manifest: Manifest | None
 
     @staticmethod
-    def of(path: Path) -> "Contents":
+    def of(path: Path, whole_names: bool = False) -> "Contents":
         """Open a path, after comparing its files with their hashes if it has a manifest.
+
+        Names lose the "model." that those of a checkpoint begin with; with `whole_names` those of
+        safetensors are left as they are.
 
         Raises like `open_source`, and ValueError for a file that differs from its hash.
         """
@@ -42,7 +47,11 @@ class Contents:
         if manifest is not None:
             check_files(path, ONE_PROCESS)
         source = open_source(path)
-        front = MODEL if any(key.startswith(MODEL) for key in source.entries) else ""
+        entries = source.entries
+        # safetensors are no checkpoint of ours: there "model." may begin some names of a model
+        of_ours = all if isinstance(source, SafetensorsSource) else any
+        keeps = whole_names and isinstance(source, SafetensorsSource)
+        front = MODEL if entries and not keeps and of_ours(key.startswith(MODEL) for key in entries) else ""
         names = (key.removeprefix(front) for key in source.entries if key.startswith(front))
         masters = {name: f"{front}{name}" for name in sorted(names, key=_place_in_model)}
         other: dict[str, tuple[int, int]] = {}
@@ -63,6 +72,11 @@ class Contents:
     def stored(self) -> Mapping[str, Stored]:
         """The formats that the weights had when the checkpoint was saved."""
         return self.manifest.formats if self.manifest else {}
+
+    def shared_amaxes(self, names: Iterable[str]) -> dict[str, SharedAmax]:
+        """The weights of a run that shared a tensor amax, among these."""
+        chosen = {name: SharedAmax(self.stored[name].shares) for name in names if name in self.stored}
+        return {name: shared for name, shared in chosen.items() if shared.names}
 
     @property
     def step(self) -> int | None:

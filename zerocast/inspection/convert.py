@@ -16,11 +16,12 @@ from zerocast.checkpoint.checkpoint import write
 from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources.source import dtype_name, read_span
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.formats import AmaxPolicy
 from zerocast.formats.layout import Span
+from zerocast.formats.recipe import Recipe
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.inspection.contents import Contents
 from zerocast.inspection.format_selection import Chosen
-from zerocast.quantize import cast_whole
+from zerocast.quantize import cast_together
 from zerocast.serve.export import SHARD_BYTES, write_safetensors
 from zerocast.serve.weight_source import LazyTensors
 from zerocast.weight import QuantizedWeight
@@ -78,18 +79,49 @@ class _Planner(DefaultSavePlanner):
 
 
 def tensors(
-    contents: Contents, names: Sequence[str], chosen: Chosen, nominal: torch.dtype, reading: Reading = str
+    contents: Contents,
+    names: Sequence[str],
+    chosen: Chosen,
+    nominal: torch.dtype,
+    reading: Reading = str,
+    share_amax: str | None = None,
 ) -> LazyTensors:
     """The chosen weights cast from their masters, and all others in the nominal dtype, each read
     when it is asked for.
+
+    Weights share a tensor amax as in the run that saved them, or as `share_amax` says; such a group
+    is read for each of its members.
     """
+    shared = _shared(contents, chosen, share_amax)
 
     def load(name: str) -> Tensor:
         reading(name)
-        return _quantized(contents, name, chosen) if name in chosen.formats else _master(contents, name).to(nominal)
+        if name not in chosen.formats:
+            return _master(contents, name).to(nominal)
+        group = shared.get(name)
+        members = [name] if group is None else list(group.names)
+        masters = [_master(contents, member) for member in members]
+        weights = [_empty(contents, member, chosen) for member in members]
+        for weight in weights:
+            weight.state.shared_amax = group
+        if any(weight.scale is not None and not _has_scale(contents, name) for weight in weights):
+            cast_together(weights, masters)  # finds the amax that scales the cast
+        cast_together(weights, masters)
+        return weights[members.index(name)]
 
     shapes = {name: contents.entries[name].shape for name in names}
     return LazyTensors(shapes, {name: fmt for name, (fmt, _) in chosen.formats.items()}, load, nominal)
+
+
+def _shared(contents: Contents, chosen: Chosen, share_amax: str | None) -> dict[str, SharedAmax]:
+    formats = {name: fmt for name, (fmt, _) in chosen.formats.items()}
+    recipe = Recipe(formats, share_amax=share_amax or ())
+    recorded = contents.shared_amaxes(name for name in formats if str(formats[name]) == _format_of(contents, name))
+    return recipe.shared_amaxes(formats) if share_amax else recorded
+
+
+def _format_of(contents: Contents, name: str) -> str | None:
+    return contents.stored[name].format if name in contents.stored else None
 
 
 def _master(contents: Contents, name: str) -> Tensor:
@@ -97,15 +129,16 @@ def _master(contents: Contents, name: str) -> Tensor:
     return read_span(contents.source, contents.masters[name], Span(0, entry.numel)).view(entry.shape)
 
 
-def _quantized(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:
-    (fmt, dtype), master = chosen.formats[name], _master(contents, name)
-    weight = QuantizedWeight.empty(master.shape, fmt, dtype)
-    if fmt.amax_policy is AmaxPolicy.DELAYED:
-        scale = contents.cast_scale(name) if name in contents.stored else None
+def _has_scale(contents: Contents, name: str) -> bool:
+    return name in contents.stored and contents.cast_scale(name) is not None
+
+
+def _empty(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:
+    """A weight to cast, with the scale of its last cast if that was delayed and is known."""
+    fmt, dtype = chosen.formats[name]
+    weight = QuantizedWeight.empty(contents.entries[name].shape, fmt, dtype)
+    scale = contents.cast_scale(name) if weight.scale is not None and name in contents.stored else None
+    if scale is not None:
         assert weight.scale is not None
-        if scale is None:
-            cast_whole(weight, master)  # finds the amax that scales the cast
-        else:
-            weight.scale.copy_(scale)
-    cast_whole(weight, master)
+        weight.scale.copy_(scale)
     return weight

@@ -11,6 +11,7 @@ from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.bucket import Bucket, Slot, Storage, storage_of
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
@@ -109,6 +110,11 @@ class ShardedWeights:
             s.name: w for buffer in self.buffers for s, w in zip(buffer.bucket.slots, buffer.weights, strict=True)
         }
         return {name: (w.format, w.dtype) for name, w in weights.items() if w.format.element is not None}
+
+    def shared_amaxes(self) -> dict[str, SharedAmax]:
+        """The weights that share a tensor amax, by the name of each."""
+        pairs = ((s.name, w) for b in self.buffers for s, w in zip(b.bucket.slots, b.weights, strict=True))
+        return {name: w.state.shared_amax for name, w in pairs if w.state.shared_amax is not None}
 
     def shapes(self) -> dict[str, tuple[FormatSpec, Shape]]:
         """Format and shape of each QuantizedWeight by name, unquantized ones included."""

@@ -22,6 +22,7 @@ from zerocast.cast.switch import SwitchPart
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.config import ZeroConfig
@@ -314,6 +315,11 @@ class ZeroAdamW(torch.optim.Optimizer):
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
         """Format and nominal dtype of each quantized weight by name."""
         return self._weights.formats()
+
+    @property
+    def shared_amaxes(self) -> dict[str, SharedAmax]:
+        """The weights that share a tensor amax, by the name of each."""
+        return self._weights.shared_amaxes()
 
     @property
     def skipped_steps(self) -> int:
