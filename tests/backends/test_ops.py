@@ -1,6 +1,7 @@
 """The torch.library ops: schemas say what is written, fakes agree with the real thing, formats and backends go by name."""
 
 import inspect
+import types
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import casts, stages
 from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, backends, get_format
-from zerocast.backends import ops
+from zerocast.backends import extension, ops
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import GradientMessage
@@ -158,7 +159,7 @@ def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
 
 def test_schemas_take_tensors_and_never_addresses() -> None:
     for name in ops.STAGES:
-        schema = getattr(ops, name)._schema
+        schema = getattr(torch.ops.zerocast, name).default._schema
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         assert written or name in ("dequantize", "upcast"), schema
         ints = {a.name for a in schema.arguments if str(a.type) in ("int", "List[int]")} - {"nominal", "dtype"}
@@ -169,6 +170,23 @@ def test_schemas_take_tensors_and_never_addresses() -> None:
             "add_gradients": {"parts", "divisor"},
         }
         assert ints == counts.get(name, set()), schema
+
+
+def test_a_stage_takes_each_argument_of_its_table_entry_once() -> None:
+    with pytest.raises(TypeError, match="takes nominal, masters, table, packed, got packed"):
+        ops.partial_amax("reference", "fp8_block", packed=torch.zeros(1))
+    with pytest.raises(TypeError, match="takes nominal, masters, table, packed, got nominal, masters, fmt, packed"):
+        ops.partial_amax.bind("reference", "fp8_block", nominal=torch.bfloat16, masters=[])(
+            **fixed, packed=fixed["fmt"]
+        )
+
+
+def test_an_extension_with_other_arguments_is_refused() -> None:
+    built = types.SimpleNamespace(ARGUMENTS={"transpose": ("fmt", "row_data")})
+    with pytest.raises(
+        ImportError, match=r"built for transpose\(fmt, row_data\), .* has transpose\(fmt, table\): build it again"
+    ):
+        extension.stage(built, "transpose", ["fmt", "table"])  # type: ignore[arg-type]
 
 
 def test_unknown_names_raise() -> None:
