@@ -39,7 +39,7 @@ def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..
     """A stage of `_C.cpu` or `_C.cuda`, which takes these arguments by position; ImportError if it
     was built with others.
     """
-    built = topic.ARGUMENTS[name]
+    built = getattr(topic, "ARGUMENTS", {}).get(name, ())
     if built != tuple(arguments):
         raise ImportError(
             f"zerocast.backends._C was built for {name}({', '.join(built)}), zerocast/backends/ops.py has "
