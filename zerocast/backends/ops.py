@@ -127,8 +127,7 @@ class Stage:
         open_at = {name: len(head) + i for i, name in enumerate(names) if name not in fixed}
 
         def call(**arguments: Any) -> None:
-            if arguments.keys() != open_at.keys():
-                raise TypeError(f"{op} takes {', '.join(names)}, got {', '.join((*fixed, *arguments))}")
+            assert arguments.keys() == open_at.keys(), f"{op} takes {names}, got {[*fixed, *arguments]}"
             values = template.copy()
             for name, value in arguments.items():
                 values[open_at[name]] = value
