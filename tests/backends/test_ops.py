@@ -174,10 +174,10 @@ def test_schemas_take_tensors_and_never_addresses() -> None:
 
 
 def test_a_stage_takes_each_argument_of_its_table_entry_once() -> None:
-    with pytest.raises(AssertionError, match="takes .*masters.*, got .'packed'."):
+    with pytest.raises(AssertionError, match=r"takes .*masters.*, got .'packed'."):
         ops.partial_amax("reference", "fp8_block", packed=torch.zeros(1))
     bound = ops.partial_amax.bind("reference", "fp8_block", nominal=torch.bfloat16, masters=[])
-    with pytest.raises(AssertionError, match="got .'nominal', 'masters', 'fmt', 'packed'."):
+    with pytest.raises(AssertionError, match=r"got .'nominal', 'masters', 'fmt', 'packed'."):
         bound(fmt="fp8_block", packed=torch.zeros(1))
 
 
