@@ -121,28 +121,57 @@ def test_products_and_gradients(on_gpu: str, fmt: str, monkeypatch: pytest.Monke
     assert layer.weight.grad.shape == (160, 96)
 
 
-def test_the_optimizer_gives_the_bits_of_the_cpu(on_gpu: str) -> None:
+def two_models(on_gpu: str, recipe: zerocast.Recipe) -> tuple[list[nn.Module], list[zerocast.ZeroAdamW]]:
+    """The same model and optimizer on the CPU and on the GPU."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 160), nn.LayerNorm(160), nn.Linear(160, 64), nn.Linear(64, 64))
-    recipe = zerocast.Recipe({"0.weight": "nvfp4", "2.weight": "fp8_delayed:amax_history_len=4", "3.weight": "mxfp8"})
     zerocast.quantize_(model, recipe)
-    models = [model, copy.deepcopy(model).to("cuda")]
+    models: list[nn.Module] = [model, copy.deepcopy(model).to("cuda")]
     configs = [zerocast.ZeroConfig(deterministic=True, backend=backend) for backend in (None, on_gpu)]
     optimizers = [
         zerocast.ZeroAdamW(m.named_parameters(), lr=1e-2, config=config)
         for m, config in zip(models, configs, strict=True)
     ]
-    for _ in range(5):
-        gradients = [torch.randn(parameter.shape) for parameter in model.parameters()]
+    return models, optimizers
+
+
+def train(models: list[nn.Module], optimizers: list[zerocast.ZeroAdamW], steps: int) -> None:
+    for _ in range(steps):
+        gradients = [torch.randn(parameter.shape) for parameter in models[0].parameters()]
         for m, optimizer in zip(models, optimizers, strict=True):
             for parameter, gradient in zip(m.parameters(), gradients, strict=True):
                 parameter.grad = gradient.to(parameter.device)
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
+
+
+def assert_same_bytes(models: list[nn.Module]) -> None:
     for mine, theirs in zip(*(m.parameters() for m in models), strict=True):
         if not isinstance(mine, zerocast.QuantizedWeight):
             assert torch.equal(mine, theirs.cpu())
             continue
+        assert isinstance(theirs, zerocast.QuantizedWeight) and mine.format == theirs.format
         for name in BUFFERS:
+            assert (mine.state.buffers[name] is None) == (theirs.state.buffers[name] is None), name
             if mine.state.buffers[name] is not None:
                 assert torch.equal(bytes_of(mine.state.buffers[name]), bytes_of(theirs.state.buffers[name])), name
+
+
+def test_the_optimizer_gives_the_bits_of_the_cpu(on_gpu: str) -> None:
+    recipe = zerocast.Recipe({"0.weight": "nvfp4", "2.weight": "fp8_delayed:amax_history_len=4", "3.weight": "mxfp8"})
+    models, optimizers = two_models(on_gpu, recipe)
+    train(models, optimizers, 5)
+    assert_same_bytes(models)
+
+
+def test_switches_give_the_bits_of_the_cpu(on_gpu: str) -> None:
+    first, *others = ("nvfp4", "mxfp4", "mxfp8:block=32x32", "identity", "fp8_block", "mxfp4", "fp8_delayed")
+    models, optimizers = two_models(on_gpu, zerocast.Recipe({"[02].weight": first}))
+    for fmt in others:
+        train(models, optimizers, 2)
+        for optimizer in optimizers:
+            zerocast.switch(optimizer, zerocast.Recipe({"[02].weight": fmt}))
+        assert_same_bytes(models)
+    train(models, optimizers, 2)
+    assert_same_bytes(models)
+    zerocast.verify(optimizers[1]).raise_for_differences()
