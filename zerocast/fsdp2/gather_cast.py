@@ -59,6 +59,7 @@ class GatherCast:
         self._tables = tables.freeze()
         self._bases = [base for table in self._tables for base in _code_bases(table)]
         place.untyped_storage().resize_(0)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
 
     def _by_name(self, buffer: Tensor) -> dict[str, tuple[Tensor, ...]]:
         """The codes of each weight in a buffer, by direction."""
@@ -80,7 +81,7 @@ class GatherCast:
                 table.partial_cast(self._packed, None)
         finally:
             for base in self._bases:
-                base.set_()
+                base.set_(self._nothing)
         self._cast = self._by_name(buffer)
 
     def take(self, name: str) -> tuple[Tensor, ...]:

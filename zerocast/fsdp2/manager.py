@@ -60,7 +60,7 @@ def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
 class CastManager:
     """The casts of `model`, whose prepared `weights` are cast together."""
 
-    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool) -> None:
+    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool = False) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
         # whether codes are kept from one cast to the next, and whether those of this one are held
         self.keep_codes, self._holds_codes = keep_codes, False
@@ -111,7 +111,7 @@ class CastManager:
         """Hold the codes of the forward pass, which the rest of its backward pass gathers: an
         optimizer is about to write masters. From the next cast on codes are kept.
         """
-        if self.keep_codes or self._holds_codes or not self.cast_groups:
+        if self._holds_codes or not any(group.gather_casts for group in self.cast_groups):
             return
         self._holds_codes = True
         for group in self.cast_groups:
