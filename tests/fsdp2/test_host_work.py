@@ -1,7 +1,6 @@
-"""What the host does for a cast is the same for few weights and for many: their masters lie side
-by side.
-"""
+"""What the host does for a cast is the same for few weights and for many: their masters lie side by side."""
 
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -24,9 +23,7 @@ ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
 
 
 class Layers(nn.Module):
-    """So many weights in four blocks, since a step looks at each of FSDP2's groups; on the meta
-    device if wished.
-    """
+    """So many weights in four blocks, since a step looks at each of FSDP2's groups; on the meta device if wished."""
 
     def __init__(self, count: int, device: str) -> None:
         super().__init__()
@@ -35,18 +32,21 @@ class Layers(nn.Module):
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """Calls of Python and of C functions."""
+    """Calls of Python and of C functions, those of a garbage collection apart."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
@@ -63,9 +63,7 @@ def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:
 
 
 def compared(fmt: str, device: str) -> tuple[int, int, int]:
-    """Calls of a refresh of few weights and of many, and the number of storages that the masters
-    of the many lie in.
-    """
+    """Calls of a refresh of few weights and of many, and the number of storages that the masters of the many lie in."""
     (few, _), (many, manager) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
     return few, many, len({weight.master.untyped_storage().data_ptr() for weight in manager.weights})
 

@@ -1,6 +1,4 @@
-"""FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax
-and all.
-"""
+"""FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
 
 import pytest
 import torch
@@ -46,9 +44,7 @@ def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int 
 
 
 def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]:
-    """Complaints about gathered slices at the start and after a step, and what the model makes
-    of an input.
-    """
+    """Complaints about gathered slices at the start and after a step, and what the model makes of an input."""
     model = parallel(fmt, hidden=hidden, replicas=replicas)
     x = models.batch(0, WIDTH, rank=0)
     with torch.no_grad():
@@ -81,9 +77,7 @@ SLICED = [
     ("fmt", "hidden", "world"), [*((*case, 4) for case in SLICED), *(models.slow(*case, 2) for case in SLICED)]
 )
 def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
-    """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in
-    one reduction.
-    """
+    """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in one reduction."""
     single = MLP(hidden)
     for layer in (single.up, single.down):
         value = casts.cast_whole(fmt, layer.weight.detach(), scale=1.0)
@@ -103,9 +97,7 @@ def test_slices_in_replicas(ranks: Ranks) -> None:
 
 
 def one_mesh(fmt: str) -> list[str]:
-    """Parameters that are DTensors on the mesh of all dimensions, of which FSDP2 is told its
-    own.
-    """
+    """Parameters that are DTensors on the mesh of all dimensions, of which FSDP2 is told its own."""
     model = MLP().to(models.place())
     mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
     sliced = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}

@@ -151,10 +151,12 @@ class CastGroup:
         self.shards: dict[str, MasterShard] = {}
         # int32 `[weights, 2]` of weights of one geometry
         self._headers: list[tuple[int, Tensor]] = []
+        self._generation = torch.zeros((), dtype=torch.int32, device=self._device)  # of the headers
         # (in a side channel, of the stages): scales of owned block rows
         self._copies: list[tuple[Tensor, Tensor]] = []
-        # in the layout of the stages, with their bytes; there during a cast
+        # in the layout of the stages, with their bytes; there during a cast unless they are held
         self._scales: list[tuple[torch.UntypedStorage, int]] = []
+        self._holds_scales = False
         stacks = _by_geometry(weights)
         sizes = [len(members) * members[0].layout.kept_bytes for members in stacks]
         sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -211,16 +213,25 @@ class CastGroup:
         unmeasured = self._tables_without(self.amaxes.measured)
         codes = self._tables if self._keep_codes else ()
         try:
-            for storage, nbytes in self._scales:
-                storage.resize_(nbytes)
+            self._allocate_scales()
             cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, codes=codes, repeat=repeat)
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:
             self._free_scales()
 
+    def hold_scales(self) -> None:
+        """Leave what a cast works in where it is: a graph is going to hold its address."""
+        self._holds_scales = True
+        self._allocate_scales()
+
+    def _allocate_scales(self) -> None:
+        for storage, nbytes in self._scales:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
     def _free_scales(self) -> None:
-        for storage, _ in self._scales:
+        for storage, _ in () if self._holds_scales else self._scales:
             storage.resize_(0)
 
     def hold_codes(self) -> None:
@@ -232,13 +243,17 @@ class CastGroup:
         if self.gather_casts and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def stamp(self, generation: int) -> None:
-        """Write the headers of a cast; as arguments of kernels the numbers travel to a GPU
-        without a wait.
+    def stamp(self, generation: int | None) -> None:
+        """Write the headers of a cast, by default of the one after the last; as arguments of
+        kernels the numbers travel to a GPU without a wait.
         """
+        if generation is None:
+            self._generation += 1
+        else:
+            self._generation.fill_(generation)
         for status, header in self._headers:
             header[:, 0].fill_(status)
-            header[:, 1].fill_(generation)
+            header[:, 1].copy_(self._generation)
 
     def _tables_without(self, measured: frozenset[str]) -> list[WeightTable]:
         """Tables of the weights that no step has measured."""

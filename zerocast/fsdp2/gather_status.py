@@ -12,6 +12,7 @@ ranks exchange their statuses by themselves then (`StatusExchange`).
 """
 
 import atexit
+import contextlib
 import enum
 import logging
 import time
@@ -154,6 +155,19 @@ class GatherStatus:
         self._unsent.clear()
         self._sent.clear()
 
+    @contextlib.contextmanager
+    def overlooked(self) -> Iterator[None]:
+        """Inside, nothing is said of what is unread so far: for a reader that may overwrite masters
+        on all ranks, and calls `forget` when it does. Afterwards it is unread again.
+        """
+        sent, unsent = list(self._sent), self._unsent
+        self._sent, self._unsent = deque(), []
+        try:
+            yield
+        finally:
+            self._sent.extendleft(reversed(sent))
+            self._unsent = [*unsent, *self._unsent]
+
     def report_at_exit(self) -> None:
         """Log a disagreement that nobody has read; headers that do not arrive are left."""
         self._send()
@@ -282,7 +296,7 @@ class ParamGroup:
             self._fills.clear()
         self._fills += fills
         if name == self.names[-1] and self._fills:
-            with torch_fsdp.unversioned([fill.buffer for fill in self._fills]):
+            with torch.no_grad(), torch_fsdp.unversioned([fill.buffer for fill in self._fills]):
                 fill_scales(self._fills)
 
 
