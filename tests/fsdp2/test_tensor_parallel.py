@@ -1,5 +1,7 @@
 """FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +96,27 @@ def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
 def test_slices_in_replicas(ranks: Ranks) -> None:
     """Hybrid sharding over tensor parallelism: amaxes are reduced over one replica's slices."""
     assert [found for found, _ in ranks(4)(slices, "nvfp4", 192, 2)] == [[]] * 4
+
+
+def nominal_gradients() -> list[str]:
+    """Log lines of two passes that ask for FP8 weight gradients, and of one without gradients."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    model, x = parallel("fp8_current", hidden=512), models.batch(0, WIDTH, rank=0, rows=16)
+    with zerocast.gemm.use("scaled_mm", weight_gradients="fp8"):
+        with torch.no_grad():
+            model(x)
+        logging.getLogger("zerocast.gemm").addHandler(handler)
+        for _ in range(2):
+            model(x).float().square().mean().backward()
+    return lines
+
+
+def test_slices_say_once_that_weight_gradients_are_nominal(ranks: Ranks) -> None:
+    for lines in ranks(2)(nominal_gradients):
+        assert [line.partition(" are nominal, ")[0] for line in lines] == [
+            f"the weight gradients of {name}.weight" for name in ("up", "down")
+        ]
 
 
 def one_mesh(fmt: str) -> list[str]:
