@@ -38,13 +38,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerocast.formats import FormatSpec
-from zerocast.formats.recipe import Recipe
+from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.quantize import check_weight
+from zerocast.quantize import check_weight, show_formats
 
 # Weak, since parameters keep managers alive and managers know modules.
 _Ref = weakref.ReferenceType[CastManager]
@@ -60,7 +60,7 @@ ONE_DIRECTION = (
 
 def prepare(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
     weight_mesh: DeviceMesh | None = None,
     one_direction: bool = False,
@@ -97,14 +97,15 @@ def prepare(
     for both directions, and takes all of these.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
-    format cannot take, an embedding and a weight that is sharded already, and TypeError for one
-    that is not FP32 or lies beside one that is not. What only FSDP2 decides is checked at the first
-    gather.
+    format cannot take, an embedding, a convolution and a weight that is sharded already, and
+    TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2 decides is
+    checked at the first gather.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     if one_direction:
         warnings.warn(ONE_DIRECTION, FutureWarning, stacklevel=2)
+    recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     torch_fsdp.key_graphs_by_local_tensors()
@@ -130,6 +131,7 @@ def prepare(
         for name in mine:
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
+            show_formats(module)
             wraps = {name: partial(MasterParameter, weight=weight, manager=manager) for name, weight in mine.items()}
             module.register_load_state_dict_post_hook(_Loaded(wraps))
             module.register_state_dict_post_hook(_unwrap_whole)
