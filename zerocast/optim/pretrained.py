@@ -21,8 +21,9 @@ def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] 
     new optimizer.
 
     `source` is a safetensors file, its index or folder, a file of torch.save, a folder of
-    torch.distributed.checkpoint (what `zerocast.optim.save` wrote too), or a mapping from names to
-    tensors, which is then the same on every rank. FP32, bf16 and fp16 tensors become FP32 masters
+    torch.distributed.checkpoint (what `zerocast.optim.save` wrote too), a mapping from names to
+    tensors, which is then the same on every rank, or what `zerocast.serve.stored_weights` made of
+    the files of a mixture of experts. FP32, bf16 and fp16 tensors become FP32 masters
     exactly. Moments and step counts become zero, delayed scaling is seeded anew, hyper-parameters
     stay. All ranks call it; each reads the elements that it owns. Nothing that a file carries is
     run.

@@ -12,11 +12,12 @@ from zerocast.checkpoint.sources.state_dict import StateDictSource
 
 __all__ = ["HIGH_PRECISION", "AnySource", "Entry", "TensorSource", "open_source"]
 
-AnySource = str | os.PathLike[str] | Mapping[str, Any]
+AnySource = str | os.PathLike[str] | Mapping[str, Any] | TensorSource
 
 
 def open_source(source: AnySource) -> TensorSource:
-    """Open the tensors at a path, or of a mapping from names to tensors.
+    """Open the tensors at a path, or of a mapping from names to tensors; what is open already is
+    returned.
 
     A path is a safetensors file, an index or a folder of them; a folder of
     torch.distributed.checkpoint; or a file of torch.save. Raises FileNotFoundError, ValueError for
@@ -24,6 +25,8 @@ def open_source(source: AnySource) -> TensorSource:
     """
     if isinstance(source, Mapping):
         return StateDictSource(source)
+    if not isinstance(source, (str, os.PathLike)):
+        return source
     path = Path(source)
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there")

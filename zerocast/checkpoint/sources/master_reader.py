@@ -1,6 +1,7 @@
 """read_masters: fill masters from any source of high-precision tensors, sharded or not."""
 
 import fnmatch
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ def read_masters(
     manifest; FileNotFoundError, on several ranks as RuntimeError. Raises RuntimeError for damage
     that shows only while reading; masters are then partly overwritten.
     """
-    if not isinstance(source, Mapping):
+    if isinstance(source, (str, os.PathLike)):
         check_files(Path(source), group)
     opened, prefix = None, ""
     problem: Exception | None = None

@@ -1,0 +1,92 @@
+"""stored_weights: what save_pretrained wrote, under the names and shapes of the model's parameters.
+
+transformers stores experts one by one and holds them in one tensor. `load_masters` reads through
+this view; no more is read than the elements that a rank owns.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.storage import StorageReader
+
+from zerocast.checkpoint.sources import Entry, TensorSource, open_source
+from zerocast.checkpoint.sources.source import SourceReader
+from zerocast.serve.piece import Piece
+from zerocast.serve.stored_model import StoredModel
+
+
+def stored_weights(model: Any, source: str | os.PathLike[str] | Mapping[str, Any]) -> TensorSource:
+    """The weights of a transformers `model` in a folder or file that `save_pretrained` wrote, for
+    `zerocast.optim.load_masters` and `zerocast.fsdp2.load_masters`.
+
+    Raises like them for a source that cannot be opened, TypeError for another model.
+    """
+    return StoredWeights(StoredModel.of(model), open_source(source))
+
+
+class StoredWeights:
+    """A TensorSource whose parameters are put together from stored pieces."""
+
+    def __init__(self, model: StoredModel, source: TensorSource) -> None:
+        self.place, self._source = source.place, source
+        self._pieces = {
+            name: pieces
+            for name, pieces in model.pieces.items()
+            if [piece.name for piece in pieces] != [name] and all(piece.name in source.entries for piece in pieces)
+        }
+        taken = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        kept = {name: entry for name, entry in source.entries.items() if name not in taken}
+        made = {
+            name: Entry(model.shapes[name], source.entries[pieces[0].name].dtype)
+            for name, pieces in self._pieces.items()
+        }
+        self._entries = kept | made
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Shape and dtype of each tensor by name."""
+        return self._entries
+
+    def reader(self) -> StorageReader:
+        """The source as storage that torch.distributed.checkpoint loads from."""
+        return SourceReader(self)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of a tensor, on the CPU, in its stored dtype."""
+        if name not in self._pieces:
+            return self._source.read(name, offsets, sizes)
+        shape = self._entries[name].shape
+        columns = (offsets[-1], sizes[-1])
+        parts = [
+            self._source.read(piece, (row, columns[0]), (count, columns[1]))
+            for wanted in _rows(shape[:-1], offsets[:-1], sizes[:-1])
+            for piece, row, count in _found(self._pieces[name], wanted)
+        ]
+        return torch.cat([torch.empty(0, columns[1], dtype=parts[0].dtype), *parts]).view(*sizes)
+
+
+def _rows(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[range]:
+    """The rows of a box, as ranges of the rows of a matrix `[prod(shape), last]`."""
+    if len(shape) == 1:
+        yield range(offsets[0], offsets[0] + sizes[0])
+        return
+    below = torch.Size(shape[1:]).numel()
+    for index in range(offsets[0], offsets[0] + sizes[0]):
+        for part in _rows(shape[1:], offsets[1:], sizes[1:]):
+            yield range(index * below + part.start, index * below + part.stop)
+
+
+def _found(pieces: Sequence[Piece], wanted: range) -> Iterator[tuple[str, int, int]]:
+    """(stored name, its row, rows) that hold the wanted rows, in their order."""
+    held = []
+    for piece in pieces:
+        before = 0
+        for rows in piece.rows:
+            first, last = max(rows.start, wanted.start), min(rows.stop, wanted.stop)
+            if first < last:
+                held.append((first, piece.name, before + first - rows.start, last - first))
+            before += len(rows)
+    yield from ((name, row, count) for _, name, row, count in sorted(held))
