@@ -34,6 +34,11 @@ void partial_amax(const Format& format, const std::string& nominal, const TypedB
   cpu::partial_amax(format, dtype_of(nominal), arrays_of(masters), table_of(table), array_of(packed), threads);
 }
 
+void choose_scales(const Format& format, const std::string& nominal, const TypedBases& masters, const TableArgument& table,
+                   const TypedBase& packed, int threads) {
+  cpu::choose_scales(format, dtype_of(nominal), arrays_of(masters), table_of(table), array_of(packed), threads);
+}
+
 void compute_scales(const Format& format, const TypedBase& packed, const TableArgument& table, const Bases& row_scales,
                     const Bases& column_scales, const Bases& amaxes, const Bases& scales, int threads) {
   cpu::compute_scales(format, array_of(packed), table_of(table), row_scales, column_scales, amaxes, scales, threads);
@@ -105,6 +110,8 @@ void register_cpu(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> free;
   py::module_ cpu = m.def_submodule("cpu", "the stages on the CPU");
   cpu.def("partial_amax", &partial_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "table"_a, "packed"_a,
+          "threads"_a);
+  cpu.def("choose_scales", &choose_scales, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "table"_a, "packed"_a,
           "threads"_a);
   cpu.def("compute_scales", &compute_scales, free, py::kw_only(), "fmt"_a, "packed"_a, "table"_a, "row_scales"_a,
           "column_scales"_a, "amaxes"_a, "scales"_a, "threads"_a);

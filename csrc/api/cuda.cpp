@@ -67,6 +67,12 @@ void partial_amax(const Format& format, const std::string& nominal, const TypedB
                      stream_of(stream));
 }
 
+void choose_scales(const Format& format, const std::string& nominal, const TypedBase& masters, const WorkArgument& work,
+                   const TypedBase& packed, uintptr_t partial, const StreamArgument& stream) {
+  cuda::choose_scales(format, dtype_of(nominal), dtype_of(masters.second), masters.first, work_of(work), array_of(packed),
+                      partial, stream_of(stream));
+}
+
 void compute_scales(const Format& format, const TypedBase& packed, const WorkArgument& work, cuda::DeviceBases row_scales,
                     cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, uintptr_t partial,
                     cuda::Flag skip, const StreamArgument& stream) {
@@ -180,6 +186,8 @@ void register_cuda(py::module_& m) {
   cuda.def("ordinals", &ordinals);
   cuda.def("partial_amax", &partial_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "work"_a, "packed"_a,
            "stream"_a);
+  cuda.def("choose_scales", &choose_scales, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "work"_a, "packed"_a,
+           "partial"_a, "stream"_a);
   cuda.def("compute_scales", &compute_scales, free, py::kw_only(), "fmt"_a, "packed"_a, "work"_a, "row_scales"_a,
            "column_scales"_a, "amaxes"_a, "scales"_a, "partial"_a, "skip"_a, "stream"_a);
   cuda.def("partial_cast", &partial_cast, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "packed"_a, "amaxes"_a,

@@ -25,6 +25,7 @@ LIBRARY = torch.library.Library("zerocast", "DEF")
 # describes what each stage reads and writes.
 STAGES = {
     "partial_amax": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
+    "choose_scales": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
     "compute_scales": (
         "format fmt, typed packed, table table, bases row_scales!, bases column_scales!, bases amaxes!, bases scales, skip skip"
     ),
@@ -224,6 +225,7 @@ def _define_stage(stage: str) -> torch._ops.OpOverload:
 
 
 partial_amax = _define_stage("partial_amax")
+choose_scales = _define_stage("choose_scales")
 compute_scales = _define_stage("compute_scales")
 partial_cast = _define_stage("partial_cast")
 roll_history = _define_stage("roll_history")

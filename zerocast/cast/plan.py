@@ -130,7 +130,7 @@ class CastPlan:
     @property
     def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._tables, *self._boundary]
+        return [*self._tables, *self._boundary, *self._cut_blocks]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
@@ -155,7 +155,8 @@ class CastPlan:
         it. Who calls this calls `done` after it.
         """
         tables, boundary = self._tables, self._boundary
-        cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
+        more = {"boundary": boundary, "cut_blocks": self._cut_blocks}
+        cast(tables, self.packed, self.delayed, **more, skip=skip, update=update, repeat=repeat)
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -389,6 +390,8 @@ class CastPlan:
             table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
         self._tables: list[WeightTable] = tables.freeze()
         self._boundary: list[WeightTable] = boundary.freeze()
+        shards = dict(enumerate(self._partition.shards))
+        self._cut_blocks = self.packed.cut_blocks.tables(shards, self.packed.offsets, device, self.backend)
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

@@ -217,6 +217,12 @@ class WeightTable:
             skip=skip,
         )
 
+    def choose_scales(self, packed: Tensor) -> None:
+        """The choices of the blocks that this rank owns every element of, from reduced amaxes."""
+        if self.key.fmt.chooses_scales and self.masters.tensors:
+            masters = self.masters.tensors
+            ops.choose_scales(*self._head(), nominal=self.key.nominal, masters=masters, table=self.table, packed=packed)
+
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Scale buffers and tensor amaxes, the same on every rank."""
         if self.key.fmt.scale_rule is not ScaleRule.NONE:

@@ -10,8 +10,9 @@
 
 Codes of nvfp4 and mxfp4 are u8 `[M, K/2]` with the even element in the low half. Scales of nvfp4
 are E4M3 `[M, K/16]`, those of mxfp4 biased exponents, u8 `[M, K/32]`; `weight_global_scale` is f32
-`[1]`, 2688 / amax, and `weight_scale_2` f32 `[]`, amax / 2688. `weight_scale_inv` is
-`[M/128, K/128]`, rounded up. Scales have no padding. All other tensors are written unchanged.
+`[1]`, 2688 / amax, and `weight_scale_2` f32 `[]`, amax / 2688, or 1536 in place of 2688 where
+`scale_max` is 256. `weight_scale_inv` is `[M/128, K/128]`, rounded up. Scales have no padding. All
+other tensors are written unchanged.
 
 The export has weights only: an engine that also quantizes activations needs their scales from a
 calibration. Layers that an engine fuses (query, key and value) keep one global scale each, and some
@@ -34,7 +35,7 @@ from zerocast.formats.layout import amax_grid
 from zerocast.weight import QuantizedWeight
 
 SHARD_BYTES = 5 * 10**9
-TOP = 2688.0  # 448 * 6, the largest scale times the largest code of nvfp4
+LARGEST_CODE = 6.0  # of nvfp4
 INDEX = "model.safetensors.index.json"
 Parts = dict[str, Tensor]
 
@@ -169,15 +170,20 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
     return scales[:down, :across].reshape(*weight.shape[:-2], -1, across)
 
 
+def _top(weight: QuantizedWeight) -> float:
+    """The largest scale times the largest code."""
+    return LARGEST_CODE * weight.format.scale_max
+
+
 def _amax(weight: QuantizedWeight) -> Tensor:
     assert weight.amax is not None
     # zeros: factor 1
-    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))
+    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, _top(weight)))
 
 
 def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:
     scales = _scales(weight, (1, 16)).view(torch.float8_e4m3fn)
-    return {"_packed": _codes(weight), "_scale": scales, "_global_scale": TOP / _amax(weight)}
+    return {"_packed": _codes(weight), "_scale": scales, "_global_scale": _top(weight) / _amax(weight)}
 
 
 def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
@@ -186,7 +192,7 @@ def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
 
 def _modelopt_nvfp4(weight: QuantizedWeight) -> Parts:
     scales = _scales(weight, (1, 16)).view(torch.float8_e4m3fn)
-    return {"": _codes(weight), "_scale": scales, "_scale_2": (_amax(weight) / TOP).view(())}
+    return {"": _codes(weight), "_scale": scales, "_scale_2": (_amax(weight) / _top(weight)).view(())}
 
 
 def _deepseek_block(weight: QuantizedWeight) -> Parts:

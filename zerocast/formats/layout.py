@@ -210,6 +210,16 @@ def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
     return found
 
 
+def exchange_unit(fmt: FormatSpec, columns: int) -> int:
+    """How many neighbouring elements of a weight two ranks cannot own parts of without the other's
+    elements: those of a byte, or of a row of blocks where elements choose the scale of their block.
+    """
+    if fmt.chooses_scales:
+        assert fmt.block
+        return fmt.block[0] * columns
+    return fmt.elements_per_byte
+
+
 BUFFERS = (
     "rowwise_data",
     "rowwise_scale_inv",

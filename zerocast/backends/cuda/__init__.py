@@ -76,6 +76,10 @@ def _scale_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
     return {"work": work("scales", fmt, table), "partial": partial}
 
 
+def _choice_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
+    return {"work": work("cast", fmt, table), "partial": partial_amaxes(table).data_ptr()}
+
+
 def _cast_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
     return {"work": work("cast", fmt, table)}
 
@@ -111,6 +115,7 @@ def _stage(name: str, tables: Callable[..., dict[str, Any]] | None = None, **oth
 
 
 partial_amax = _stage("partial_amax", _amax_work)
+choose_scales = _stage("choose_scales", _choice_work)
 compute_scales = _stage("compute_scales", _scale_work)
 partial_cast = _stage("partial_cast", _cast_work)
 roll_history = _stage("roll_history", _roll_work)

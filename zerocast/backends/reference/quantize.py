@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
-from zerocast.backends.reference.scales import block_amax, encode_scales, expand, fill_scales, stored_scales
+from zerocast.backends.reference.scales import (
+    block_amax,
+    choose_map_4,
+    encode_scales,
+    expand,
+    fill_scales,
+    stored_scales,
+)
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
 
@@ -50,6 +57,9 @@ def quantize(
         tensor_amax = grid.amax().view(1)
     elif fmt.block is None:
         grid = tensor_amax.view(1, 1)
+    if fmt.chooses_scales:
+        assert tensor_amax is not None
+        grid = torch.where(choose_map_4(fmt, x, grid, tensor_amax), -grid, grid)
     codes = encode(fmt.element, x * expand(encode_scales(fmt, grid, tensor_amax, scale), fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)
     row_buffer = rowwise_scale_inv(fmt, rows, columns)
