@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow hosts hosts-table notices shown bench cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow hosts hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -34,6 +34,24 @@ bench: $(VENV)/.dev
 cuda: $(VENV)/.python
 	ZEROCAST_CUDA=1 $(INSTALL) --editable '.[dev,examples]'
 	touch $(VENV)/.dev $(VENV)/.demo
+
+# What a release is: an sdist, a wheel built from it, and that wheel at work in an empty environment. Kernels for GPUs are in
+# a wheel of another name, because an index holds one wheel a platform.
+EMPTY := build/wheel
+wheel: $(VENV)/.dev
+	rm -rf dist $(EMPTY)
+	ZEROCAST_CUDA=0 $(BIN)/python -m build --no-isolation --outdir dist
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/zerocast-*.whl)[cli]"
+	cd $(EMPTY) && bin/zerocast doctor
+
+CUDA_COPY := build/wheel-cuda
+wheel-cuda: $(VENV)/.dev
+	rm -rf $(CUDA_COPY)
+	mkdir -p $(CUDA_COPY)
+	git ls-files | tar -c -T - | tar -x -C $(CUDA_COPY)
+	sed -i 's/^name = "zerocast"/name = "zerocast-cu13"/' $(CUDA_COPY)/pyproject.toml
+	cd $(CUDA_COPY) && ZEROCAST_CUDA=1 $(abspath $(BIN))/python -m build --no-isolation --wheel --outdir $(abspath dist)
 
 # The table of hosts in docs/tested.md, from the recorded runs of their tests (tests/README.md).
 hosts-table: $(VENV)/.dev
@@ -86,7 +104,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) build zerocast/backends/*.so *.egg-info
+	rm -rf $(VENV) build dist zerocast/backends/*.so *.egg-info
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "Python 3.10 or later is needed: make PYTHON=..." && false)

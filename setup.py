@@ -1,4 +1,5 @@
-"""Builds the extension `zerocast.backends._C`; everything else is declared in pyproject.toml.
+"""Builds the extension `zerocast.backends._C`, and says where the sources are; everything else is
+declared in pyproject.toml.
 
 The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every
 target, with ZEROCAST_CUDA=0 not at all. No torch is needed.
@@ -111,12 +112,43 @@ class BuildExtension(build_ext):
         super().build_extension(ext)
 
 
+def repository() -> str | None:
+    """The address of the repository that a release is built from: a workflow knows it."""
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    return f"{server}/{name}" if server and name else None
+
+
+def readme(url: str | None) -> str:
+    """README.md; with absolute links where there is a repository, for a package index shows the
+    page alone.
+    """
+    text = Path("README.md").read_text(encoding="utf-8")
+    if url is None:
+        return text
+    text = re.sub(r"(!\[[^\]]*\]\()(?=\w[^():]*\))", rf"\1{url}/raw/HEAD/", text)
+    return re.sub(r"(\]\()(?=\w[^():]*\))", rf"\1{url}/blob/HEAD/", text)
+
+
+def urls(url: str | None) -> dict[str, str]:
+    """What a package index links to."""
+    pages = {
+        "Source": "",
+        "Documentation": "/tree/HEAD/docs",
+        "Changelog": "/blob/HEAD/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {name: url + page for name, page in pages.items()} if url else {}
+
+
 ParallelCompile(default=JOBS).install()
 
 # Each folder of integrations/ is installed as a package of zerocast.integrations.
 HOSTS = {f"zerocast.integrations.{host}": f"integrations/{host}" for host in find_packages("integrations")}
 
 setup(
+    long_description=readme(repository()),
+    long_description_content_type="text/markdown",
+    project_urls=urls(repository()),
     packages=[*find_packages(include=["zerocast*"]), *HOSTS],
     package_dir=HOSTS,
     ext_modules=[

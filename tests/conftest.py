@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,9 +21,12 @@ hypothesis.settings.load_profile("zerocast")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is long where kernels are interpreted is slow there."""
+    """What is long where kernels are interpreted is slow there, what is long for each SIMD level at all but the highest."""
+    lower = [name for name in _at_every_level() if "@" in name][1:]
     for item in items:
         if item.get_closest_marker("long_interpreted") and any(map(is_interpreted, item.callspec.params.values())):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("long_at_every_level") and any(p in lower for p in item.callspec.params.values()):
             item.add_marker(pytest.mark.slow)
 
 
@@ -30,6 +34,16 @@ def pytest_collection_finish() -> None:
     """Every test module is imported by now. Each process of a run has one thread, as each rank has."""
     freeze_modules()
     torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last thing before the verdict: what was skipped, one line a reason."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:>6,}  {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -33,13 +33,13 @@ COLLECTIVE_SECONDS = 30
 Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank
 
 context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch.distributed", "hypothesis", "pytest", "zerocast"]
+_preloaded = ["torch.distributed", "hypothesis", "pytest", "zerocast", "tests.frozen"]
 context.set_forkserver_preload(_preloaded)
 
 
 def preload(module: str) -> None:
     """Fork the ranks with `module` imported as well; before the first of them starts."""
-    _preloaded.append(module)
+    _preloaded.insert(-1, module)
     context.set_forkserver_preload(_preloaded)
 
 

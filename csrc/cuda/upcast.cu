@@ -54,10 +54,12 @@ __device__ uint2 load_codes(const uint8_t* at, bool aligned) {
 }
 
 // The E4M3 codes of the four E2M1 codes in the lower half of a word. Three bits of each choose a byte
-// of the table; with the fourth set, a permutation repeats the sign of the byte that it chooses.
+// of the table; with the fourth set, the instruction repeats the sign of the byte that it chooses,
+// which __byte_perm leaves out.
 __device__ uint32_t upcast_four(uint32_t codes, uint2 table) {
   const uint32_t magnitudes = __byte_perm(table.x, table.y, codes & 0x7777u);
-  const uint32_t signs = __byte_perm(0x80808080u, 0x80808080u, codes);  // 0xFF for a minus, else 0x80
+  uint32_t signs;  // 0xFF for a minus, else 0x80
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(signs) : "r"(0x80808080u), "r"(codes));
   return magnitudes | (signs << 7 & 0x80808080u);
 }
 

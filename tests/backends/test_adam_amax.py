@@ -112,6 +112,7 @@ def test_update_then_amax(any_backend: str) -> None:
 
 
 @pytest.mark.long_interpreted
+@pytest.mark.long_at_every_level
 @pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fmt", [fmt for fmt in strategies.LARGE if fmt != "identity"])
 def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:

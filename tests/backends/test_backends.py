@@ -57,6 +57,7 @@ def test_stage_equals_reference(variant: str) -> None:
 
 
 @pytest.mark.long_interpreted
+@pytest.mark.long_at_every_level
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("fmt", strategies.LARGE)
 def test_large_weights(variant: str, fmt: str, turned: bool, seed: int) -> None:

@@ -58,7 +58,7 @@ def check(found: dict[str, Any]) -> None:
             assert "st.global.v4.b32" in instructions, f"{name} has no wide stores"
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
 def test_kernels_are_exact_and_wide(capability: int) -> None:
     found = compiled(capability)
     check(found)

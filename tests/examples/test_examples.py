@@ -1,17 +1,22 @@
 """The examples run: every format, one and two ranks, resuming to the bit, and the demo with what it writes."""
 
+import functools
 import json
 import math
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import tyro
 
 from examples.gpt_pretrain import demo, train
@@ -21,6 +26,8 @@ from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.measure import bytes_per_parameter
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from examples.gpt_pretrain.run_log import Record, RunLog, read_records
+from examples.gpt_pretrain.world import World
+from tests.workers import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=128, context=32)
@@ -236,8 +243,42 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path)
     assert train.main(other)["train_loss"] < 6  # one rank, another format
 
 
+def on_this_rank(arguments: list[str]) -> None:
+    """train.py on a rank of the pool, as torchrun would start it."""
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    with mock.patch.object(World, "join", return_value=world), mock.patch.object(World, "leave"):
+        train.main(tyro.cli(TrainConfig, args=arguments))
+
+
+class OnThePool(Run):
+    """A run that is over once it has begun, on ranks that have torch imported."""
+
+    def __init__(self, pools: Ranks, folder: Path, arguments: Sequence[str], *, ranks: int, timeout: float) -> None:
+        self.folder, self._pool = folder, pools(ranks)
+        self._arguments = ["--out", str(folder), *arguments]
+
+    def __enter__(self) -> Run:
+        self._pool(on_this_rank, self._arguments)
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def is_over(self) -> bool:
+        return True
+
+
 @pytest.mark.timeout(400)
-def test_demo_writes_table_picture_and_json(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("launched_by", ["the pool", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_demo_writes_table_picture_and_json(
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+    launched_by: str,
+):
+    if launched_by == "the pool":
+        monkeypatch.setattr(demo, "Run", functools.partial(OnThePool, ranks))
     arguments = ["--out", str(tmp_path), "--formats", "bf16", "nvfp4", "--steps", "12", "--data", str(text)]
     assert demo.main([*arguments, *TINY_ARGUMENTS]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
@@ -286,19 +327,24 @@ def test_a_slow_machine_gets_fewer_steps():
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def assert_it_learns(said: str) -> None:
+    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+    assert losses[-1] < 0.1 * losses[0] + 0.01
+
+
+def test_minimal(capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(ROOT / "examples/minimal_zero.py"), run_name="__main__")
+    assert_it_learns(capsys.readouterr().out)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("launcher", "example"),
-    [
-        ([], "minimal_zero"),
-        pytest.param(TWO_RANKS, "minimal_zero", marks=pytest.mark.slow),
-        pytest.param(TWO_RANKS, "minimal_fsdp2", marks=pytest.mark.slow),
-    ],
+    ("launcher", "example"), [([], "minimal_zero"), (TWO_RANKS, "minimal_zero"), (TWO_RANKS, "minimal_fsdp2")]
 )
-def test_minimal(launcher: list[str], example: str):
+def test_minimal_as_it_is_launched(launcher: list[str], example: str):
     command = [sys.executable, *launcher, f"examples/{example}.py"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
-    assert losses[-1] < 0.1 * losses[0] + 0.01
+    assert_it_learns(done.stdout)

@@ -3,8 +3,6 @@ continued to the bit.
 """
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,34 +129,6 @@ def saved_in_the_background(path: str) -> list[str]:
 
 def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2)(saved_in_the_background, str(tmp_path)) == [[]] * 2
-
-
-READER = """
-import sys
-sys.modules["zerocast"] = None  # importing it fails
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-metadata = FileSystemReader(sys.argv[1]).read_metadata().state_dict_metadata
-import torch
-state = {key: torch.zeros(found.size, dtype=found.properties.dtype) for key, found in metadata.items() if hasattr(found, "size")}
-dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
-assert all(not tensor.isnan().any() for tensor in state.values())
-print(len(state), sorted(k for k in metadata if "blocks.1.1.weight" in k and "param_groups" not in k))
-print(float(state["model.blocks.0.1.weight"].double().sum()))
-"""
-
-
-def test_payload_needs_no_zerocast(ranks: Ranks, tmp_path: Path) -> None:
-    """Plain tensors under the fixed keys, in a process that cannot import zerocast."""
-    ranks(2)(saved, "fsdp", str(tmp_path), FORMATS)
-    done = subprocess.run([sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    name = "blocks.1.1.weight"
-    keys = [f"model.{name}", *(f"optim.state.{name}.{key}" for key in ("exp_avg", "exp_avg_sq", "step"))]
-    keys += [f"zerocast.{name}.{key}" for key in ("amax_history", "cast_scale", "scale")]
-    assert str(sorted(keys)) in done.stdout
-    for file in tmp_path.iterdir():
-        assert b"zerocast.fsdp2" not in file.read_bytes() and b"MasterParameter" not in file.read_bytes()
 
 
 def without_zerocast(path: str, dtype: torch.dtype) -> Tensor:

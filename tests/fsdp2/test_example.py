@@ -52,7 +52,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_records(folder / "metrics.jsonl") if record["event"] == "train"]
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "hsdp", "fsdp2_tp"])
+@pytest.mark.parametrize("parallel", ["fsdp2", models.slow("hsdp"), "fsdp2_tp"])
 def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, parallel: Any) -> None:
     """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for
     the backward pass.

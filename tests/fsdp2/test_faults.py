@@ -1,4 +1,4 @@
-"""Under FSDP2: casts that run out of memory, a step that did so on one rank, masters that are not finite, steps on one rank."""
+"""Under FSDP2: a repeated cast that runs out of memory, a step that did so on one rank, masters that are not finite, lone steps."""
 
 import contextlib
 from collections.abc import Callable
@@ -50,26 +50,20 @@ def moved(model: Any) -> None:
     load_and_assign(model)
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {"step": lambda model: None, "written": written, "moved": moved}
-
-
-def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[int, list[str]]:
-    """A cast dies at every so manieth operator; the next forward pass casts whole. How often it died, and complaints.
-
-    A step's cast, or a repeated one of masters that were written to, or lie elsewhere.
-    """
+def memory_runs_out(formats: tuple[str, ...], change: Callable[[Any], None], every: int) -> tuple[int, list[str]]:
+    """A repeated cast dies at every so manieth operator; the next forward pass casts whole. How often it died, and complaints."""
     died, found = 0, []
     for afterwards in (False, True):
         at = every // 2 * afterwards
         while True:
             (model, optimizer), (other, twin) = trained(formats), trained(formats)
             for one in (model, other):
-                CHANGES[kind](one)
+                change(one)
             manager = models.manager(model)
             memory = OutOfMemory(at, afterwards)
             try:
                 with memory:
-                    manager.refresh(repeat=kind != "step")
+                    manager.refresh(repeat=True)
             except torch.OutOfMemoryError:
                 died += 1
             for one, its in ((model, optimizer), (other, twin)):
@@ -87,12 +81,15 @@ def memory_runs_out(formats: tuple[str, ...], kind: str, every: int) -> tuple[in
 RECENT = "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3"  # each cast has another scale
 
 
-@pytest.mark.parametrize("kind", list(CHANGES))
 @pytest.mark.parametrize(
-    ("formats", "every"), [((RECENT,), 8), pytest.param(("nvfp4", RECENT, "mxfp8"), 1, marks=pytest.mark.slow)]
+    ("formats", "change", "every"),
+    [((RECENT,), written, 8), *(models.slow(("nvfp4", RECENT, "mxfp8"), change, 1) for change in (written, moved))],
 )
-def test_a_cast_that_runs_out_of_memory(ranks: Ranks, formats: tuple[str, ...], every: int, kind: str) -> None:
-    for died, found in ranks(1)(memory_runs_out, formats, kind, every, timeout=300.0):
+def test_a_repeated_cast_that_runs_out_of_memory(
+    ranks: Ranks, formats: tuple[str, ...], change: Callable[[Any], None], every: int
+) -> None:
+    """That of a step: tests/hosts/test_faults.py, in a gather."""
+    for died, found in ranks(1)(memory_runs_out, formats, change, every, timeout=300.0):
         assert died > 4
         assert found == []
 

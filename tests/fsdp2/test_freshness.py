@@ -251,7 +251,8 @@ def compiled_steps(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [slow("adamw"), "sgd"])
+@pytest.mark.slow  # in every run: compiled writes of test_views.py
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_compiled_optimizers(ranks: Ranks, name: str) -> None:
     assert ranks(2)(compiled_steps, name) == [[], []]
 

@@ -4,7 +4,6 @@ use, and no more with time.
 
 import gc
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FEW, Net, slow
 from tests.optim.memory import live_bytes
@@ -130,35 +128,17 @@ def test_peak_of_a_backward_pass(ranks: Ranks) -> None:
         assert found == pytest.approx(predicted, rel=0.02)
 
 
-def grown(steps: int) -> list[int]:
-    """Live bytes after a few steps and after many."""
-    model: Any = models.sharded(Net(FEW if steps < 100 else models.FORMATS, 64, 96))
+def grown() -> list[int]:
+    """Live bytes after a few steps and after more: test_growth.py takes thousands."""
+    model: Any = models.sharded(Net(FEW, 64, 96))
     optimizer = torch.optim.AdamW(model.parameters())
     sizes = []
-    for until in (range(3), range(3, steps)):
+    for until in (range(3), range(3, 10)):
         models.train(model, optimizer, until, 64)
         sizes.append(settled_bytes())
     return sizes
 
 
-@pytest.mark.parametrize("steps", [10, slow(200)])
-def test_nothing_grows(ranks: Ranks, steps: int) -> None:
-    for early, late in ranks(2)(grown, steps):
+def test_nothing_grows(ranks: Ranks) -> None:
+    for early, late in ranks(2)(grown):
         assert late == early
-
-
-def left_of_a_model() -> list[str]:
-    """What is still there of a model that nobody holds any more."""
-    model: Any = models.sharded(Net(FEW, 64, 96))
-    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters())
-    models.train(model, optimizer, range(2), 64)
-    zerocast.fsdp2.refresh(model)
-    zerocast.fsdp2.TrainingState(model, optimizer).state_dict()
-    things = {"model": weakref.ref(model), "optimizer": weakref.ref(optimizer), "block": weakref.ref(model.blocks[0])}
-    del model, optimizer
-    gc.collect()
-    return [name for name, reference in things.items() if reference() is not None]
-
-
-def test_a_model_is_not_kept_alive(ranks: Ranks) -> None:
-    assert ranks(2)(left_of_a_model) == [[], []]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -23,9 +22,9 @@ import zerocast
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from tests import casts
 from tests.fsdp2 import models
-from tests.fsdp2.test_freshness import CHANGES
 from tests.fsdp2.test_fused_adamw import digests
-from tests.workers import Ranks, error_of
+from tests.selection import some
+from tests.workers import Ranks
 from zerocast.fsdp2 import TrainingState
 
 SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=64, context=32)
@@ -38,16 +37,13 @@ MIXED = {
 }
 
 
-def gpt(recipe: dict[str, str] | None, frozen: str = "", replicas: int = 1, device: str = "", **options: Any) -> Any:
+def gpt(recipe: dict[str, str] | None, frozen: str = "", replicas: int = 1, **options: Any) -> Any:
     """The model, sharded by block; `frozen` begins the names of what does not learn."""
     mesh = models.mesh((replicas, dist.get_world_size() // replicas), ("replicate", "shard"))
     options = {"mesh": mesh if replicas > 1 else mesh["shard"], "mp_policy": models.BF16, **options}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        with torch.device(device or "cpu"):
-            model: Any = GPT(SMALL)
-    if not device:
-        model.to(models.place())
+        model: Any = GPT(SMALL).to(models.place())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or not name.startswith(frozen))
     if recipe:
@@ -109,12 +105,8 @@ def trained(steps: int = 2, recompute: bool = False, **options: Any) -> list[str
     return found + [f"{name} moved or stayed" for name in moved.symmetric_difference(set(before) - frozen)]
 
 
-@pytest.mark.parametrize("world", [models.slow(1), models.slow(2), 3])
-def test_frozen_layer_and_two_optimizers(ranks: Ranks, world: int) -> None:
-    assert ranks(world)(trained) == [[]] * world
-
-
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shards": (3, {}),
     "replicas": (4, {"replicas": 2}),
     "replicas alone": (2, {"replicas": 2}),
     "left gathered": (2, {"reshard_after_forward": False}),
@@ -124,45 +116,15 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def in_a_way(name: str) -> list[str]:
-    return trained(steps=1, **WAYS[name][1])
+def in_a_way(options: dict[str, Any]) -> list[str]:
+    return trained(**options)
 
 
-@pytest.mark.parametrize("name", [models.slow(name) if name in ("fp16", "replicas alone") else name for name in WAYS])
-def test_every_way_to_shard(ranks: Ranks, name: str) -> None:
-    world = WAYS[name][0]
-    assert ranks(world)(in_a_way, name) == [[]] * world
-
-
-def changed(name: str) -> list[str]:
-    """Complaints after a change of all masters of a GPT that has trained."""
-    model = gpt(MIXED, frozen="blocks.2.")
-    step_all(model, two_optimizers(model), range(1))
-    before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
-    CHANGES[name](model)
-    same = [key for key, (p, _) in models.masters(model).items() if torch.equal(p.full_tensor(), before[key])]
-    return same + models.complaints(model, name)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in ("load_in_place", "set_full_state") else models.slow(name) for name in CHANGES]
-)
-def test_changes_are_cast(ranks: Ranks, name: str) -> None:
-    assert ranks(2)(changed, name) == [[], []]
-
-
-def changed_on_one() -> str:
-    """What every rank says after a change on one."""
-    model = gpt(MIXED)
-    step_all(model, two_optimizers(model), range(1))
-    models.complaints(model, "")
-    if dist.get_rank() == 1:
-        CHANGES["write_data"](model)
-    return error_of(lambda: model.loss(*text(0, dist.get_rank())))
-
-
-def test_a_change_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    assert all("was changed on ranks [1]" in message for message in ranks(3)(changed_on_one))
+@pytest.mark.parametrize("way", some(WAYS, "shards"))
+def test_frozen_layer_and_two_optimizers(ranks: Ranks, way: tuple[int, dict[str, Any]]) -> None:
+    """In every way to shard a model."""
+    world, options = way
+    assert ranks(world)(in_a_way, options) == [[]] * world
 
 
 def interrupted(path: str) -> list[str]:
@@ -182,56 +144,11 @@ def interrupted(path: str) -> list[str]:
     return [name for name in expected if expected[name] != found[name]] + models.complaints(second[0], "resumed")
 
 
-@pytest.mark.parametrize("world", [2, models.slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_resume_is_exact(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Two optimizers, a tied embedding, delayed scaling."""
     assert ranks(world)(interrupted, str(tmp_path / "it")) == [[]] * world
-
-
-def saved(path: str) -> dict[str, str]:
-    """Three steps, the masters saved; their digests."""
-    model = gpt(MIXED)
-    step_all(model, two_optimizers(model), range(3))
-    dcp.save({"model": model.state_dict(), "zerocast": zerocast.fsdp2.state_dict(model)}, checkpoint_id=path)
-    return {name: casts.sha(tensor.full_tensor()) for name, tensor in model.state_dict().items()}
-
-
-def loaded(path: str) -> tuple[dict[str, str], list[str]]:
-    """A checkpoint loaded into a new model: its contents and complaints about its bytes."""
-    model = gpt(MIXED)
-    state = {"model": model.state_dict(), "zerocast": zerocast.fsdp2.state_dict(model)}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    zerocast.fsdp2.load_state_dict(model, state["zerocast"])
-    return {name: casts.sha(t.full_tensor()) for name, t in model.state_dict().items()}, models.complaints(
-        model, "loaded"
-    )
-
-
-def test_checkpoint_of_the_gpt(ranks: Ranks, tmp_path: Any) -> None:
-    expected = ranks(2)(saved, str(tmp_path))[0]
-    for found, complaints in ranks(3)(loaded, str(tmp_path)):
-        assert found == expected
-        assert not complaints
-
-
-def from_meta() -> list[str]:
-    """Complaints of a GPT that had no memory when it was sharded, over its first step."""
-    model = gpt(MIXED, device="meta")
-    model.to_empty(device=models.place())
-    with torch.random.fork_rng():
-        torch.manual_seed(dist.get_rank())
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    found = models.complaints(model, "initialised")
-    step_all(model, two_optimizers(model), range(1))
-    return found + models.complaints(model, "a step later")
-
-
-@pytest.mark.slow
-def test_meta_initialisation(ranks: Ranks) -> None:
-    assert ranks(2)(from_meta) == [[], []]
 
 
 def saved_whole(path: str) -> dict[str, str]:
@@ -254,8 +171,7 @@ def loaded_whole(path: str, replicas: int) -> tuple[dict[str, str], list[str]]:
     return digests(state.state_dict()), models.complaints(model, "loaded")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("saver", "loader", "replicas"), [(2, 3, 1), (4, 2, 1), (2, 4, 2)])
+@pytest.mark.parametrize(("saver", "loader", "replicas"), [(2, 3, 1), models.slow(4, 2, 1), models.slow(2, 4, 2)])
 def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: int, loader: int, replicas: int) -> None:
     """Moments of two optimizers are redistributed as well."""
     expected = ranks(saver)(saved_whole, str(tmp_path / "it"))[0]

@@ -324,7 +324,7 @@ def written_on_one(reshard: bool, debug: bool, *forms: str) -> list[tuple[str, l
     return found
 
 
-@pytest.mark.parametrize(("reshard", "debug"), [(True, False), slow(True, True), (False, False)])
+@pytest.mark.parametrize(("reshard", "debug"), [(True, False), slow(True, True), slow(False, False)])
 def test_a_view_written_on_one_rank_raises_on_all(ranks: Ranks, reshard: bool, debug: bool) -> None:
     for by_form in ranks(3)(written_on_one, reshard, debug, *FORMS):
         for form, (said, found) in zip(FORMS, by_form, strict=True):

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 import zerocast
 from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED, FORMATS, SMALL, Net
+from tests.selection import worlds
 from tests.workers import Ranks
 
 PER_ELEMENT = {
@@ -60,7 +61,7 @@ def misaligned(one_direction: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("one_direction", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", worlds(2, slow=[1, 3]))
 def test_gathered_operands_are_aligned(ranks: Ranks, world: int, one_direction: bool) -> None:
     """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores
     copies a scale.

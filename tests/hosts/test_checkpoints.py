@@ -1,5 +1,7 @@
 """Checkpoints of every host: what is loaded was saved, what follows would have followed, and what does not fit raises."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,37 @@ def check_other_ranks(
         assert wrong == []
         assert whole.keys() == expected.keys()
         assert [name for name, value in expected.items() if not torch.equal(value, whole[name])] == []
+
+
+OUTSIDER = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") not in (sys.argv[1], "")]
+sys.modules["zerocast"] = None  # importing it fails
+import torch, torch.distributed.checkpoint as dcp
+for path in sys.argv[2:]:
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    torch.save(state, path + ".pt")
+"""
+DELAYED = {"ZeroAdamW": "delayed", "FSDP2": "blocks.1.1.weight"}  # hosts with `Checkpoints`, and a weight of each
+
+
+def test_tools_without_zerocast_read_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    """Plain tensors under the fixed keys, in a process that cannot import zerocast."""
+    folders = {host: tmp_path / host / "step_00000003" for host in DELAYED}
+    wanted = {host: ranks(3)(saved, host, find(host).VARIANTS[0], str(tmp_path / host))[0] for host in DELAYED}
+    command = [sys.executable, "-I", "-c", OUTSIDER, str(Path(__file__).parents[2]), *map(str, folders.values())]
+    subprocess.run(command, check=True, timeout=120)
+    for host, folder in folders.items():
+        state, name = torch.load(f"{folder}.pt", weights_only=True), DELAYED[host]
+        masters = {key: value for key, value in wanted[host].items() if key.startswith("model.")}
+        assert f"model.{name}" in masters
+        assert all(torch.equal(state[key], value) for key, value in masters.items())
+        keys = [f"optim.state.{name}.{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
+        keys += [f"zerocast.{name}.{key}" for key in ("amax_history", "cast_scale", "scale")]
+        assert all(state[key].isfinite().all() for key in keys)
+        assert not [file for file in folder.iterdir() if b"zerocast.fsdp2" in file.read_bytes()]
 
 
 def that_do_not_fit(host: str, folder: str) -> tuple[list[str], list[str]]:

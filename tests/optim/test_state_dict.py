@@ -4,10 +4,7 @@ import copy
 import io
 import logging
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,41 +68,6 @@ def test_keys_are_fixed_and_the_same_on_every_rank(ranks, tmp_path, world):
 
 def test_no_process_group_has_the_same_keys():
     assert set(shapes(None)) == KEYS
-
-
-OUTSIDER = """
-import sys, torch, torch.distributed.checkpoint as dcp
-path, main = sys.argv[1:]
-sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") not in (main, "")]
-class Blocked:
-    def find_spec(self, name, *_):
-        if name.split(".")[0] == "zerocast":
-            raise ImportError("zerocast is not here")
-sys.meta_path.insert(0, Blocked())
-metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-state = {name: torch.full(entry.size, float("nan"), dtype=entry.properties.dtype) for name, entry in metadata.items()}
-dcp.load(state, checkpoint_id=path, no_dist=True)
-assert "zerocast" not in sys.modules
-torch.save(state, path + ".pt")
-"""
-
-
-@pytest.mark.parametrize("world", worlds(3, slow=[1]))
-def test_tools_without_zerocast_read_it(ranks, tmp_path, world):
-    path = tmp_path / "checkpoint"
-    ranks(world)(shapes, str(path))
-    main = str(Path(__file__).parents[2])
-    subprocess.run([sys.executable, "-I", "-c", OUTSIDER, str(path), main], check=True, timeout=120)
-    state = torch.load(f"{path}.pt", weights_only=True)
-    assert set(state) == KEYS
-    reference = Undistributed(MIXED)
-    run = Run()
-    for step in range(2):
-        reference.step({s.name: run.rounds(s, step, world) for s in MIXED}, run.options)
-    for spec in MIXED:
-        assert np.array_equal(state[f"model.{spec.name}"].numpy(), reference.master[spec.name])
-        assert np.array_equal(state[f"optim.state.{spec.name}.exp_avg"].numpy(), reference.exp_avg[spec.name])
-        assert state[f"optim.state.{spec.name}.step"] == 2
 
 
 def test_torch_save_with_one_process():

@@ -78,7 +78,7 @@ class StepConfig:
     """
     modes: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
     """Whether blocks run through torch.compile."""
-    shape: Literal["llama3-8b", "llama3-70b", "tiny"] = "llama3-8b"
+    shape: Literal["llama3-1b", "llama3-8b", "llama3-70b", "tiny"] = "llama3-8b"
     """Widths of a block."""
     layers: int = 8
     """Blocks. Time and memory of blocks grow with their number, those of the head do not."""

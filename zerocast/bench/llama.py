@@ -29,6 +29,7 @@ class Shape:
 
 
 SHAPES = {
+    "llama3-1b": Shape(2048, 8192, 32, 8),
     "llama3-8b": Shape(4096, 14336, 32, 8),
     "llama3-70b": Shape(8192, 28672, 64, 8),
     "tiny": Shape(128, 256, 2, 1),

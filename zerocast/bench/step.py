@@ -49,7 +49,7 @@ class StepBench:
 
     def check_comparable(self, stored: StepReport) -> None:
         """ValueError for a report that this run will not be compared with."""
-        stored.check_comparable(self._world, self._settings())
+        stored.check_comparable(self._world, self.settings())
 
     def run(self, progress: Progress = lambda _: None) -> StepReport:
         """Measure every row; `progress` is called with each result."""
@@ -63,12 +63,12 @@ class StepBench:
             ranks=self._world,
             tokens=self._world * self._config.batch * self._config.seq,
             machine=machine.describe(self._device),
-            settings=self._settings(),
+            settings=self.settings(),
             measurements=tuple(result for result in results if isinstance(result, StepMeasurement)),
             failures=tuple(result for result in results if isinstance(result, StepFailure)),
         )
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What a row depends on; rows of reports with other settings are not compared."""
         left_out = ("variants", "modes", "out", "compare", "threshold", "json", "profile", "text")
         settings = {name: value for name, value in asdict(self._config).items() if name not in left_out}

@@ -1,0 +1,141 @@
+"""The loss of 200 steps on a text, for every variant of `zerocast bench step` that is timed, seed by seed.
+
+    torchrun --nproc-per-node 2 -m tests.benchmarks.loss_study text.txt --out losses.jsonl
+    python -m tests.benchmarks.loss_study --table losses.jsonl
+
+Each run becomes a line of the file as soon as it ends, and runs that are there are not repeated: what a time limit cuts is one run.
+Variants of one seed start from the same values and see the same tokens in the same order, no byte twice, so each batch is held out
+until it is trained on, and losses are compared batch by batch. The order of the runs is `PLAN`'s: the question of FP8 weight
+gradients first, on three seeds.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerocast.bench import StepBench, StepConfig
+from zerocast.bench.step_report import StepFailure, StepMeasurement
+
+CONFIG = {"shape": "llama3-1b", "layers": 4, "vocabulary": 256, "seq": 2048, "batch": 6, "lr": 3e-4, "steps": 2}
+LAST = 50  # steps whose losses are compared
+WGRAD, WIRE = "+fp8_wgrad", "+fp8_wire"
+QUESTION = ("bf16", "fp8_current", f"fp8_current{WGRAD}", "fp8_block", f"fp8_block{WGRAD}")
+OTHERS = (
+    *("fp8_delayed", f"fp8_delayed{WGRAD}", "mxfp4", f"mxfp4{WGRAD}", "nvfp4", "mxfp8:block=32x32"),
+    *(f"bf16{WIRE}", f"fp8_current{WGRAD}{WIRE}", f"nvfp4{WIRE}"),
+)
+
+
+def rows(host: str, names: tuple[str, ...], mode: str = "eager") -> tuple[str, ...]:
+    """The rows of `zerocast bench step` of a host."""
+    return tuple(f"{host}:{name} {mode}" for name in names)
+
+
+TORCHAO = rows("torchao", ("tensorwise",))
+COMPILED = (
+    *rows("fsdp2", ("bf16", f"fp8_current{WGRAD}", f"fp8_block{WGRAD}", "nvfp4"), "compiled"),
+    *rows("torchao", ("tensorwise",), "compiled"),
+)
+PLAN = (
+    *((seed, rows("fsdp2", QUESTION) + TORCHAO) for seed in (0, 1, 2)),
+    (0, rows("fsdp2", OTHERS)),
+    (0, rows("zero_adamw", QUESTION)),
+    (0, COMPILED),
+    (0, rows("zero_adamw", OTHERS)),
+    *((seed, rows("fsdp2", OTHERS)) for seed in (1, 2)),
+    *((seed, rows("zero_adamw", QUESTION + OTHERS)) for seed in (1, 2)),
+)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file, the last line of which may be cut."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    """Train what is in `PLAN` and not in the file; rank 0 appends to it."""
+    done = {(run["seed"], run["row"]) for run in read(options.out)}
+    dist.barrier()
+    for seed, names in PLAN:
+        missing = tuple(name for name in names if (seed, name) not in done and fnmatchcase(name, options.only))
+        if seed not in options.seeds or not missing:
+            continue
+        done |= {(seed, name) for name in missing}
+        config = StepConfig(
+            missing, seed=seed, text=options.text, loss_steps=options.loss_steps, **{**CONFIG, **options.config}
+        )
+        bench = StepBench(config, device)
+        settings = {"ranks": dist.get_world_size(), **bench.settings()}
+
+        def note(result: StepMeasurement | StepFailure, settings: dict[str, Any] = settings) -> None:
+            line = {"seed": settings["seed"], "row": result.row}
+            if isinstance(result, StepFailure):
+                line |= {"failure": result.reason}
+            else:
+                line |= {"losses": result.losses, "ms": result.ms, "settings": settings}
+            if dist.get_rank() == 0:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(f"seed {line['seed']} {line['row']}: {line.get('failure') or line['losses'][-1]}", flush=True)
+
+        bench.run(note)
+
+
+def gaps(runs: list[dict[str, Any]]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Yield each row with its mean losses of the last steps, and its mean distances to FSDP2's bf16, both seed by seed."""
+    by_row: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    for run in runs:
+        if "losses" in run:
+            by_row[run["row"]][run["seed"]] = run["losses"][-LAST:]
+    plain = by_row["fsdp2:bf16 eager"]
+    for row, found in by_row.items():
+        seeds = sorted(found.keys() & plain.keys())
+        yield row, [fmean(found[s]) for s in seeds], [fmean(found[s]) - fmean(plain[s]) for s in seeds]
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: losses seed by seed, and the distance to bf16 with its spread between seeds."""
+    lines = ["| row | loss, seed by seed | to bf16 | between seeds |", "| --- | --- | ---: | ---: |"]
+    for row, losses, distances in gaps(runs):
+        spread = f"{stdev(distances):.4f}" if len(distances) > 1 else ""
+        each = ", ".join(f"{loss:.4f}" for loss in losses)
+        lines.append(f"| {row} | {each} | {fmean(distances):+.4f} | {spread} |")
+    return "\n".join([*lines, *(f"| {run['row']} | {run['failure']} | | |" for run in runs if "failure" in run)])
+
+
+def main() -> None:
+    """Train, or print the table of a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path, default=Path("losses.jsonl"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", default="*", help="shell pattern of rows")
+    parser.add_argument("--loss-steps", type=int, default=200)
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON of other options of StepConfig")
+    parser.add_argument("--table", type=Path)
+    options = parser.parse_args()
+    if options.table:
+        print(table(read(options.table)))
+        return
+    if options.text is None:
+        parser.error("a text is needed")
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    train(options, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
