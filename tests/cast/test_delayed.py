@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests import casts, sharded
 from tests.formats import model
 from tests.matrices import F32
+from tests.selection import examples_on
 from tests.sharded import Weight
 from tests.strategies import cuts, shapes
 from tests.workers import Ranks
@@ -43,6 +44,7 @@ def amax_of(case: Weight, step: int) -> float:
     return float(rounded.max()) if rounded.size else 0.0
 
 
+@examples_on(2)  # casts of five steps each
 @given(world=st.sampled_from([1, 2, 3, 5]), data=st.data())
 def test_every_step_equals_the_simulation(ranks: Ranks, world: int, data: st.DataObject) -> None:
     case, options = data.draw(delayed(world))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import casts
 from tests.backends.test_adam_step import scalars
 from tests.host_traffic import HostTraffic
+from tests.selection import examples_on
 from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks
@@ -93,6 +94,7 @@ def steps(
     return outcome
 
 
+@examples_on(2)  # each of which is cast in two ways
 @given(world=st.sampled_from([1, 2, 3]), data=st.data())
 def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -> None:
     """Any format, cut, mix of parameter groups, dtype of gradients and moments, and a skipped step."""

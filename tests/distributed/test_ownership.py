@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.simulated import Simulated, on_ranks
+from tests.selection import worlds
 from zerocast import QuantizedWeight
 from zerocast.cast.partition import Partition, partition
 from zerocast.distributed.agreement import validate_across_ranks
@@ -151,7 +152,7 @@ def test_a_mistake_on_one_rank_is_named_on_all(world: int, mistake: str) -> None
         assert ("all-gather", 24) in log, "the spans of the first weight show what is wrong"
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", worlds(2, 3, 4, slow=[MANY]))
 def test_three_small_collectives(world: int) -> None:
     """More ranks than elements, too: some own nothing."""
     found, log = built(world, lambda passed: None)

@@ -20,6 +20,7 @@ from examples.gpt_pretrain.study import __main__ as command
 from examples.gpt_pretrain.study import plan, runs, show
 from examples.gpt_pretrain.study.outcome import collect
 from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, VARIANTS, Job, Size, jobs
+from tests.selection import worlds
 from tests.workers import Ranks
 
 TINY = Size(1, TrainConfig(model=GPTConfig(1, 2, 128, 32), steps=3, batch_size=2, eval_sequences=4, device="cpu"))
@@ -177,7 +178,7 @@ def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", worlds(2, slow=[1, 3]))
 def test_without_masters_there_is_nothing_but_the_weights(ranks: Ranks, world: int) -> None:
     for found in ranks(world)(forgotten, "nvfp4"):
         for name, changed, left in found:

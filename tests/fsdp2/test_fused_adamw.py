@@ -75,7 +75,7 @@ def by_fsdp2(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
     return digests(state.state_dict()), gathered
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [models.slow(1), 3])
 def test_one_step_from_one_checkpoint(ranks: Ranks, tmp_path: Any, world: int) -> None:
     """ZeroAdamW and FSDP2, the same injected gradient: equal masters, moments, delayed state,
     hyper-parameters and bytes.

@@ -49,7 +49,7 @@ def trained(one_direction: bool, hidden: int, world: int) -> tuple[list[str], li
     return digests, seen.sent["all-gather"], found
 
 
-@pytest.mark.parametrize(("world", "hidden"), [(2, 128), (3, 160), (1, 128)])
+@pytest.mark.parametrize(("world", "hidden"), [models.slow(2, 128), (3, 160), (1, 128)])
 def test_half_the_bytes_and_the_same_masters(ranks: Ranks, world: int, hidden: int) -> None:
     """Also where boundaries cut blocks, and on one rank, which sends nothing."""
     both = ranks(world)(trained, False, hidden, world)

@@ -292,7 +292,7 @@ def written_everywhere(reshard: bool, inference: bool, *forms: str) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [slow(True), False])
 def test_views_written_on_all_ranks_are_cast(ranks: Ranks, reshard: bool) -> None:
     assert ranks(2)(written_everywhere, reshard, False, *FORMS) == [[], []]
 

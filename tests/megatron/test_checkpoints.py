@@ -18,8 +18,8 @@ KINDS = ["dp_reshardable", "fully_reshardable"]
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", [NARROW, MIXED, "delayed"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("formats", [pytest.param(NARROW, marks=SLOW), MIXED, "delayed"])
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
 def test_resume_is_exact(ranks: Ranks, formats: str, overlap: bool, kind: str) -> None:
     for same, wrong in ranks(2)(resume, Case(formats, overlap), kind):

@@ -22,7 +22,9 @@ def losses_of(*line: str) -> list[float]:
         return pretrain_gpt.train(pretrain_gpt.arguments(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("fmt", [pytest.param("nvfp4", marks=needs_four_bits), "fp8_block"])
+@pytest.mark.parametrize(
+    "fmt", [pytest.param("nvfp4", marks=needs_four_bits), pytest.param("fp8_block", marks=pytest.mark.slow)]
+)
 def test_the_loss_falls_as_in_bf16(ranks: Ranks, fmt: str) -> None:
     options = ("--steps", "20", "--layers", "1", "--sequence", "32", "--overlap", "--cpu")
     bf16 = ranks(2)(losses_of, "--format", "bf16", *options)[0]

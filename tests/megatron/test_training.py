@@ -5,6 +5,7 @@ import pytest
 from tests.megatron.hole import train_in_the_hole
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, train, train_chunks
+from tests.selection import worlds
 from tests.workers import Ranks
 
 pytestmark = needs_megatron
@@ -19,7 +20,7 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, formats: str, over
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", worlds(3, slow=[1, 4]))
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", [NARROW, MIXED])
 def test_any_number_of_ranks(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:

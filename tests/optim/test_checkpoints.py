@@ -10,6 +10,7 @@ from tests import casts
 from tests.optim.folders import names, saved
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot
+from tests.selection import worlds
 from zerocast import ZeroConfig
 from zerocast.checkpoint import checkpoint
 from zerocast.optim import Checkpoints
@@ -77,7 +78,7 @@ def asynchronous(folder: str) -> bool:
     return unfinished
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", worlds(2, slow=[1, 3]))
 def test_asynchronous(ranks, tmp_path, world):
     assert any(ranks(world)(asynchronous, str(tmp_path / "c")))
 

@@ -190,7 +190,11 @@ def held(config: ZeroConfig) -> int:
     return live_bytes() - before
 
 
-@pytest.mark.parametrize(("moment_dtype", "keep_columnwise"), [(FP32, False), (BF16, False), (FP32, True)], ids=str)
+@pytest.mark.parametrize(
+    ("moment_dtype", "keep_columnwise"),
+    [(BF16, False), (FP32, True), pytest.param(FP32, False, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("world", worlds(2, slow=(1, 4)))
 def test_the_total_is_what_arithmetic_says(ranks, world, moment_dtype, keep_columnwise):
     config = ZeroConfig(bucket_size=2**18, moment_dtype=moment_dtype, keep_columnwise=keep_columnwise)
