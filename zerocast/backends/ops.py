@@ -106,14 +106,14 @@ def _run(stage: str) -> Callable[..., None]:
     return run
 
 
-def _transposed(
+def transposed_copy(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """New columnwise data and scales of one weight.
 
     A per-tensor scale serves both directions, so then the scales are empty.
     """
-    data, scale = _transposed_fake(backend, format, row_data, row_scale, rows, columns)
+    data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
     _implementation("transpose", backend, format)(
         table=_whole_weight(rows, columns, row_data.device),
         row_data=[row_data.view(-1)],
@@ -124,9 +124,10 @@ def _transposed(
     return data, scale
 
 
-def _transposed_fake(
+def transposed_fake(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `transposed_copy`."""
     data_shape, scale_shape, scale_dtype = _columnwise_shapes(format, rows, columns)
     return row_data.new_empty(data_shape), row_data.new_empty(scale_shape, dtype=scale_dtype)
 
@@ -237,8 +238,8 @@ add_gradients = _define_stage("add_gradients")
 transposed = define(
     "transposed",
     "(str backend, str format, Tensor row_data, Tensor? row_scale, int rows, int columns) -> (Tensor, Tensor)",
-    _transposed,
-    _transposed_fake,
+    transposed_copy,
+    transposed_fake,
 )
 dequantize = define(
     "dequantize",

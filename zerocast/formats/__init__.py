@@ -40,6 +40,8 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
         return name
     if not isinstance(name, str):
         raise TypeError(f"a format is a name or a FormatSpec, got {name!r}")
+    if not options:
+        return _build(name, ())
     return _build(name, tuple(sorted((option, type(value), value) for option, value in options.items())))
 
 

@@ -282,7 +282,7 @@ class ParamGroup:
             self._fills.clear()
         self._fills += fills
         if name == self.names[-1] and self._fills:
-            with torch_fsdp.unversioned([fill.buffer for fill in self._fills]):
+            with torch.no_grad(), torch_fsdp.unversioned([fill.buffer for fill in self._fills]):
                 fill_scales(self._fills)
 
 

@@ -60,13 +60,10 @@ class MasterParameter(Tensor):
         """A wrapper of another tensor, or of a view, for the same weight."""
         return MasterParameter(plain, self.weight, self.manager)
 
-    # Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
-    # bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+    @property
+    def fsdp_pre_all_gather(self) -> "_PreAllGather":
         """FSDP2's hook: quantized bytes, scales and a header."""
-        if self.weight.is_first_of_gather:
-            self.manager.before_gather()
-        return self.weight.send(self.plain, mesh), None
+        return _PreAllGather(self)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -153,9 +150,27 @@ class MasterParameter(Tensor):
         return _map(Tensor, functools.partial(_wrapped, func, first), result)
 
 
-# FSDP2 asks how many arguments its hook takes at every gather of every weight, and to find out
-# costs more than the hook.
-setattr(MasterParameter.fsdp_pre_all_gather, "__signature__", inspect.signature(MasterParameter.fsdp_pre_all_gather))  # noqa: B010
+class _PreAllGather:
+    """The hook of one gather of a master.
+
+    FSDP2 asks for the signature of its hook at every gather of every weight. To find that of a
+    method takes longer than the hook does; this one is looked up.
+
+    Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
+    bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
+    """
+
+    __slots__ = ("_master",)
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+    def __init__(self, master: MasterParameter) -> None:
+        self._master = master
+
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        master = self._master
+        if master.weight.is_first_of_gather:
+            master.manager.before_gather()
+        return master.weight.send(master.plain, mesh), None
 
 
 def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:

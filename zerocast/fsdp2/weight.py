@@ -356,7 +356,6 @@ class FSDPWeight:
         assert isinstance(weight, QuantizedWeight), self.name
         return weight
 
-    @torch.no_grad()
     def unshard(self, outputs: Sequence[Tensor]) -> tuple[QuantizedWeight, list[Tensor]]:
         """(the weight, buffers that FSDP2 allocates and frees with it) of what was gathered,
         once more after another cast.
@@ -375,6 +374,7 @@ class FSDPWeight:
     def _is_sent(self, fill: ScaleFill) -> bool:
         return not self.one_direction or fill.side == self._sent_columnwise
 
+    @torch.no_grad()
     def _gather_again(self, outputs: Sequence[Tensor]) -> None:
         """Gather in place of what FSDP2 gathered."""
         group = Group.of(self._mesh)

@@ -9,6 +9,7 @@ else dequantizes the weight and multiplies.
 from zerocast.gemm.case import Case
 from zerocast.gemm.choice import (
     GRADIENTS,
+    OPERATORS,
     PATHS,
     WISHES,
     Choice,
@@ -20,12 +21,14 @@ from zerocast.gemm.choice import (
     use,
     ways,
     weight_gradients_of,
+    wishes,
 )
 from zerocast.gemm.operands import forget, of_input
 from zerocast.gemm.scaling import is_traced
 
 __all__ = [
     "GRADIENTS",
+    "OPERATORS",
     "PATHS",
     "WISHES",
     "Case",
@@ -41,4 +44,5 @@ __all__ = [
     "use",
     "ways",
     "weight_gradients_of",
+    "wishes",
 ]

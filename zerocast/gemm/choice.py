@@ -71,7 +71,25 @@ class GradientPath(Protocol):
         """`grad.T @ x` as `dtype`, from what `quantize_both_ways` gave for both."""
 
 
+class OperatorPath(Protocol):
+    """What a path defines besides if its product is one operator of torch, which a graph then holds
+    as it is: a compiler calls it with less host work than an op of ours.
+    """
+
+    def multiply_codes(
+        self,
+        operands: Sequence[Tensor],
+        weight: tuple[Tensor, Tensor | None],
+        fmt: FormatSpec,
+        columnwise: bool,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`Path.multiply` with (codes, scale_inv) of that direction of the weight."""
+
+
 GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
+OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor}
 PATHS: dict[str, Path] = {
     "per_tensor": per_tensor,
     "block_128": block_128,
@@ -129,6 +147,11 @@ def use(wish: str | None = None, *, weight_gradients: str | None = None) -> Exit
 def _set(wish: str, weight_gradients: str) -> None:
     global _wish, _weight_gradients
     _wish, _weight_gradients = wish, weight_gradients
+
+
+def wishes() -> tuple[str, str]:
+    """What `use` was told last."""
+    return _wish, _weight_gradients
 
 
 def ways(weight: Any) -> tuple[Any, ...]:

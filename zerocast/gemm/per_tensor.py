@@ -85,11 +85,23 @@ def multiply(
     forward pass alone.
     """
     assert not transposed
-    codes, scale_inv = operands
-    data, weight_scale_inv = weight.direction(columnwise)
+    return multiply_codes(operands, weight.direction(columnwise), weight.format, columnwise, bias, dtype)
+
+
+def multiply_codes(
+    operands: Sequence[Tensor],
+    weight: tuple[Tensor, Tensor | None],
+    fmt: FormatSpec,
+    columnwise: bool,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`multiply` with (codes, scale_inv) of that direction."""
+    (codes, scale_inv), (data, weight_scale_inv) = operands, weight
+    assert fmt.element and weight_scale_inv is not None, fmt
     return torch._scaled_mm(
         codes,
-        data.view(weight.format.element.dtype).t(),
+        data.view(fmt.element.dtype).t(),
         scale_inv,
         weight_scale_inv,
         bias=bias,

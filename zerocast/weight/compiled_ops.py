@@ -1,9 +1,10 @@
 """Products as torch.library ops, for graphs: what a compiler sees of a product with a
 QuantizedWeight.
 
-The ops are given the plain buffers of a weight and say nothing of how they compute. A compiler can
-neither inline a dequantized weight nor keep one, or a transposed copy, for the backward pass, which
-therefore holds quantized bytes.
+Paths of `zerocast.gemm` that multiply codes by one operator of torch leave that in the graph. The
+others' ops are given the plain buffers of a weight and say nothing of how they compute. A compiler
+can neither inline a dequantized weight nor keep one, or a transposed copy, for the backward pass,
+which therefore holds quantized bytes.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast import gemm
+from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.weight import grouped
 from zerocast.weight.weight import QuantizedWeight
@@ -49,6 +50,19 @@ def _multiply_fake(
     return operands[0].new_empty((*operands[0].shape[:-1], shape[columnwise != transposed]), dtype=dtype)
 
 
+def _columnwise_copy(
+    fmt: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    backend = backends.choose(row_data.device)
+    return ops.transposed_copy(backend, fmt, row_data, row_scale, rows, columns)
+
+
+def _columnwise_copy_fake(
+    fmt: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    return ops.transposed_fake("", fmt, row_data, row_scale, rows, columns)
+
+
 def _weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype, path: str) -> Tensor:
     return gemm.GRADIENTS[path].weight_gradient(grad, x, dtype)
 
@@ -70,6 +84,12 @@ ops.define(
     f"(Tensor[] operands, bool columnwise, bool transposed, Tensor? bias, ScalarType dtype, str path, {_WEIGHT}) -> Tensor",
     _multiply,
     _multiply_fake,
+)
+ops.define(
+    "columnwise_copy",
+    "(str format, Tensor row_data, Tensor? row_scale, int rows, int columns, Tensor after) -> (Tensor, Tensor)",
+    _columnwise_copy,
+    _columnwise_copy_fake,
 )
 ops.define(
     "weight_gradient",

@@ -7,8 +7,9 @@ forward pass and its backward pass. What autograd keeps for the backward pass is
 weight and the input as it came, or quantized where the weight gradient is computed from that.
 
 A compiler traces the same functions. It sees how an input is quantized, as plain operations that it
-fuses with what made the input. The product itself is one op (`compiled_ops.py`): nothing that is
-dequantized for it, or transposed, can be kept.
+fuses with what made the input. The product itself is one operator, of torch where that computes
+with the codes, else of ours (`compiled_ops.py`): nothing that is dequantized for it, or transposed,
+can be kept.
 """
 
 import functools
@@ -94,10 +95,12 @@ def _multiplied(
     if not operands:
         return x.new_empty(shape)
     rest = columnwise, transposed, bias, x.dtype
-    if weight.is_traced:
-        y: Tensor = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
-    else:
+    if not weight.is_traced:
         y = gemm.PATHS[path].multiply(operands, weight, *rest)
+    elif path in gemm.OPERATORS and (direction := weight.direction_in_graph(columnwise, after=operands[0])):
+        y = gemm.OPERATORS[path].multiply_codes(operands, direction, weight.format, columnwise, bias, x.dtype)
+    else:
+        y = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
     # without the rows of a padding
     return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)
 
@@ -126,7 +129,7 @@ def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _outer_quantized(path: str, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if gemm.is_traced(grad[0]):
+    if gemm.is_traced(grad[0]) and path not in gemm.OPERATORS:
         return torch.ops.zerocast.weight_gradient(grad, x, dtype, path)  # type: ignore[no-any-return]
     return gemm.GRADIENTS[path].weight_gradient(grad, x, dtype)
 

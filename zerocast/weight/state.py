@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, layout
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.weight.freshness import Freshness
 
@@ -47,7 +47,8 @@ class WeightState:
     `columnwise_on_demand` a copy that derives from the rowwise bytes is made by each product that
     reads it, and not kept. `gathered_direction` names the one that is there, where just one is.
     `initial` is the high-precision value of these bytes, until somebody has made masters of it.
-    `choices` keeps what `zerocast.gemm` decided for the storage as it lies now. `name` is the
+    `choices` keeps what was decided for the storage as it lies now: by `zerocast.gemm`, and what a
+    compiled function is given. `name` is the
     parameter's, where it is known.
     """
 
@@ -103,6 +104,15 @@ class WeightState:
         """
         return self.was_cast or (self.is_cast and self.freshness.cast > 0)
 
+    def names_read_by_products(self) -> list[str]:
+        """The names of the buffers that products read, each buffer once."""
+        has_two_levels = self.format.scale_rule is ScaleRule.TWO_LEVEL
+        names = [name for name in BUFFERS[: 5 if has_two_levels else 4] if self.buffers[name] is not None]
+        row_scale, column_scale = self.buffers["rowwise_scale_inv"], self.buffers["columnwise_scale_inv"]
+        if column_scale is not None and column_scale is row_scale:
+            names.remove("columnwise_scale_inv")
+        return names
+
     def check_direction(self, columnwise: bool) -> None:
         """RuntimeError if just the other direction is there."""
         wanted = "columnwise" if columnwise else "rowwise"
@@ -156,6 +166,7 @@ class WeightState:
         if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:
             self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
             self._share_scalar()
+            self.choices.clear()
             moved()
 
     def move_to(self, targets: Mapping[str, Tensor]) -> None:

@@ -162,6 +162,21 @@ class QuantizedWeight(WeightBuffers):
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
 
+    def direction_in_graph(self, columnwise: bool, after: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """(data, scale_inv) of one direction as values of a graph, which checks the bytes where it
+        reads them; None for a columnwise copy that is kept, since a graph would keep a view of it.
+
+        A copy that is made on demand is made once `after` is there, an operand of the product:
+        else the forward pass would make it, and the graph keep it.
+        """
+        data, row_scale = self.state.rowwise_data, self.state.buffers["rowwise_scale_inv"]
+        if not columnwise:
+            return data, row_scale
+        if not self._makes_columnwise:
+            return None
+        made = torch.ops.zerocast.columnwise_copy(str(self.format), data, row_scale, *self.matrix_shape, after)
+        return made[0], made[1] if self.format.block else row_scale
+
     def check_readable(self) -> None:
         """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are
         older than their masters.
@@ -319,18 +334,25 @@ class QuantizedWeight(WeightBuffers):
         The constants tell graphs apart, too: with them, how products of this weight are computed
         now.
         """
-        names = [_READ.get(name, name) for name in BUFFERS if self.state.buffers[name] is not None]
-        if self.state.gathered_direction:
+        state, is_transposed = self.state, self.transposed_of is not None
+        if state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
-        fixed = tuple(self.shape), self.format, self.dtype, self.requires_grad, self.state.columnwise_on_demand
-        return names, (*fixed, gemm.ways(self))
+        # a compiled function asks thrice at every call
+        key = gemm.wishes(), self.requires_grad, state.columnwise_on_demand, is_transposed
+        if key not in state.choices:
+            names = [_READ.get(name, name) for name in state.names_read_by_products()]
+            fixed = tuple(self.shape), state.format, state.dtype, self.requires_grad, state.columnwise_on_demand
+            state.choices[key] = names, (*fixed, gemm.ways(self))
+        flat: tuple[list[str], Any] = state.choices[key]
+        return flat
 
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs: all that a graph depends
         on, and nothing of its bytes.
         """
         _, context = self.__tensor_flatten__()
-        inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in self.state.buffers.items() if b is not None]
+        buffers = self.state.buffers.items()
+        inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in buffers if b is not None]
         return f"QuantizedWeight of {self.device} {context} {inner}"
 
     @staticmethod
