@@ -213,6 +213,8 @@ def _check_shard(
 def _check_shard_data(weight: QuantizedWeight, span: Span, data: ShardData | None) -> ShardData | None:
     if data is None:
         return None
+    if weight.format.backward:
+        raise ValueError(f"shard storage (fsdp_shard_model_weights) holds one format, and {weight.format} has two")
     directions = 2 if weight.format.columnwise is Columnwise.OWN_GRID else 1
     tensors = data if isinstance(data, tuple) else (data,)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):

@@ -69,8 +69,10 @@ def cast(
         repeat: do the last cast once more, by its delayed scales; histories do not roll.
     """
     amaxes.begin()
-    for table in tables if unmeasured is None else unmeasured:
-        if update is None:
+    measured = tables if unmeasured is None else unmeasured
+    # the masters take one step, before any other format measures them
+    for table in sorted(measured, key=lambda table: table.key.is_backward):
+        if update is None or table.key.is_backward:
             table.partial_amax(amaxes.buffer)
         else:
             table.adam_amax(update, amaxes.buffer, skip)

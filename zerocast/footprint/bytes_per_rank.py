@@ -244,10 +244,11 @@ def _scales(weight: QuantizedWeight) -> int:
 @functools.lru_cache(maxsize=1024)
 def _copied(weight: QuantizedWeight) -> int:
     """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
-    if weight.format.columnwise is not Columnwise.TRANSPOSE:
+    fmt = weight.format.halves[-1]
+    if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
-    found = buffers(weight.format, weight.matrix_shape, weight.dtype)
-    names = ["columnwise_data", "columnwise_scale_inv"] if weight.format.block else ["columnwise_data"]
+    found = buffers(fmt, weight.matrix_shape, weight.dtype)
+    names = ["columnwise_data", "columnwise_scale_inv"] if fmt.block else ["columnwise_data"]
     return sum(_in_flat_buffer(found[name]) for name in names)
 
 
