@@ -4,15 +4,17 @@
     torchrun --nproc-per-node 2 -m tests.benchmarks.megatron_step --recipe blockwise --attach
 
 Llama's widths and options, 8 layers, gradients reduced in FP32, gathers and reductions beside the passes. Without a recipe weights
-are bf16. Prints the median step of the slowest rank, and from a profile what the optimizer's kernels (norm, Adam, cast) and the
-gathers take of it. Needs megatron-core, TransformerEngine and a GPU a rank, and has not run on one yet. `--cpu` tries it over gloo,
-with Megatron's own layers and without a recipe.
+are bf16. Prints the median step of the slowest rank, the mean of steps between which nothing waits, how long the host is within
+`optimizer.step()`, and from a profile what the kernels of the optimizer (norm, Adam, cast), of the cast alone, and of the gathers
+take of a step. Needs megatron-core, TransformerEngine and a GPU a rank. `--cpu` tries it over gloo, with Megatron's own layers and
+without a recipe.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerocast.integrations.megatron import attach, quantized_params
 
-OPTIMIZER, PROFILED = "optimizer.step", 2
+OPTIMIZER, CAST, PROFILED = "optimizer.step", "cast", 2
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
@@ -82,13 +84,25 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     return ddp, optimizer
 
 
+def annotated(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, found in a profile by this name."""
+
+    def run() -> Any:
+        with record_function(name):
+            return function()
+
+    return run
+
+
 class Step:
     """A step of training, on tokens that stay the same."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(1)
         self.ddp, self.optimizer = build(options, device)
-        self.device = device
+        self.device, self.optimizer_ms = device, 0.0
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            one._copy_main_params_to_model_params = annotated(CAST, one._copy_main_params_to_model_params)
         self._tokens = torch.randint(options.vocabulary, (1, options.seq + 1), device=device)
         self._positions = torch.arange(options.seq, device=device)[None]
         mask = torch.ones(options.seq, options.seq, device=device).tril().logical_not()[None, None]
@@ -100,8 +114,10 @@ class Step:
         tokens, labels = self._tokens[:, :-1].contiguous(), self._tokens[:, 1:].contiguous()
         self.ddp(tokens, self._positions, self._mask, labels=labels).float().mean().backward()
         self.ddp.finish_grad_sync()
+        start = time.perf_counter()
         with record_function(OPTIMIZER):
             self.optimizer.step()
+        self.optimizer_ms = (time.perf_counter() - start) * 1e3
 
     def milliseconds(self) -> float:
         """A step of the slowest rank, from and to idle devices."""
@@ -114,18 +130,30 @@ class Step:
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return float(taken)
 
+    def free_running(self, steps: int) -> float:
+        """Milliseconds a step where nothing waits between steps."""
+        self.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.run()
+        self.synchronize()
+        return (time.perf_counter() - start) * 1e3 / steps
+
     def profiled(self) -> dict[str, float]:
-        """Milliseconds a step of the kernels that the optimizer launches, and of all-gathers."""
+        """Milliseconds a step of the kernels that the optimizer launches, of the cast's alone, and of all-gathers."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(PROFILED):
                 self.run()
             self.synchronize()
         events = profiler.key_averages()
-        optimizer = sum(
-            event.device_time_total for event in events if event.key == OPTIMIZER and event.self_cpu_time_total
-        )
         gathers = sum(event.self_device_time_total for event in events if "ncclDevKernel_AllGather" in event.key)
-        return {"optimizer_ms": optimizer / 1e3 / PROFILED, "gather_ms": gathers / 1e3 / PROFILED}
+        within = {
+            name: sum(event.device_time_total for event in events if event.key == name and event.self_cpu_time_total)
+            for name in (OPTIMIZER, CAST)
+        }
+        times = {"optimizer_ms": within[OPTIMIZER], "cast_ms": within[CAST], "gather_ms": gathers}
+        return {name: microseconds / 1e3 / PROFILED for name, microseconds in times.items()}
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -137,9 +165,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     step = Step(options, device)
     for _ in range(4):
         step.run()
-    times = [step.milliseconds() for _ in range(options.steps)]
+    times = [(step.milliseconds(), step.optimizer_ms) for _ in range(options.steps)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    return {"step_ms": statistics.median(times), "peak_gib": peak, **step.profiled()}
+    step_ms, host_ms = (statistics.median(values) for values in zip(*times, strict=True))
+    found = {"step_ms": step_ms, "free_ms": step.free_running(options.steps), "optimizer_host_ms": host_ms}
+    return {**found, "peak_gib": peak, **step.profiled()}
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """zerocast.switch of a CastPlan: whole bytes of the new formats on every rank, however its masters are cut, and what it refuses."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import zerocast
 from tests import casts
 from tests.matrices import lcg_matrix
 from tests.selection import worlds
+from tests.workers import error_of
 from zerocast import CastPlan, QuantizedWeight, Recipe, verify
 from zerocast.distributed.group import ONE_PROCESS
 
@@ -184,6 +186,54 @@ def test_frozen_weights_keep_their_formats():
     zerocast.switch(plan, Recipe({}, default="fp8_block"))
     assert [str(w.format) for w in (frozen, weight)] == ["nvfp4", "fp8_block"]
     casts.assert_same_bytes(casts.bytes_of(frozen), before)
+
+
+def gather(buffers: list[Tensor]) -> None:
+    """Every rank's elements, into these buffers of one code an element."""
+    for rank, (first, last) in enumerate(itertools.pairwise(SPANS[dist.get_world_size()])):
+        for buffer in buffers:
+            dist.broadcast(buffer.view(-1)[first:last].view(torch.uint8), src=rank)
+
+
+def gathering(after: str, forgets: bool, idle: int) -> list[str]:
+    """What the casts say of a caller who forgets the new buffers, or not, after `idle` casts that change or gather nothing."""
+    sharded = Sharded("fp8_current")
+    old = [weight.rowwise_data for weight in sharded.weights]
+    for _ in range(2):
+        sharded.step()
+        gather(old)
+        sharded.plan.post_all_gather()
+    zerocast.switch(sharded.plan, Recipe({}, default=after))
+    for _ in range(idle):
+        sharded.plan.cast(repeat=True)
+        gather([weight.rowwise_data for weight in sharded.weights])
+        sharded.plan.post_all_gather()
+        sharded.plan.cast(repeat=True)  # of which nothing is gathered
+    found = []
+    for _ in range(3):
+        found.append(error_of(sharded.step))
+        gather(old if forgets else [weight.rowwise_data for weight in sharded.weights])
+        sharded.plan.post_all_gather()
+    assert (sharded.plan._switched is None) is not forgets
+    if not forgets:
+        sharded.check({"a": after, "b": after}, {})
+        verify(sharded.plan).raise_for_differences()
+    return found
+
+
+@pytest.mark.notices(
+    "a caller goes on gathering the buffers that weights had before `switch`",
+    where="CastPlan",
+    answer="the cast after that gather raises on all ranks",
+)
+@pytest.mark.parametrize(("after", "idle"), [("fp8_block", 0), ("identity", 2)])
+def test_old_buffers_that_are_gathered_on(ranks, after, idle):
+    assert ranks(2)(gathering, after, False, idle) == [["", "", ""]] * 2
+    for first, *others in ranks(2)(gathering, after, True, idle):
+        assert first == ""  # which has gathered nothing yet
+        assert all(
+            "2 weights hold other bytes on other ranks after their all-gather, the first is a" in s for s in others
+        )
 
 
 def digests() -> list[str]:

@@ -5,6 +5,8 @@ saves, verifies, evaluates or ends reads.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -18,6 +20,7 @@ from tests.fsdp2.models import DELAYED, Net
 from tests.fsdp2.test_freshness import write_data
 from tests.host_traffic import HostTraffic
 from tests.workers import Ranks, error_of
+from zerocast import optim
 from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
 from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
 from zerocast.weight.write_guard import WriteGuard
@@ -54,9 +57,7 @@ def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
 
 
 def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int, int]], list[str], list[str]]:
-    """What waits in five steps of `parts` backward passes, what crosses to the host in the last
-    one, and complaints.
-    """
+    """What waits in five steps of `parts` backward passes, what crosses to the host in the last one, and complaints."""
     with as_on_a_gpu() as waits:
         model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=reshard)
         steps = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
@@ -127,6 +128,43 @@ def test_a_disagreement_reaches_all_ranks_a_step_later(ranks: Ranks, reader: str
         assert "was changed on ranks [1] of its shard group and not on ranks [0, 2]" in after
         assert [during, load, again] == ["", "", ""]
         assert complaints == []
+
+
+def unfit_checkpoint(model: Any, optimizer: Any, folder: str) -> None:
+    optim.load(TrainingState(model, optimizer), folder)
+
+
+def unfit_masters(model: Any, optimizer: Any, folder: str) -> None:
+    zerocast.fsdp2.load_masters(model, {})
+
+
+def refused_loads(folder: str) -> list[list[str]]:
+    """Ranks disagree, and what is loaded then does not fit: what each load says, and a reader after it."""
+    with as_on_a_gpu():
+        smaller = models.sharded(Net(FORMATS, 32, 64))
+        optim.save(TrainingState(smaller, FusedAdamW(smaller.parameters())), folder)
+        found = []
+        for refused in (unfit_checkpoint, unfit_masters):
+            model = models.sharded(Net(FORMATS, 64, 96))
+            optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+            zerocast.fsdp2.refresh(model)
+            if dist.get_rank() == 1:
+                write_data(model)
+            step(model, optimizer, 0)
+            found.append([error_of(partial(refused, model, optimizer, folder)), error_of(model.state_dict)])
+    return found
+
+
+@pytest.mark.notices(
+    "ranks disagree about a master, and a load is refused before anybody has read of it",
+    where="FSDP2",
+    answer="raises on all ranks, as without the load",
+)
+def test_a_load_that_is_refused_leaves_a_disagreement(ranks: Ranks, tmp_path: Path) -> None:
+    for loads in ranks(2)(refused_loads, str(tmp_path / "other")):
+        for refused, after in loads:
+            assert "ValueError" in refused
+            assert "was changed on ranks [1] of its shard group and not on ranks [0]" in after
 
 
 def half_stepped() -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from tests import casts
 from tests.hosts.stopping import FAULTS, Place, check
 from tests.hosts.under_test import HOSTS, PARTIAL, HostUnderTest, different, find, param
-from tests.optim.faults import OutOfMemory
+from tests.optim.faults import OutOfMemory, Places, of_each_place
 from tests.workers import Ranks
 
 SAMPLES = 6  # operators of a phase, before and after which memory runs out, in a test of every run
@@ -33,13 +33,13 @@ class Repeated:
         """The load, the refreshes and the phases of the third step, in order."""
         return {"load": self.run.load, **self.run.refreshes(), **self.run.phases(2)}
 
-    def operators(self, where: str) -> int:
-        """How many there are in a phase."""
-        memory = OutOfMemory(-1)
+    def places(self, where: str) -> list[int]:
+        """Where the operators of a phase are called, in order."""
+        operators = Places()
         for name, call in self.calls().items():
-            with memory if name == where else OutOfMemory(-1):
+            with operators if name == where else OutOfMemory(-1):
                 call()
-        return memory.count
+        return operators.places
 
     def attempt(self, where: str, memory: OutOfMemory, wrong: list[str]) -> str:
         """Memory runs out in a phase; then whatever must be: "nothing", "again", or what the error says."""
@@ -94,13 +94,17 @@ def went_on(run: HostUnderTest) -> list[str]:
 def at_operators(
     host: str, variant: str, where: str, samples: int | None, folder: str
 ) -> tuple[Counter[str], list[str]]:
-    """Memory runs out at some operators of a phase, before and after each; how often what was to be done, and what was wrong."""
+    """Memory runs out at some operators of a phase, before and after each; how often what was to be done, and what was wrong.
+
+    Without a number of samples these are operators of every line of code that calls one.
+    """
     with find(host).inside(variant):
         repeated, outcomes, wrong = Repeated(host, variant, folder), Counter[str](), list[str]()
-        count = repeated.operators(where)
+        places = repeated.places(where)
+        count = len(places)
         every = 1 if samples is None else max(1, count // samples)
         for afterwards in (False, True):
-            for at in range(every // 2 * afterwards, count, every):
+            for at in of_each_place(places) if samples is None else range(every // 2 * afterwards, count, every):
                 found: list[str] = []
                 outcomes[repeated.attempt(where, OutOfMemory(at, afterwards), found)] += 1
                 wrong += [f"operator {at} of {count}, {'after' if afterwards else 'before'}: {what}" for what in found]

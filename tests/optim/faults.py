@@ -1,5 +1,6 @@
 """Faults that a test injects: memory that runs out at one operator of many, in this process."""
 
+import sys
 from typing import Any
 
 import torch
@@ -28,3 +29,37 @@ class OutOfMemory(TorchDispatchMode):
         if dies:
             raise torch.OutOfMemoryError(f"injected after {func}")
         return result
+
+
+class Places(OutOfMemory):
+    """Within, nothing fails; `places` are the operators, in order, each with the lines of code that have called it."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.places: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note where each operator is called from."""
+        before = self.count
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.count > before:
+            self.places.append(hash((func, *_lines())))
+        return result
+
+
+def _lines() -> list[tuple[Any, int]]:
+    frame, found = sys._getframe(2), []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def of_each_place(places: list[int]) -> list[int]:
+    """The first, the middle and the last operator of each place: parameters take turns in a loop, and all loops are begun, half
+    done and all but done.
+    """
+    numbers: dict[int, list[int]] = {}
+    for number, place in enumerate(places):
+        numbers.setdefault(place, []).append(number)
+    return sorted({at[which] for at in numbers.values() for which in (0, len(at) // 2, -1)})

@@ -8,6 +8,7 @@ from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, check
 from tests.optim.undistributed import Undistributed
 from tests.selection import some, worlds
+from tests.workers import error_of
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim.reduced_gradient import ReducedGradient
 
@@ -230,3 +231,27 @@ def test_a_gradient_that_changes_after_it_arrived():
     loss = (weight * bias).sum()
     loss.backward()
     assert torch.equal(bias.grad.full_tensor(), torch.ones(8, 8))
+
+
+@pytest.mark.notices(
+    "a backward function writes into a gradient that is on its way to the other ranks",
+    where="ZeroAdamW",
+    answer="raises, and names the parameter",
+)
+@pytest.mark.parametrize("world", worlds(2, slow=[1]))
+def test_a_gradient_that_changes_on_its_way(ranks, world):
+    for said in ranks(world)(changed_on_its_way):
+        assert "the gradient of bias was changed in place after it had arrived" in said
+
+
+def changed_on_its_way() -> str:
+    """One that fills its bucket alone is sent from where it lies, while the backward pass goes on."""
+    weight, bias = (torch.nn.Parameter(torch.ones(16, 16)) for _ in range(2))
+    optimizer = ZeroAdamW([("weight", weight), ("bias", bias)], config=ZeroConfig(bucket_size=256))
+    loss = ((Tripled.apply(2 * weight) + bias) * torch.ones(16, 16)).sum()
+    loss.backward(retain_graph=True)
+    said = error_of(loss.backward)
+    optimizer.zero_grad()
+    (weight * bias).sum().backward()
+    assert torch.equal(bias.grad.full_tensor(), torch.ones(16, 16))
+    return said

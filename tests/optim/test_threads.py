@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from tests import casts
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, weight_bytes
+from tests.workers import error_of
 from zerocast import ZeroConfig
 from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
@@ -92,6 +94,48 @@ def test_every_thread_waits(ranks):
 def test_a_gather_that_fails_is_tried_again_by_the_next_thread(ranks):
     """One thread hears of the failure; those that waited behind it try again."""
     assert ranks(2)(threads, True) == [["a rank died"], ["a rank died"]]
+
+
+def read_meanwhile() -> str:
+    """A thread computes with a weight within a cast, and one reads all weights while the first gather begins; what the former
+    says.
+    """
+    eager = Trainer(Run(SPECS, config=EAGER))
+    eager.step(0)
+    trainer, begin = Trainer(Run(SPECS, config=OVERLAP)), late([])
+    reduce, futures = Group.all_reduce_max, []
+    with ThreadPoolExecutor(2) as pool:
+
+        def reducing(*args: Any) -> None:
+            if args[-1] == "the packed amaxes of a cast":
+                futures.append(pool.submit(error_of, trainer.probe.get_parameter("nv").dequantize))
+                futures[0].result()
+            reduce(*args)
+
+        def gathering(*args: Any, **kwargs: Any) -> Any:
+            work = begin(*args, **kwargs)
+            if len(futures) == 1 and kwargs["what"].startswith("weight bytes"):
+                futures.append(pool.submit(weight_bytes, trainer.probe))
+                time.sleep(0.1)
+            return work
+
+        reduced = mock.patch.object(Group, "all_reduce_max", reducing)
+        with reduced, mock.patch.object(Group, "all_gather_into", gathering):
+            trainer.step(0)
+        wanted, found = weight_bytes(eager.probe), futures[1].result()
+        for name in QUANTIZED:
+            casts.assert_same_bytes(found[name], wanted[name], name)
+    return futures[0].result()
+
+
+@pytest.mark.notices(
+    "a thread computes with weights while another one steps",
+    where="ZeroAdamW",
+    answer="raises; what reads bytes once gathers have begun waits",
+)
+def test_a_thread_that_reads_within_a_step(ranks):
+    for said in ranks(2)(read_meanwhile):
+        assert "another thread is in the middle of an optimizer step" in said
 
 
 class Stream:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,13 @@ from zerocast.bench.report import today
 from zerocast.bench.step_report import Profile, StepFailure, StepMeasurement, StepReport
 from zerocast.bench.text import Text
 from zerocast.bench.variant import StepRow, Training, select
+from zerocast.distributed.group import Group
 from zerocast.metrics import TrafficCounter
 
 LR_WARM_UP = 20  # steps
 PROFILED = 2  # steps
 BATCHES = 4  # batches of random tokens, which take turns
+Result = TypeVar("Result")
 Progress = Callable[[StepMeasurement | StepFailure], None]
 
 
@@ -42,6 +44,8 @@ class StepBench:
     def __init__(self, config: StepConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        # whoever waits here outlasts those that wait for a collective of the row
+        self._outcomes = Group.of(None).duplicate("gloo", patience=2)
         self._rows = select(config.variants, config.modes)
         self._text = Text.read(config.text) if config.text else None
         self._tokens = self._random_tokens()
@@ -77,13 +81,32 @@ class StepBench:
         return settings
 
     def _attempt(self, row: StepRow) -> StepMeasurement | StepFailure:
-        """Measure a row; any error becomes a StepFailure, so that the other rows still run."""
+        """Measure a row; an error on any rank becomes a StepFailure on all, so that the other rows
+        still run.
+
+        Ranks agree before the first step: what most often fails on one alone is to build a model.
+        """
+        before = self._allocated()
         try:
             with row.variant.products():
-                return self._measure(row)
+                training = self._together(lambda: self._training(row))
+                return self._together(lambda: self._measure(row, training, before))
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            return StepFailure(row.name, f"{type(error).__name__}: {reason}")
+            return StepFailure(row.name, str(error))
+
+    def _together(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns; RuntimeError on every rank where it raised on any."""
+        result: Result | None = None
+        said: str | None = None
+        try:
+            result = work()
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        everyone = self._outcomes.all_gather_object(said, "how a row went")
+        for rank, problem in enumerate(everyone):
+            if problem is not None:
+                raise RuntimeError(problem if self._world == 1 else f"rank {rank}: {problem}")
+        return cast("Result", result)
 
     def _free_memory(self) -> None:
         """Let go of a row: of its model, of what an error held, and of its compiled graphs."""
@@ -92,9 +115,7 @@ class StepBench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _measure(self, row: StepRow) -> StepMeasurement:
-        before = self._allocated()
-        training = self._training(row)
+    def _measure(self, row: StepRow, training: Training, before: int) -> StepMeasurement:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         losses = self._train(training)

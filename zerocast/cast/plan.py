@@ -18,6 +18,7 @@ from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchPart
+from zerocast.cast.switched_bytes import SwitchedBytes
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -91,6 +92,7 @@ class CastPlan:
             scale_cuts,
             gives_way=lambda other: other is claim,
         )
+        self._switched: SwitchedBytes | None = None  # while they may be gathered into other buffers
         self._step_of_caller = " {}" if given.caller else ""
         self._detail = ""  # what the coming cast was announced with
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
@@ -141,6 +143,8 @@ class CastPlan:
         """
         self._detail = detail
         self.check_call()
+        if self._switched and self._switched.check():
+            self._switched = None
         if self.packed.same_call:
             self.packed.same_call.announce(self._call.format(self.group.caller) + detail)
         for w in self.weights if self.freshness.finish else ():
@@ -174,6 +178,8 @@ class CastPlan:
         self._follow()
         self._columnwise.make()
         self.freshness.columnwise = self.freshness.cast
+        if self._switched:
+            self._switched.note_gathered()
 
     def move_masters(
         self,
@@ -223,6 +229,7 @@ class CastPlan:
         """The part of a plan in `zerocast.switch`, which gathers the new bytes once.
 
         They have new storage: who gathers those of later casts takes the weights' buffers anew.
+        Where that is forgotten, the cast after a gather raises RuntimeError on every rank.
         Weights that no rank has a master of keep their formats.
         """
         names = self._names if self._is_named else [w.state.name for w in self.weights]
@@ -271,6 +278,7 @@ class CastPlan:
             self.weights[index].convert(fmt)
 
     def _recast_switched(self, indices: Sequence[int]) -> None:
+        self._switched = None
         self.rebuild({self._names[index] for index in indices})
         self.cast(repeat=True)
         for index in indices:
@@ -282,6 +290,8 @@ class CastPlan:
                 # a rank has zeros where others cast, so the largest byte is the one that was cast
                 self.group.all_reduce_max(codes.view(-1).view(torch.uint8), "the bytes of a switched weight")
         self.post_all_gather()
+        if self.group.size > 1:
+            self._switched = SwitchedBytes(self.group, {self._names[i]: self.weights[i] for i in indices})
 
     def rebuild(
         self,

@@ -94,8 +94,9 @@ class Group:
         kinds = [device.type for device in getattr(self.handle, "_device_types", ())]
         return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
-    def duplicate(self, backend: str | None = None) -> "Group":
-        """A new process group of the same ranks with the same timeout; all of them call it.
+    def duplicate(self, backend: str | None = None, patience: int = 1) -> "Group":
+        """A new process group of the same ranks with the same timeout, or `patience` times that;
+        all of them call it.
 
         It has the same backends, unless `backend` names another.
         """
@@ -104,6 +105,7 @@ class Group:
         ranks = dist.get_process_group_ranks(self.handle)
         backend = backend or dist.get_backend_config(self.handle)  # not that of the default group
         timeout = _timeout(self.handle)
+        timeout = timeout and patience * timeout
         return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
     def called_by(self, caller: Caller) -> "Group":

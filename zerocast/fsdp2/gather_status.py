@@ -12,6 +12,7 @@ ranks exchange their statuses by themselves then (`StatusExchange`).
 """
 
 import atexit
+import contextlib
 import enum
 import logging
 import time
@@ -153,6 +154,19 @@ class GatherStatus:
         """Drop what is unread: masters are about to be overwritten on all ranks."""
         self._unsent.clear()
         self._sent.clear()
+
+    @contextlib.contextmanager
+    def overlooked(self) -> Iterator[None]:
+        """Inside, nothing is said of what is unread so far: for a reader that may overwrite masters
+        on all ranks, and calls `forget` when it does. Afterwards it is unread again.
+        """
+        sent, unsent = list(self._sent), self._unsent
+        self._sent, self._unsent = deque(), []
+        try:
+            yield
+        finally:
+            self._sent.extendleft(reversed(sent))
+            self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
         """Log a disagreement that nobody has read; headers that do not arrive are left."""

@@ -89,10 +89,7 @@ class TrainingState:
         if any(guard.is_partial for guard in guards):
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-        for manager in self._managers():
-            manager.make_due()  # on all ranks, whatever each of them was in the middle of
-            manager.record.status.forget()
-        with transaction(guards, "loading a checkpoint"):
+        with _overwriting(self._managers(), guards, "loading a checkpoint"):
             yield
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,26 +163,27 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     held = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
     again = [name for name in state if name not in held]
     with contextlib.ExitStack() as stack:
-        begin = partial(stack.enter_context, _overwriting(managers, guards))
+        begin = partial(stack.enter_context, _overwriting(managers, guards, "loading masters"))
         read_masters(held, source, [*ignore, *again, *(f"model.{name}" for name in again)], Group.of(None), begin)
         load_state_dict(model, {})
 
 
 @contextlib.contextmanager
-def _overwriting(managers: Sequence[CastManager], guards: Sequence[WriteGuard]) -> Iterator[None]:
+def _overwriting(managers: Sequence[CastManager], guards: Sequence[WriteGuard], what: str) -> Iterator[None]:
     for manager in managers:
-        manager.make_due()
-    with transaction(guards, "loading masters"):
+        manager.make_due()  # on all ranks, whatever each of them was in the middle of
+        manager.record.status.forget()
+    with transaction(guards, what):
         yield
 
 
 def _overlooked(guards: Iterable[WriteGuard], managers: Iterable[CastManager]) -> contextlib.ExitStack:
-    """Let a reader that is going to overwrite everything on all ranks read what is partial, or what
-    ranks disagreed about.
+    """Let a reader that is going to overwrite everything on all ranks, unless it is refused, read
+    what is partial, or what ranks disagreed about.
     """
-    for manager in managers:
-        manager.record.status.forget()
     stack = contextlib.ExitStack()
+    for manager in managers:
+        stack.enter_context(manager.record.status.overlooked())
     for guard in guards:
         stack.enter_context(guard.overlooked())
     return stack

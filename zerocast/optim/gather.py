@@ -6,6 +6,7 @@ whatever reads: a forward pass, a tied head, state_dict, evaluation. Threads may
 time: each of them waits, and on a GPU each on its own stream.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -111,11 +112,14 @@ class WeightGather:
 
         With overlap a gather may still be on its way when this returns; whatever reads first waits.
         """
-        for number, buffer in enumerate(self._buffers, 1):
-            buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
-            self._flying[id(buffer)] = buffer
-        if self._overlap:
-            self._freshness.finish = self._finish_for
+        with contextlib.ExitStack() as stack:
+            for buffer in self._buffers:  # threads that read from here on wait until all have begun
+                stack.enter_context(buffer.lock)
+            if self._overlap:
+                self._freshness.finish = self._finish_for
+            for number, buffer in enumerate(self._buffers, 1):
+                buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
+                self._flying[id(buffer)] = buffer
         for buffer in self._buffers:
             if buffer.is_plain or not self._overlap:
                 self._finish(buffer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.distributed.group import Flight, Group
-from zerocast.optim.bucket import Bucket
+from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.reduced_gradient import GradientPart
 
@@ -60,12 +60,8 @@ class Filling:
         """
         for slot in self.bucket.slots:
             gradient = self.gradients.get(slot.offset)
-            if gradient is not None and gradient._version != self._versions[slot.offset]:
-                raise RuntimeError(
-                    f"the gradient of {slot.name} was changed in place after it had arrived, by a backward function or a hook "
-                    "that writes into the gradient it is given; another parameter's gradient may share that memory, so let it "
-                    "return a new tensor"
-                )
+            if gradient is not None:
+                _check_unchanged(slot, gradient, self._versions[slot.offset])
         bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
         alone = self.gradients.get(0)
         if bucket.is_one_gradient and as_it_lies and alone is not None and _is_plain(alone, dtype):
@@ -83,6 +79,15 @@ class Filling:
         if targets:
             torch._foreach_copy_(targets, [self.gradients[slot].reshape(-1) for slot in sorted(self.gradients)])
         return full
+
+
+def _check_unchanged(slot: Slot, gradient: Tensor, version: int) -> None:
+    if gradient._version != version:
+        raise RuntimeError(
+            f"the gradient of {slot.name} was changed in place after it had arrived, by a backward function or a hook "
+            "that writes into the gradient it is given; another parameter's gradient may share that memory, so let it "
+            "return a new tensor"
+        )
 
 
 def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
@@ -113,7 +118,7 @@ class Reduction:
         if config.grad_wire:
             self._quantized = QuantizedReduceScatter(full, group, config.backend, what)
             return
-        self._full = self._result = full
+        self._full, self._version, self._result = full, full._version, full
         if group.size == 1:
             return
         if deterministic:
@@ -143,7 +148,9 @@ class Reduction:
         return total / self._ranks
 
     def land(self) -> None:
-        """Put the mean into its place, or add it to what is there."""
+        """Put the mean into its place, or add it to what is there. RuntimeError for a gradient that
+        was changed in place while it was sent from where it lies.
+        """
         if self._quantized:
             self._quantized.wait()
             if self._adds:
@@ -151,6 +158,7 @@ class Reduction:
             self._quantized.land(self._target, self._ranks, self._adds)
             return
         mean = self._mean()
+        _check_unchanged(self._bucket.slots[0], self._full, self._version)
         if not self._adds:
             self._target.copy_(mean)  # of itself nothing
             return

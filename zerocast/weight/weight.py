@@ -215,7 +215,10 @@ class QuantizedWeight(WeightBuffers):
         """RuntimeError for bytes that were never cast nor filled, and for those whose last write
         is partial.
         """
-        self.state.freshness.guard.check_complete()
+        guard = self.state.freshness.guard
+        if guard.is_open_elsewhere:  # in the end of a gather, perhaps
+            self.wait()
+        guard.check_complete()
         if not self.state.ever_cast:
             raise RuntimeError(
                 f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "

@@ -2,10 +2,12 @@
 
 Out of memory or a dead rank can stop a step, a cast or a load half-way. What that leaves is
 partial: nothing reads or saves it before a complete write. What is always written together shares
-one guard; what belongs to several owners is written under the guards of all (`transaction`).
+one guard; what belongs to several owners is written under the guards of all (`transaction`). While
+one thread writes, what it writes is partial for all others.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -27,7 +29,9 @@ class WriteGuard:
     recast_remedy: str | None = None
     partial: str | None = field(default=None, init=False)
     _partial_masters: bool = field(default=False, init=False)
-    _is_open: bool = field(default=False, init=False)
+    # the thread that writes, and what
+    _writer: int | None = field(default=None, init=False)
+    _written: str = field(default="", init=False)
 
     @contextlib.contextmanager
     def transaction(self, what: str, *, masters: bool = True) -> Iterator[None]:
@@ -36,27 +40,30 @@ class WriteGuard:
         A transaction inside another one is a part of it. One that writes no `masters` does not
         complete partial ones.
         """
-        if self._is_open:
+        if self.is_open:
             yield
             return
+        self._check_idle()
         if not (self.has_partial_masters and not masters):
             self.mark_partial(what, masters=masters)
-        self._is_open = True
+        self._writer, self._written = threading.get_ident(), what
         try:
             yield
             if masters or not self._partial_masters:
                 self.partial, self._partial_masters = None, False
         finally:
-            self._is_open = False
+            self._writer = None
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
         """Inside, partial weights may be read: for a reader that will overwrite everything."""
-        before, self._is_open = self._is_open, True
+        self._check_idle()
+        before, self._writer = self._writer, threading.get_ident()
+        self._written = self._written if before else "a load"
         try:
             yield
         finally:
-            self._is_open = before
+            self._writer = before
 
     def mark_partial(self, what: str, *, masters: bool = True) -> None:
         """Declare that `what` broke off while it wrote weights, and masters unless told
@@ -67,15 +74,20 @@ class WriteGuard:
 
     @property
     def is_open(self) -> bool:
-        """Whether a transaction is under way, of which another would be a part."""
-        return self._is_open
+        """Whether this thread is within a transaction, of which another would be a part."""
+        return self._writer == threading.get_ident()
+
+    @property
+    def is_open_elsewhere(self) -> bool:
+        """Whether another thread is within a transaction."""
+        return self._writer not in (None, threading.get_ident())
 
     @property
     def is_partial(self) -> bool:
         """Whether a write broke off, and no other has completed since; False inside a
         transaction.
         """
-        return self.partial is not None and not self._is_open
+        return self.partial is not None and not self.is_open
 
     @property
     def has_partial_masters(self) -> bool:
@@ -84,8 +96,17 @@ class WriteGuard:
 
     def check_complete(self) -> None:
         """RuntimeError while a write is partial; it names the write and the remedy."""
-        if self.is_partial:
+        if self.partial is not None and not self.is_open:
+            self._check_idle()
             raise RuntimeError(self.partial)
+
+    def _check_idle(self) -> None:
+        """RuntimeError while another thread writes."""
+        if self.is_open_elsewhere:
+            raise RuntimeError(
+                f"another thread is in the middle of {self._written}: what it writes is partly old and partly new until that "
+                "returns, so let threads take turns"
+            )
 
 
 @contextlib.contextmanager
