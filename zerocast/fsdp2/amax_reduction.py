@@ -244,8 +244,16 @@ class CastGroup:
         codes = self._tables if self._keep_codes else ()
         try:
             self._allocate_scales()
-            more = {"unmeasured": unmeasured, "codes": codes, "cut_blocks": self._cut_blocks}
-            cast(self._tables, self.amaxes, self.delayed, **more, repeat=repeat)
+            cut = self._cut_blocks
+            cast(
+                self._tables,
+                self.amaxes,
+                self.delayed,
+                unmeasured=unmeasured,
+                codes=codes,
+                cut_blocks=cut,
+                repeat=repeat,
+            )
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:
