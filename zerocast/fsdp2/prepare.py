@@ -11,8 +11,9 @@ The life of a prepared parameter:
         │ a step, a load or any other write makes a cast due
         ▼
     cast of all weights, before the next gather       manager.py, amax_reduction.py
-        │ amaxes, one all-reduce, scales, codes of the shard
-        │ fsdp_pre_all_gather: codes, scales, header  weight.py, gather_layout.py
+        │ amaxes, one all-reduce, scales
+        │ fsdp_pre_all_gather: codes of the shard     weight.py, gather_cast.py
+        │ are cast; codes, scales, header are sent    gather_layout.py
         ▼
     all-gather of bytes, by FSDP2
         │ fsdp_post_all_gather                        weight.py, gather_status.py
@@ -64,6 +65,7 @@ def prepare(
     weight_mesh: DeviceMesh | None = None,
     one_direction: bool = False,
     verify_every: int | None = None,
+    keep_codes: bool = False,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
@@ -80,6 +82,13 @@ def prepare(
     `verify_every` lets the first forward pass after every so many steps compare all gathered bytes
     with an unsharded cast of the masters, as `zerocast.verify` does, and raise VerificationError on
     every rank of the shard group if any differ.
+
+    A gather casts the codes that it sends from the masters, by the scales of the last cast, and
+    reads 4 bytes an element of the shard for it. With `keep_codes` a cast makes all codes at once,
+    and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8. That is
+    what pays where few tokens are computed between two gathers (`zerocast/fsdp2/README.md`), and
+    what happens anyway over shard groups of one rank, under CPUOffloadPolicy, with `one_direction`,
+    and once an optimizer has stepped within a backward pass.
 
     With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered
     rowwise for a forward pass and columnwise for a backward pass, half the bytes each time. A pass
@@ -101,7 +110,7 @@ def prepare(
     recipe.check_used(weights)
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
-    manager = CastManager(model, weight_mesh)
+    manager = CastManager(model, weight_mesh, keep_codes)
     chosen: dict[Tensor, FSDPWeight] = {}
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
@@ -319,14 +328,21 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
+    if torch_fsdp.backward_pass() is not None:
+        for manager in _managers_of(optimizer):
+            manager.before_step_within_backward()
     if guard_of(optimizer).is_partial:
         _after_step(optimizer)
     guard_of(optimizer).check_complete()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for manager in managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for manager in _managers_of(optimizer):
         manager.make_due(optimizer)
+
+
+def _managers_of(optimizer: Optimizer) -> list[CastManager]:
+    return managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 register_optimizer_step_pre_hook(_before_step)
