@@ -19,8 +19,13 @@ Where the caller gathers scales, a rank needs only the amaxes of the rows around
 last, different ones on every rank, and are not reduced. The rows of blocks that a cut divides are
 copied to places among the reduced amaxes that all ranks know, and back.
 
-    | amaxes of a weight, ... | shared | cut rows of blocks | boundary bytes | call | own amaxes |
-    |<------------------------------ reduced ----------------------------------->|<- not reduced ->|
+    | amaxes, ... | shared | cut rows of blocks | boundary bytes | cut blocks | call | own amaxes |
+    |<------------------------------- reduced ---------------------------------->|<- not reduced ->|
+
+Blocks that choose between two scales (`FormatSpec.chooses_scales`) do so once the tensor amax is
+known, each by its elements: those of cut blocks are exchanged too (`CutBlocks`). A rank that owns
+none of a block cannot know what it has chosen, so the amaxes of these weights, which lie first, are
+reduced once more, with a minus for the one choice.
 """
 
 import itertools
@@ -30,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerocast.cast.cut_blocks import CutBlocks, CutRow, cut_rows_of
 from zerocast.cast.partition import MasterShard, Partition
 from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.agreement import SameCall
@@ -53,7 +59,7 @@ class BoundaryByte:
 
 def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
     """The bytes of one weight that two ranks share."""
-    if ownership.items[index].elements_per_byte == 1:
+    if ownership.items[index].unit == 1:
         return
     for first, second in itertools.pairwise(ownership.pieces.get(index, ())):
         if first.stop == second.start and first.stop % 2:
@@ -73,11 +79,13 @@ class PackedAmax(AmaxReduction):
         self.boundary_bytes: list[BoundaryByte] = []
         self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
         everywhere = [index for index in cast if self._shards[index].cuts is None]
+        everywhere.sort(key=lambda index: not self._shards[index].weight.format.chooses_scales)
         gathered = [index for index in cast if self._shards[index].cuts is not None]
         weights = {index: self._shards[index].weight for index in cast}
         groups = groups_cast_together({i: (w.state.shared_amax, w.format) for i, w in weights.items()})
-        # members of a group lie behind each other, before all others
-        together = list(dict.fromkeys([index for group in groups for index in group] + everywhere))
+        chooses = [index for index in everywhere if self._shards[index].weight.format.chooses_scales]
+        # members of a group lie behind each other
+        together = list(dict.fromkeys(chooses + [index for group in groups for index in group] + everywhere))
         self.offsets, size = self._place(together, 0)
         self.shared = {index: size + slot for slot, group in enumerate(groups) for index in group}
         size += len(groups)
@@ -86,7 +94,9 @@ class PackedAmax(AmaxReduction):
             self.boundary_bytes += boundary_bytes(index, partition.ownership)
         rows = [row for index in gathered for row in _cut_rows_of(self._shards[index])]
         cut_size = sum(row.cuts.numel() * row.across for row in rows)
-        numel = size + cut_size + 4 * len(self.boundary_bytes)
+        elements = size + cut_size + 4 * len(self.boundary_bytes)
+        cut = _cut_blocks_of(partition, everywhere)
+        numel = elements + sum(row.span.numel for row in cut)
         slots = 2 if dtypes and group.size > 1 else 0
         own, end = self._place([i for i in gathered if self._shards[i].span.numel], numel + slots)
         self.offsets |= own
@@ -95,7 +105,9 @@ class PackedAmax(AmaxReduction):
         self._reduced = self.buffer[: numel + slots]
         self.same_call = SameCall(group, self.buffer[numel : numel + slots]) if slots else None
         self._cast = [part for part in (self.buffer[:numel], self.buffer[numel + slots :]) if part.numel()]
-        self._values, self._is_nan = self.buffer[size + cut_size : numel].view(2, -1)
+        self._values, self._is_nan = self.buffer[size + cut_size : elements].view(2, -1)
+        self.cut_blocks = CutBlocks(cut, self.buffer[elements:numel])
+        self._choices = self.buffer[: self._place(chooses, 0)[1]]
         self.received = torch.zeros(2 * len(self.boundary_bytes), dtype=torch.float32, device=device)
         self.boundary_elements = [
             (byte.index, byte.element + side, 2 * slot + side)
@@ -103,8 +115,9 @@ class PackedAmax(AmaxReduction):
             for side in (0, 1)
             if byte.owners[1 - side] == group.rank
         ]
-        self._ends = ends = [0, *(self._end(group[-1]) for group in groups)]
-        self._segments = torch.tensor(ends, dtype=torch.int64, device=device)
+        ends = [self._choices.numel(), *(self._end(group[-1]) for group in groups)]
+        self._grouped = self.buffer[ends[0] : ends[-1]]
+        self._segments = torch.tensor(ends, dtype=torch.int64, device=device) - ends[0]
         per_tensor = [index for index in self.shared if self._shards[index].weight.format.block is None]
         self._per_tensor = torch.tensor(
             [self.offsets[index][0] for index in per_tensor], dtype=torch.int64, device=device
@@ -125,6 +138,7 @@ class PackedAmax(AmaxReduction):
         self._put_external()
         self._put_shared()
         self._put_boundary()
+        self.cut_blocks.put(dict(enumerate(self._shards)))
         if self._here.numel():
             self.buffer[self._there] = self.buffer[self._here]
         if self._reduced.numel():
@@ -137,6 +151,13 @@ class PackedAmax(AmaxReduction):
             self.buffer[self._here] = self.buffer[self._there]
         if self.boundary_elements:
             self.received.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
+        self.cut_blocks.received()
+
+    def share_choices(self) -> None:
+        """Reduce the choices of blocks: a minus of any rank."""
+        if self._choices.numel() and self._group.size > 1:
+            self._group.all_reduce_max(self._choices.neg_(), "the choices of a cast")
+            self._choices.neg_()
 
     def _place(self, weights: Sequence[int], size: int) -> tuple[dict[int, tuple[int, int]], int]:
         """(where the rowwise and the columnwise amaxes of each begin, the end) from `size` on."""
@@ -189,8 +210,8 @@ class PackedAmax(AmaxReduction):
     def _put_shared(self) -> None:
         """Enter the largest amax that this rank has measured of each group."""
         if self.shared:
-            first, end = min(self.shared.values()), int(self._ends[-1])
-            largest = torch.segment_reduce(self.buffer[:end], "max", offsets=self._segments, initial=0)
+            first = min(self.shared.values())
+            largest = torch.segment_reduce(self._grouped, "max", offsets=self._segments, initial=0)
             self.buffer[first : first + largest.numel()] = largest
 
     def _put_external(self) -> None:
@@ -199,6 +220,20 @@ class PackedAmax(AmaxReduction):
             amaxes = [self._shards[index].weight.amax for index in self._external]
             grown = torch.cat([amax for amax in amaxes if amax is not None])
             self.buffer[self._external_slots] = self.buffer[self._external_slots].maximum(grown)
+
+
+def _cut_blocks_of(partition: Partition, weights: Sequence[int]) -> list[CutRow]:
+    """The rows of blocks that boundaries cut, of the weights whose blocks choose by their
+    elements.
+    """
+    found: list[CutRow] = []
+    for index in weights:
+        weight = partition.shards[index].weight
+        if weight.format.chooses_scales:
+            offset = found[-1].offset + found[-1].span.numel if found else 0
+            ends = (end for piece in partition.ownership.pieces.get(index, ()) for end in (piece.start, piece.stop))
+            found += cut_rows_of(index, partition.ownership.items[index].unit, ends, offset)
+    return found
 
 
 @dataclass(frozen=True)

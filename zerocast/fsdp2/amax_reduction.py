@@ -2,7 +2,8 @@
 
 Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
 block rows that a boundary between shards cuts concern other ranks: they are packed, reduced, and
-put back. If there are none, nothing is sent. The steps of a cast are those of every host
+put back. If there are none, nothing is sent. Where blocks choose between two scales by their
+elements, those of such block rows travel too. The steps of a cast are those of every host
 (`zerocast.cast.pipeline`).
 
 The layers of a model repeat their shapes. Where those are sharded alike, the bytes to send lie at
@@ -11,19 +12,21 @@ of all of them from one to the other.
 """
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.cut_blocks import CutBlocks, CutRow
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import AmaxReduction, cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
+from zerocast.formats.layout import Span
 from zerocast.formats.shared_amax import SharedAmax, groups_cast_together
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.weight import FSDPWeight
@@ -58,6 +61,7 @@ class BoundaryAmaxes(AmaxReduction):
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
         self._reduction, self.measured = reduction, frozenset[str]()
         self.offsets: dict[str, tuple[int, int]] = {}
+        self.shards: Mapping[str, MasterShard] = {}  # once they are bound
         size = 0
         # one behind another
         for weight in sorted(weights, key=lambda weight: not weight.geometry.has_ghost):
@@ -76,7 +80,9 @@ class BoundaryAmaxes(AmaxReduction):
         segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
         shared: dict[SharedAmax, int] = {}
         groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
+        rows: list[CutRow] = []
         for weight in weights:
+            rows += self._cut_rows(weight, sum(row.span.numel for row in rows))
             geometry = weight.geometry
             place = shared.get(weight.shared_amax, size) if weight.shared_amax else size
             if weight.shared_amax and geometry.has_tensor_amax:
@@ -105,7 +111,24 @@ class BoundaryAmaxes(AmaxReduction):
         self._in_segments = segments[-1]  # amaxes
         self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
         self._ghosts, self._maxima = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ghosts, maxima))
-        self._reduced = torch.zeros(size, dtype=self.buffer.dtype, device=device)
+        exchanged = sum(row.span.numel for row in rows)
+        self._reduced = torch.zeros(size + exchanged, dtype=self.buffer.dtype, device=device)
+        self.cut_blocks = CutBlocks(rows, self._reduced[size:])
+
+    def _cut_rows(self, weight: FSDPWeight, offset: int) -> list[CutRow]:
+        """The cut rows of blocks of which elements are exchanged, those of this rank's slice with
+        elements of its small weight.
+        """
+        geometry = weight.geometry
+        if not (geometry.format.chooses_scales and geometry.format.block):
+            return []
+        height = geometry.format.block[0]
+        unit, cut = height * geometry.columns, geometry.shards.cut(height)
+        rows = [row - geometry.first_row // height for row in cut]
+        own, size = self._reduction.tp_rank, self._reduction.tp_size
+        keys = [weight.name if index == own else "" for index in range(size) for _ in rows]
+        spans = [Span(row * unit, (row + 1) * unit) for row in rows] * size
+        return [CutRow(key, span, offset + i * unit) for i, (key, span) in enumerate(zip(keys, spans, strict=True))]
 
     def begin_step(self, names: frozenset[str]) -> Tensor:
         """The buffer, for a step that leaves the amaxes of these weights there; `offsets` says
@@ -130,6 +153,7 @@ class BoundaryAmaxes(AmaxReduction):
         if not self._reduced.numel():
             return
         self._reduced.zero_()
+        self.cut_blocks.put(self.shards)
         self._enter(self._there, self.buffer[self._here])
         if self._ghosts.numel():
             amaxes = self.buffer[: self._in_segments]
@@ -141,6 +165,10 @@ class BoundaryAmaxes(AmaxReduction):
         self.buffer[self._here] = self._reduced[self._there]
         if self._ghosts.numel():
             self.buffer[self._ghosts] = self._reduced[self._maxima]
+        self.cut_blocks.received()
+
+    def share_choices(self) -> None:
+        """A rank has elements of every block whose scale it computes, and has chosen for it."""
 
     def _enter(self, places: Tensor, amaxes: Tensor) -> None:
         """Put amaxes among the reduced ones, several into the place that weights share."""
@@ -163,6 +191,7 @@ class CastGroup:
         self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
         self.delayed.load_state_dict(_seeded_state(weights))
         self.shards: dict[str, MasterShard] = {}
+        self.amaxes.shards = self.shards
         # int32 `[weights, 2]` of weights of one geometry
         self._headers: list[tuple[int, Tensor]] = []
         self._generation = torch.zeros((), dtype=torch.int32, device=self._device)  # of the headers
@@ -178,6 +207,7 @@ class CastGroup:
             self._stack(members, part.view(len(members), -1))
         self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
         self._tables = self._tables_of(self.shards)
+        self._cut_blocks = self.amaxes.cut_blocks.tables(self.shards, self.amaxes.offsets, self._device, self._backend)
         self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
         for weight in weights:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
@@ -228,7 +258,16 @@ class CastGroup:
         codes = self._tables if self._keep_codes else ()
         try:
             self._allocate_scales()
-            cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, codes=codes, repeat=repeat)
+            cut = self._cut_blocks
+            cast(
+                self._tables,
+                self.amaxes,
+                self.delayed,
+                unmeasured=unmeasured,
+                codes=codes,
+                cut_blocks=cut,
+                repeat=repeat,
+            )
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:
