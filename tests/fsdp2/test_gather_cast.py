@@ -13,7 +13,7 @@ import zerocast
 from tests.fsdp2 import models, test_bits, test_loops
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
-from zerocast.backends import ops
+from zerocast.cast.weight_table import WeightTable
 from zerocast.fsdp2 import manager
 from zerocast.fsdp2.gather_cast import GatherCast
 
@@ -48,10 +48,11 @@ def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
     for step in range(3):
-        with mock.patch.object(ops, "partial_cast", wraps=ops.partial_cast) as made:
+        made = mock.patch.object(WeightTable, "partial_cast", autospec=True, side_effect=WeightTable.partial_cast)
+        with made as launched:
             for index in range(micro_batches):
                 model(models.batch(10 * step + index, 64).requires_grad_()).float().square().mean().backward()
-        counts.append(made.call_count)
+        counts.append(launched.call_count)
         optimizer.step()
         optimizer.zero_grad()
     gc.collect()
