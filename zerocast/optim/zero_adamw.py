@@ -193,7 +193,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._weights.gathers.check_unwritten()
         self._reduce_gradients()
         self._hyperparameters.refresh(self.param_groups)
-        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.description}")
+        detail = f"{clipped or self._clipped} with {self._hyperparameters.description}{self.averages.description}"
+        self._weights.ready(detail)
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
@@ -211,6 +212,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         bytes are verified.
         """
         self.averages.after_step()
+        self._plan.freshness.change()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
@@ -360,6 +362,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             self._plan.forget_call()
         with self._plan.transaction("loading a checkpoint"):
             yield
+        self._plan.freshness.change()
         if not nested:
             self.averages.masters_loaded()
 

@@ -35,7 +35,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
         operands, kept = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
-        ctx.quantized = way != "nominal"
+        ctx.quantized, ctx.recorded = way != "nominal", weight.state.recorded()
         ctx.save_for_backward(*kept, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
         return _multiplied(path, operands, x, weight, False, transposed, bias)
@@ -57,6 +57,7 @@ class _Product(torch.autograd.Function):
             elif needs_x and grad.numel():
                 operands = path.quantize(grad, weight.format, gradient=True)
             if needs_x:
+                weight.state.freshness.check_recorded(ctx.recorded)
                 grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
             if ctx.quantized:
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
