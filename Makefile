@@ -10,20 +10,20 @@ SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow hosts hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow hosts readers hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
 
 SUITE := -m "not slow" --numprocesses 2 --dist loadfile
-test: $(VENV)/.dev hosts
+test: $(VENV)/.dev hosts readers
 	$(BIN)/python -m pytest $(SUITE)
 
 # The same suite with its lines counted, which takes a third longer; fails below 90 %.
-coverage: $(VENV)/.dev hosts
+coverage: $(VENV)/.dev hosts readers
 	$(BIN)/python -m pytest $(SUITE) --cov=zerocast --cov-report=term:skip-covered --cov-fail-under=90
 
-test-slow: $(VENV)/.dev hosts
+test-slow: $(VENV)/.dev hosts readers
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
 # With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
@@ -134,6 +134,16 @@ hosts: $(VENV)/.dev
 	@test -e $(VENV)/.torchtitan || { echo "installing torchtitan into $(VENV)"; \
 	  $(HOST) torchtitan torchdata tokenizers && touch $(VENV)/.torchtitan; } \
 	  || echo "torchtitan could not be installed: its tests will be skipped"
+
+# Readers that the tests of exports run against, skipped with a reason where they are missing. Without their dependencies on
+# CUDA, 0.4 GB.
+READERS := transformers compressed-tensors nvidia-modelopt accelerate annotated-types antlr4-python3-runtime anyio h11 hf-xet \
+  httpcore httpx huggingface-hub loguru nvidia-ml-py omegaconf pulp pydantic pydantic-core regex scipy shellingham tokenizers \
+  tqdm typer typing-inspection
+readers: $(VENV)/.dev
+	@test -e $(VENV)/.readers || { echo "installing transformers, compressed-tensors and nvidia-modelopt into $(VENV)"; \
+	  $(HOST) $(READERS) && touch $(VENV)/.readers; } \
+	  || echo "the readers of exports could not be installed: their tests will be skipped"
 
 $(VENV)/.demo: $(VENV)/.python $(SOURCES)
 	@echo "installing zerocast and what the examples need into $(VENV): torch is a large download"

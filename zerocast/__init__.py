@@ -14,12 +14,12 @@ if _app.needs_library():  # `zerocast --help` is answered without torch
     from zerocast import backends, fsdp2, gemm, metrics
     from zerocast.cast.plan import CastPlan
     from zerocast.cast.switch import switch
-    from zerocast.checkpoint import export
     from zerocast.formats import FormatSpec, get_format, recipe
     from zerocast.formats.recipe import Recipe
     from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
     from zerocast.optim import ZeroAdamW, ZeroConfig
     from zerocast.quantize import quantize_
+    from zerocast.serve import export
     from zerocast.verification.report import VerificationError, VerifyReport
     from zerocast.verification.verify import verify
     from zerocast.weight import QuantizedWeight

@@ -11,7 +11,6 @@ gradients first, on three seeds.
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -90,26 +89,46 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         bench.run(note)
 
 
-def gaps(runs: list[dict[str, Any]]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yield each row with its mean losses of the last steps, and its mean distances to FSDP2's bf16, both seed by seed."""
-    by_row: dict[str, dict[int, list[float]]] = defaultdict(dict)
+Losses = dict[str, dict[int, list[float]]]  # of the last steps, by row and seed
+
+
+def last(runs: list[dict[str, Any]]) -> Losses:
+    """The losses of the last steps of each run that did not fail."""
+    found: Losses = {}
     for run in runs:
         if "losses" in run:
-            by_row[run["row"]][run["seed"]] = run["losses"][-LAST:]
-    plain = by_row["fsdp2:bf16 eager"]
-    for row, found in by_row.items():
-        seeds = sorted(found.keys() & plain.keys())
-        yield row, [fmean(found[s]) for s in seeds], [fmean(found[s]) - fmean(plain[s]) for s in seeds]
+            found.setdefault(run["row"], {})[run["seed"]] = run["losses"][-LAST:]
+    return found
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: losses seed by seed, and the distance to bf16 with its spread between seeds."""
-    lines = ["| row | loss, seed by seed | to bf16 | between seeds |", "| --- | --- | ---: | ---: |"]
-    for row, losses, distances in gaps(runs):
-        spread = f"{stdev(distances):.4f}" if len(distances) > 1 else ""
-        each = ", ".join(f"{loss:.4f}" for loss in losses)
-        lines.append(f"| {row} | {each} | {fmean(distances):+.4f} | {spread} |")
-    return "\n".join([*lines, *(f"| {run['row']} | {run['failure']} | | |" for run in runs if "failure" in run)])
+def distances(found: Losses, row: str, other: str) -> list[float]:
+    """How far the mean loss of a row is above that of another one, seed by seed."""
+    theirs = found.get(other, {})
+    return [fmean(found[row][seed]) - fmean(theirs[seed]) for seed in sorted(found[row].keys() & theirs.keys())]
+
+
+def described(values: list[float]) -> str:
+    """Cells: each value, their mean, and what they vary by between seeds."""
+    spread = f"{stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{', '.join(f'{value:+.4f}' for value in values)} | {fmean(values):+.4f} | {spread}"
+
+
+def table(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: mean losses seed by seed and distances to FSDP2's bf16, and of FP8 weight gradients to nominal ones."""
+    found = last(runs)
+    yield from ("| row | loss, seed by seed | to bf16 | mean | between seeds |", "| --- | --- | --- | ---: | ---: |")
+    for row, seeds in found.items():
+        each = ", ".join(f"{fmean(seeds[seed]):.4f}" for seed in sorted(seeds))
+        yield f"| {row} | {each} | {described(distances(found, row, 'fsdp2:bf16 eager'))} |"
+    yield from (f"| {run['row']} | {run['failure']} | | | |" for run in runs if "failure" in run)
+    yield from (
+        "",
+        "| FP8 weight gradients of | to nominal ones | mean | between seeds |",
+        "| --- | --- | ---: | ---: |",
+    )
+    for row in found:
+        if WGRAD in row and (pair := distances(found, row, row.replace(WGRAD, ""))):
+            yield f"| {row.replace(WGRAD, '')} | {described(pair)} |"
 
 
 def main() -> None:
@@ -124,7 +143,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     if options.table:
-        print(table(read(options.table)))
+        print("\n".join(table(read(options.table))))
         return
     if options.text is None:
         parser.error("a text is needed")

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from zerocast import interrupts
-from zerocast.checkpoint import export
 from zerocast.cli import main
 from zerocast.cli import plan as plan_module
+from zerocast.serve import write
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(sys.executable).parent / "zerocast"
@@ -176,7 +176,7 @@ def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: 
 def test_nothing_half_written_is_left_of_a_conversion(tmp_path: Path, monkeypatch: Any, capfd: Any, to: str) -> None:
     torch.save({"w": torch.ones(64, 64), "v": torch.ones(64, 64)}, tmp_path / "masters.pt")
     if to == "safetensors":
-        monkeypatch.setattr(export, "_parts", press)
+        monkeypatch.setattr(write, "_add", press)
     else:
         monkeypatch.setattr(
             "zerocast.inspection.convert._master", press

@@ -1,6 +1,4 @@
-"""Prepared and sharded models on the ranks of a case, and their gathered bytes against the
-unsharded cast.
-"""
+"""Prepared and sharded models on the ranks of a case, and their gathered bytes against the unsharded cast."""
 
 import functools
 from collections.abc import Iterator
@@ -39,9 +37,7 @@ def slow(*values: Any) -> Any:
 
 
 class Block(nn.Sequential):
-    """Layers in a row; with a forward of its own, since torch.compile skips that of
-    nn.Sequential.
-    """
+    """Layers in a row; with a forward of its own, since torch.compile skips that of nn.Sequential."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layers one after another."""
@@ -89,9 +85,7 @@ def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = N
 
 
 def sharded(model: Any, recipe: dict[str, str] | None = None, *, prepare: bool = True, **options: Any) -> Any:
-    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked
-    for.
-    """
+    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for."""
     options = {"mesh": mesh(), "mp_policy": BF16, **options}
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(place())
@@ -117,9 +111,7 @@ def train(model: Any, optimizer: Any, steps: range, width: int, rank: int | None
 
 
 def held(model: nn.Module) -> list[DTensor]:
-    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones
-    in their place.
-    """
+    """The sharded parameters, as an optimizer holds them, also while the model has gathered ones in their place."""
     return [param.sharded_param for group in torch_fsdp.groups(model) for param in group.fsdp_params]
 
 
@@ -148,9 +140,7 @@ def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
 
 
 def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
-    """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked
-    at.
-    """
+    """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked at."""
     found = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
     if weight.format.columnwise is not Columnwise.NONE:
         found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)

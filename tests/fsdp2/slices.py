@@ -1,6 +1,4 @@
-"""Gathered slices of tensor parallelism over two ranks, against the slices of the unsharded
-cast.
-"""
+"""Gathered slices of tensor parallelism over two ranks, against the slices of the unsharded cast."""
 
 import numpy as np
 import torch

@@ -1,6 +1,4 @@
-"""Gathered weights are the unsharded cast of the whole masters, bit for bit, before and after
-optimizer steps.
-"""
+"""Gathered weights are the unsharded cast of the whole masters, bit for bit, before and after optimizer steps."""
 
 from typing import Any
 

@@ -98,9 +98,7 @@ def loaded(where: str, path: str, formats: tuple[str, ...]) -> tuple[dict[str, s
     ],
 )
 def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, str], loader: tuple[int, str]) -> None:
-    """Masters, moments and delayed state are those that were saved, and so are the gathered
-    bytes.
-    """
+    """Masters, moments and delayed state are those that were saved, and so are the gathered bytes."""
     sliced = "tp" in saver + loader
     formats = ("nvfp4",) if sliced else FORMATS
     expected = ranks(saver[0])(saved, saver[1], str(tmp_path), formats)[0]
@@ -113,9 +111,7 @@ def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, 
 
 
 def saved_in_the_background(path: str) -> list[str]:
-    """What of a state that is loaded differs from the moment at which it was saved, with steps
-    going on meanwhile.
-    """
+    """What of a state that is loaded differs from the moment at which it was saved, with steps going on meanwhile."""
     first, second = build("fsdp"), build("fsdp")
     models.train(*first, range(3), WIDTH)
     wanted = contents(*first)

@@ -66,9 +66,7 @@ def test_inductor(ranks: Ranks, how: str) -> None:
 
 
 def of_slices() -> list[str]:
-    """Formats whose compiled slices differ from eager ones, one after another with one cache of
-    compiled graphs.
-    """
+    """Formats whose compiled slices differ from eager ones, one after another with one cache of compiled graphs."""
     found = []
     with fresh_inductor_cache():
         for fmt in ("mxfp8", "nvfp4", "fp8_current"):

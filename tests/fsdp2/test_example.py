@@ -1,6 +1,4 @@
-"""The GPT example under FSDP2: every way to be parallel, resuming in another one, and a late
-phase in bf16.
-"""
+"""The GPT example under FSDP2: every way to be parallel, resuming in another one, and a late phase in bf16."""
 
 import shutil
 from dataclasses import replace
@@ -54,9 +52,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("parallel", ["fsdp2", models.slow("hsdp"), "fsdp2_tp"])
 def test_every_way_learns_what_zero_does(ranks: Ranks, config: TrainConfig, parallel: Any) -> None:
-    """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for
-    the backward pass.
-    """
+    """The same batches, and norms that FSDP2 has in bf16; gathered for the forward and again for the backward pass."""
     world = 2 if parallel == "fsdp2" else 4
     zero = replace(config, out=config.out / "zero", grad_accum=2 if parallel == "fsdp2" else 1)
     ranks(world // zero.slices if parallel != "fsdp2_tp" else 2)(run, zero)

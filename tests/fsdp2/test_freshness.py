@@ -1,6 +1,4 @@
-"""Whatever changes a master, the next gather has its bytes; a change on some ranks alone raises
-on all.
-"""
+"""Whatever changes a master, the next gather has its bytes; a change on some ranks alone raises on all."""
 
 import copy
 import tempfile
@@ -110,9 +108,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 
 
 def changed(name: str, width: int, hidden: int, formats: tuple[str, ...], reshard: bool) -> list[str]:
-    """Complaints after a change of all masters, before the first forward pass and after one, and
-    after a step.
-    """
+    """Complaints after a change of all masters, before the first forward pass and after one, and after a step."""
     model = models.sharded(Net(formats, width, hidden), reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
@@ -162,9 +158,7 @@ ONE_RANK: dict[str, Callable[[nn.Module], None]] = {
 
 
 def changed_on_one(name: str, rank: int, first: bool) -> tuple[str, list[str]]:
-    """What a forward pass raises after a change on one rank, and complaints after all have
-    refreshed.
-    """
+    """What a forward pass raises after a change on one rank, and complaints after all have refreshed."""
     model = models.sharded(Net(FEW, 64, 96))
     if not first:
         models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
@@ -222,9 +216,7 @@ def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
 
 
 def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    """At once where no amax is reduced; else the rank that stepped reduces alone, until the
-    group's timeout.
-    """
+    """At once where no amax is reduced; else the rank that stepped reduces alone, until the group's timeout."""
     for said, _ in ranks(2)(stepped_alone, "mxfp8", 64):
         assert "optimizer steps and zerocast.fsdp2.refresh must happen on all of them" in said
     found = ranks(2)(stepped_alone, "nvfp4", 96)
@@ -232,29 +224,6 @@ def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     assert any("Timed out" in said for said, _ in found)
     assert all("Timed out" in said or "closed by peer" in said for said, _ in found)
     assert all(seconds < 20 for _, seconds in found)
-
-
-def compiled_steps(name: str) -> list[str]:
-    """An optimizer whose step is compiled: after its first call no operator is seen."""
-    model = models.sharded(Net(("nvfp4",), 64, 96))
-    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](model.parameters(), lr=1e-2)
-    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
-    found = []
-    for step in range(3):
-        before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
-        models.train(model, optimizer, range(step, step + 1), 64)
-        after = models.masters(model)
-        found += [
-            f"{key} unchanged" for key, value in before.items() if torch.equal(value, after[key][0].full_tensor())
-        ]
-        found += models.complaints(model, f"compiled step {step}")
-    return found
-
-
-@pytest.mark.slow  # in every run: compiled writes of test_views.py
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_compiled_optimizers(ranks: Ranks, name: str) -> None:
-    assert ranks(2)(compiled_steps, name) == [[], []]
 
 
 class Own(torch.optim.Optimizer):

@@ -1,6 +1,4 @@
-"""FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the
-same pass.
-"""
+"""FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -185,9 +183,7 @@ def test_amaxes_come_from_the_step(ranks: Ranks) -> None:
 
 
 def trained_as_torch() -> float:
-    """The largest difference to torch's AdamW over some steps, beside the largest element of the
-    master.
-    """
+    """The largest difference to torch's AdamW over some steps, beside the largest element of the master."""
     ours, theirs = (models.sharded(Net(FORMATS[-3:], WIDTH, HIDDEN)) for _ in range(2))
     optimizers = FusedAdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for step in range(4):

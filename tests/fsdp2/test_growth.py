@@ -40,9 +40,7 @@ def test_steps(ranks: Ranks, optimizer: str) -> None:
 
 
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> None:
-    """A model, gone when this returns; with a state of it, a verification and perhaps a load
-    that replaces masters.
-    """
+    """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters."""
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96), **options)
     made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
     models.train(model, made, range(2), 64)

@@ -1,6 +1,4 @@
-"""What the host does for a cast is the same for few weights and for many: their masters lie side
-by side.
-"""
+"""What the host does for a cast is the same for few weights and for many: their masters lie side by side."""
 
 import gc
 import io
@@ -25,9 +23,7 @@ ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
 
 
 class Layers(nn.Module):
-    """So many weights in four blocks, since a step looks at each of FSDP2's groups; on the meta
-    device if wished.
-    """
+    """So many weights in four blocks, since a step looks at each of FSDP2's groups; on the meta device if wished."""
 
     def __init__(self, count: int, device: str) -> None:
         super().__init__()
@@ -67,9 +63,7 @@ def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:
 
 
 def compared(fmt: str, device: str) -> tuple[int, int, int]:
-    """Calls of a refresh of few weights and of many, and the number of storages that the masters
-    of the many lie in.
-    """
+    """Calls of a refresh of few weights and of many, and the number of storages that the masters of the many lie in."""
     (few, _), (many, manager) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
     return few, many, len({weight.master.untyped_storage().data_ptr() for weight in manager.weights})
 

@@ -1,6 +1,4 @@
-"""Masters that change while their weights are left gathered: ranks ask each other, and only
-then.
-"""
+"""Masters that change while their weights are left gathered: ranks ask each other, and only then."""
 
 from unittest import mock
 
@@ -68,9 +66,7 @@ def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
 
 
 class Rooted(nn.Module):
-    """A prepared weight in the root module, which `loss` gathers before the hooks of the model
-    run.
-    """
+    """A prepared weight in the root module, which `loss` gathers before the hooks of the model run."""
 
     def __init__(self) -> None:
         super().__init__()

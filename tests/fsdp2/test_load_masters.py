@@ -74,9 +74,7 @@ def test_a_model_that_was_not_prepared() -> None:
 
 
 def breaks_off(every: int) -> tuple[int, list[str]]:
-    """Memory runs out at every so manieth operator of a load: how often that left a partial model,
-    and complaints.
-    """
+    """Memory runs out at every so manieth operator of a load: how often that left a partial model, and complaints."""
     model, _ = build("fsdp")
     left, found, at = 0, [], 0
     while True:

@@ -163,9 +163,7 @@ DETOURS: dict[str, Callable[[Any], None]] = {
 
 
 def trained(reshard: bool, detour: Callable[[Any], None] = lambda model: None) -> tuple[list[str], dict[str, str]]:
-    """Complaints after steps with a detour before each and one between gradients and step; what
-    was learnt.
-    """
+    """Complaints after steps with a detour before each and one between gradients and step; what was learnt."""
     model = models.sharded(Rooted(), reshard_after_forward=reshard)
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
@@ -237,9 +235,7 @@ MAKERS = {"sgd": torch.optim.SGD, "fused": zerocast.fsdp2.FusedAdamW}
 
 
 def stepped_within(maker: str, reshard: bool) -> list[str]:
-    """What is otherwise if hooks of gradients step instead of one optimizer after them; a cast
-    too many.
-    """
+    """What is otherwise if hooks of gradients step instead of one optimizer after them; a cast too many."""
     (_, after, _), (complaints, within, count) = (in_backward(MAKERS[maker], reshard, how) for how in (False, True))
     found = [f"{key} differs" for key in after if within[key] != after[key]]
     return [*complaints, *found] + ([f"{count} casts"] if count != 1 + len(STEPS) else [])

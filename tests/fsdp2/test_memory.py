@@ -30,9 +30,7 @@ EXTRA = {
 
 
 def settled_bytes() -> int:
-    """Live bytes once gloo's threads have let go of what they sent, and models of earlier cases
-    are gone.
-    """
+    """Live bytes once gloo's threads have let go of what they sent, and models of earlier cases are gone."""
     dist.barrier()
     time.sleep(0.2)
     while gc.collect():  # what one collection frees may hold the last reference to a tensor's cycle
@@ -41,9 +39,7 @@ def settled_bytes() -> int:
 
 
 def held(fmt: str) -> tuple[float, float]:
-    """Bytes an element of a rank's shard beyond plain FSDP2: between steps, and with plain
-    masters alone.
-    """
+    """Bytes an element of a rank's shard beyond plain FSDP2: between steps, and with plain masters alone."""
     sizes = []
     for prepare in (False, True):
         before = settled_bytes()
@@ -70,9 +66,7 @@ def test_what_a_rank_holds(ranks: Ranks, fmt: str) -> None:
 
 
 def gathered() -> list[str]:
-    """Storages of weights that have bytes although they are sharded, or too many while they are
-    not.
-    """
+    """Storages of weights that have bytes although they are sharded, or too many while they are not."""
     model = models.sharded(Net(("nvfp4", "mxfp8"), WIDTH, HIDDEN))
     model(models.batch(0, WIDTH)).float().square().mean().backward()
     found = []
@@ -89,16 +83,12 @@ def gathered() -> list[str]:
 
 
 def test_gathered_bytes_are_freed(ranks: Ranks) -> None:
-    """No columnwise copy is ever kept, and nothing gathered outlives the forward or the backward
-    of its module.
-    """
+    """No columnwise copy is ever kept, and nothing gathered outlives the forward or the backward of its module."""
     assert ranks(2)(gathered) == [[], []]
 
 
 def most_gathered(blocks: int) -> float:
-    """The most bytes an element of a block that are gathered at once while a backward pass goes
-    through a model.
-    """
+    """The most bytes an element of a block that are gathered at once while a backward pass goes through a model."""
     model: Any = models.sharded(Net(("nvfp4",) * blocks, WIDTH, HIDDEN))
     owners = [owner for _, owner in models.masters(model).values()]
     levels: list[int] = []

@@ -18,9 +18,7 @@ from tests.workers import Ranks, error_of
 
 
 class Experts(nn.Module):
-    """Four, of which two are used: FSDP2 takes for granted that they are the same ones on all
-    ranks.
-    """
+    """Four, of which two are used: FSDP2 takes for granted that they are the same ones on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +40,7 @@ class Routed(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Three experts in one weight, so that ranks hold different numbers of them; `share` of the
-    rows for each.
-    """
+    """Three experts in one weight, so that ranks hold different numbers of them; `share` of the rows for each."""
 
     def __init__(self, share: int) -> None:
         super().__init__()
@@ -124,9 +120,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def learnt(name: str) -> list[str]:
-    """What verify says over steps with all that a loop may have around them, and weights that
-    never moved.
-    """
+    """What verify says over steps with all that a loop may have around them, and weights that never moved."""
     model = MODELS[name]()
     optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(models.place(), init_scale=2.0**12, enabled=name == "scaled loss")

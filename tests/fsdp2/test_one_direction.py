@@ -29,9 +29,7 @@ def build(one_direction: bool, hidden: int, make: type[Net] = Net, root_reshards
 
 
 def trained(one_direction: bool, hidden: int, world: int) -> tuple[list[str], list[int], list[str]]:
-    """Digests of masters after three steps, bytes of each gather of the last, and complaints
-    about rowwise codes.
-    """
+    """Digests of masters after three steps, bytes of each gather of the last, and complaints about rowwise codes."""
     model = build(one_direction, hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(2), WIDTH)

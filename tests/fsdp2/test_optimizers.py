@@ -155,9 +155,7 @@ def test_the_key_of_a_compiled_graph(ranks: Ranks) -> None:
 
 
 def keys() -> tuple[str, str, str, set[str]]:
-    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two
-    formats.
-    """
+    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two formats."""
     made = [models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=how) for how in (False, False, True)]
     plain, again, prepared = (models.held(model)[2]._stable_hash_for_caching() for model in made)
     weights = [

@@ -1,6 +1,4 @@
-"""Gathered weights have an owner, their master: no step of anybody takes them for weights that
-nobody trains.
-"""
+"""Gathered weights have an owner, their master: no step of anybody takes them for weights that nobody trains."""
 
 import torch
 from torch import nn

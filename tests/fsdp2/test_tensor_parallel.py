@@ -1,6 +1,6 @@
-"""FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax
-and all.
-"""
+"""FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
+
+import logging
 
 import pytest
 import torch
@@ -46,9 +46,7 @@ def parallel(fmt: str, with_mesh: bool = True, hidden: int = 192, replicas: int 
 
 
 def slices(fmt: str, hidden: int, replicas: int = 1) -> tuple[list[str], Tensor]:
-    """Complaints about gathered slices at the start and after a step, and what the model makes
-    of an input.
-    """
+    """Complaints about gathered slices at the start and after a step, and what the model makes of an input."""
     model = parallel(fmt, hidden=hidden, replicas=replicas)
     x = models.batch(0, WIDTH, rank=0)
     with torch.no_grad():
@@ -81,9 +79,7 @@ SLICED = [
     ("fmt", "hidden", "world"), [*((*case, 4) for case in SLICED), *(models.slow(*case, 2) for case in SLICED)]
 )
 def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
-    """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in
-    one reduction.
-    """
+    """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in one reduction."""
     single = MLP(hidden)
     for layer in (single.up, single.down):
         value = casts.cast_whole(fmt, layer.weight.detach(), scale=1.0)
@@ -102,10 +98,29 @@ def test_slices_in_replicas(ranks: Ranks) -> None:
     assert [found for found, _ in ranks(4)(slices, "nvfp4", 192, 2)] == [[]] * 4
 
 
+def nominal_gradients() -> list[str]:
+    """Log lines of two passes that ask for FP8 weight gradients, and of one without gradients."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    model, x = parallel("fp8_current", hidden=512), models.batch(0, WIDTH, rank=0, rows=16)
+    with zerocast.gemm.use("scaled_mm", weight_gradients="fp8"):
+        with torch.no_grad():
+            model(x)
+        logging.getLogger("zerocast.gemm").addHandler(handler)
+        for _ in range(2):
+            model(x).float().square().mean().backward()
+    return lines
+
+
+def test_slices_say_once_that_weight_gradients_are_nominal(ranks: Ranks) -> None:
+    for lines in ranks(2)(nominal_gradients):
+        assert [line.partition(" are nominal, ")[0] for line in lines] == [
+            f"the weight gradients of {name}.weight" for name in ("up", "down")
+        ]
+
+
 def one_mesh(fmt: str) -> list[str]:
-    """Parameters that are DTensors on the mesh of all dimensions, of which FSDP2 is told its
-    own.
-    """
+    """Parameters that are DTensors on the mesh of all dimensions, of which FSDP2 is told its own."""
     model = MLP().to(models.place())
     mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
     sliced = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}

@@ -1,6 +1,4 @@
-"""A prepared model that FSDP2 does not gather raises at its first forward pass, and does not
-train in FP32.
-"""
+"""A prepared model that FSDP2 does not gather raises at its first forward pass, and does not train in FP32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -229,9 +227,7 @@ def test_shapes_are_probed_on_the_meta_device() -> None:
 
 
 def analysed() -> bool:
-    """Whether products with a shard, which no module computes, go on as before once the model is
-    sharded and cast.
-    """
+    """Whether products with a shard, which no module computes, go on as before once the model is sharded and cast."""
     model = models.sharded(Net(("fp8_current",), 64, 96))
     zerocast.fsdp2.refresh(model)
     local = models.held(model)[2].detach().to_local()

@@ -96,9 +96,7 @@ def sent() -> list[tuple[str, int, str, int, int]]:
 
 
 def test_a_byte_that_is_sent(ranks: Ranks) -> None:
-    """Rank 1 has the rows from 48 on, 32 bytes each; whoever gathers its bytes computes with the
-    wrong one.
-    """
+    """Rank 1 has the rows from 48 on, 32 bytes each; whoever gathers its bytes computes with the wrong one."""
     wanted = [("blocks.0.1.weight", rank, "rowwise_data", 1, 48 * 32 + 3) for rank in (0, 1)]
     assert ranks(2)(sent) == [wanted, wanted]
 
@@ -137,9 +135,7 @@ def test_a_master_that_was_written_behind_our_back(ranks: Ranks) -> None:
 
 
 def every_other_step(every: int) -> list[bool]:
-    """Whether each forward pass raised; from the third on rank 1 sends a wrong byte after each
-    cast.
-    """
+    """Whether each forward pass raised; from the third on rank 1 sends a wrong byte after each cast."""
     model = Net(("nvfp4", models.DELAYED), 64, 96)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), verify_every=every)
     models.sharded(model, prepare=False)
@@ -205,9 +201,7 @@ def test_every_is_checked() -> None:
 
 
 def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
-    """Of mxfp8 weights that gather one direction at a time: what a forward pass reads, and a
-    wrong byte in it.
-    """
+    """Of mxfp8 weights that gather one direction at a time: what a forward pass reads, and a wrong byte in it."""
     model = Net(("mxfp8",), 64, 96)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), one_direction=True)
     models.sharded(model, prepare=False)

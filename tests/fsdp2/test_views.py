@@ -1,6 +1,4 @@
-"""A write to a master through any view of it is a write to the master: every operator of this
-torch, by its schema.
-"""
+"""A write to a master through any view of it is a write to the master: every operator of this torch, by its schema."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,9 +64,7 @@ class Unrun:
 
 
 def dispatched(operator: Any, written: Any) -> tuple[list[Tensor], Tensor]:
-    """What is noticed when a master is what `operator` writes to as its argument `written`, and
-    the tensor inside.
-    """
+    """What is noticed when a master is what `operator` writes to as its argument `written`, and the tensor inside."""
     master, recorder = a_master(4, 4)
     args, kwargs = [], {}
     for argument in operator._schema.arguments:
@@ -195,9 +191,7 @@ def viewed(operator: Any) -> tuple[list[Tensor], MasterParameter, Recorder]:
 )
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_every_view_is_noticed(context: Callable[[], Any]) -> None:
-    """Whatever shares memory with a master is a wrapper, as are its own views, and says so when
-    it is written to.
-    """
+    """Whatever shares memory with a master is a wrapper, as are its own views, and says so when it is written to."""
     found = 0
     for operator in viewing():
         with context():
@@ -305,9 +299,7 @@ def test_views_written_in_inference_mode_are_cast(ranks: Ranks) -> None:
 
 
 def written_on_one(reshard: bool, debug: bool, *forms: str) -> list[tuple[str, list[str]]]:
-    """What a forward pass raises after rank 1 alone wrote through a view, and complaints after a
-    refresh, by form.
-    """
+    """What a forward pass raises after rank 1 alone wrote through a view, and complaints after a refresh, by form."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), reshard_after_forward=reshard)
     found = []
     for form in forms:
@@ -386,9 +378,7 @@ def test_amaxes_of_a_step_are_not_those_of_a_view_written_since(ranks: Ranks, fo
 
 
 def write_between_steps() -> list[str]:
-    """Complaints after a write that autograd alone counts, behind one step and before another,
-    of other weights.
-    """
+    """Complaints after a write that autograd alone counts, behind one step and before another, of other weights."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
     first, second = (FusedAdamW(block.parameters(), lr=1e-2) for block in model.blocks)
     found = []
@@ -420,9 +410,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 
 
 def compiled_writes(fused: bool) -> list[str]:
-    """Complaints after a compiled function wrote to masters, also behind a step that measured
-    amaxes.
-    """
+    """Complaints after a compiled function wrote to masters, also behind a step that measured amaxes."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
     found = []

@@ -57,9 +57,7 @@ def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
 
 
 def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int, int]], list[str], list[str]]:
-    """What waits in five steps of `parts` backward passes, what crosses to the host in the last
-    one, and complaints.
-    """
+    """What waits in five steps of `parts` backward passes, what crosses to the host in the last one, and complaints."""
     with as_on_a_gpu() as waits:
         model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=reshard)
         steps = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)

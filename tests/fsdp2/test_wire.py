@@ -41,9 +41,7 @@ def test_bytes_an_element(ranks: Ranks, fmt: str) -> None:
 
 
 def misaligned(one_direction: bool) -> list[str]:
-    """The buffers of gathered weights of every format that do not begin at a multiple of 16
-    bytes.
-    """
+    """The buffers of gathered weights of every format that do not begin at a multiple of 16 bytes."""
     found = []
     for formats, width, hidden in ((FORMATS, 32, 96), (FORMATS, 96, 160), (SMALL, 33, 7), (SMALL, 50, 131)):
         model = Net(formats, width, hidden)
@@ -63,9 +61,7 @@ def misaligned(one_direction: bool) -> list[str]:
 @pytest.mark.parametrize("one_direction", [False, True])
 @pytest.mark.parametrize("world", worlds(2, slow=[1, 3]))
 def test_gathered_operands_are_aligned(ranks: Ranks, world: int, one_direction: bool) -> None:
-    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores
-    copies a scale.
-    """
+    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores copies a scale."""
     assert ranks(world)(misaligned, one_direction) == [[]] * world
 
 

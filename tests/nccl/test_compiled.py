@@ -166,7 +166,7 @@ def test_kept_bytes_and_kernels(gpu_ranks: Any, setting: str, how: str, backend:
         if backend == "inductor" and setting not in ("slices", "recomputed"):
             assert abs(plain.kept - KEPT) < SMALL, said
         for (fmt, gradients), one in zip(CASES[1:], quantized, strict=True):
-            is_fp8 = gradients == "fp8" and setting != "slices"  # DTensors take nominal weight gradients
+            is_fp8 = gradients == "fp8" and setting != "slices"  # DTensors take nominal ones, and say so
             assert one.kept <= plain.kept - (FP8_INPUTS if is_fp8 and setting != "recomputed" else 0) + SMALL, said
             on_tensor_cores = {name for name in one.kernels if ON_TENSOR_CORES.search(name)}
             assert bool(on_tensor_cores) == (fmt != "nvfp4"), (said, one.kernels)

@@ -46,7 +46,7 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "views, left gathered": (test_views.written_everywhere, False, False, *test_views.FORMS),
     "views taken earlier": (test_views.written_later,),
     "compiled writes": (test_views.compiled_writes, True),
-    "compiled optimizer": (test_freshness.compiled_steps, "adamw"),
+    "compiled optimizer": (test_optimizers.differences, "AdamW", ("default",), "aot_eager"),
     "refresh after one rank": (test_freshness.refreshed_after_one_rank,),
     "fused step": (test_fused_adamw.stepped,),
     "steps within a backward pass": (test_loops.stepped_within, "sgd", False),

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import tyro
 
 from zerocast import interrupts
-from zerocast.checkpoint.export import SHARD_BYTES
 from zerocast.cli.progress import Progress
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.convert import to_checkpoint, to_safetensors
 from zerocast.inspection.format_selection import DTYPES, Dtype
+from zerocast.serve.export import SHARD_BYTES
 
 
 @dataclass(frozen=True)

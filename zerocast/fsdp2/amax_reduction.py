@@ -150,6 +150,7 @@ class CastGroup:
         self.shards: dict[str, MasterShard] = {}
         # int32 `[weights, 2]` of weights of one geometry
         self._headers: list[tuple[int, Tensor]] = []
+        self._generation = torch.zeros((), dtype=torch.int32, device=self._device)  # of the headers
         # (in a side channel, of the stages): scales of owned block rows
         self._copies: list[tuple[Tensor, Tensor]] = []
         stacks = _by_geometry(weights)
@@ -200,13 +201,17 @@ class CastGroup:
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
 
-    def stamp(self, generation: int) -> None:
-        """Write the headers of a cast; as arguments of kernels the numbers travel to a GPU
-        without a wait.
+    def stamp(self, generation: int | None) -> None:
+        """Write the headers of a cast, by default of the one after the last; as arguments of
+        kernels the numbers travel to a GPU without a wait.
         """
+        if generation is None:
+            self._generation += 1
+        else:
+            self._generation.fill_(generation)
         for status, header in self._headers:
             header[:, 0].fill_(status)
-            header[:, 1].fill_(generation)
+            header[:, 1].copy_(self._generation)
 
     def _tables_without(self, measured: frozenset[str]) -> list[WeightTable]:
         """Tables of the weights that no step has measured."""

@@ -18,10 +18,12 @@ from zerocast.cast.weight_table import TableKey, WeightTable
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2.amax_reduction import CastGroup
+from zerocast.fsdp2.captured_step import CapturedStep
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
-from zerocast.weight.write_guard import transaction
+from zerocast.optim.device_step import check_capturable
+from zerocast.weight.write_guard import WriteGuard, transaction
 
 # a plain parameter takes the same pass; nobody reads its amax
 PLAIN = get_format("fp8_current"), torch.float32
@@ -70,9 +72,12 @@ class AdamPass:
         self._table.freeze()
         return self
 
-    def run(self, scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
+    def gradients(self) -> list[Tensor]:
+        """The gradients as they are now, flat."""
+        return [_flat(parameter.grad) for parameter in self._parameters]
+
+    def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
         """One step of all shards; their amaxes go into `packed`, which holds zeros there."""
-        grads = [_flat(parameter.grad) for parameter in self._parameters]
         moments = self._exp_avgs, self._exp_avg_sqs
         self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed)
 
@@ -130,32 +135,83 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._bind()
-        if not self._bound:
+        if not self.prepare():
             return loss
-        self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
-        for manager in self._managers:
+        for manager in self.managers:
             # also by a step that raises half-way: all ranks cast before a gather tells them
             manager.make_due(self)
-        guards = [guard_of(self), *(manager.guard for manager in self._managers)]
-        with transaction(guards, "an optimizer step"):
-            self._update()
+        with transaction(self.guards, "an optimizer step"):
+            for manager in self.managers:
+                manager.forget_old_amaxes()
+            self.launch({})
+            for manager in self.managers:
+                manager.after_step()
         return loss
 
-    def _update(self) -> None:
-        """The device's part of a step."""
-        for manager in self._managers:
-            manager.forget_old_amaxes()
+    @torch.no_grad()
+    def capture(self) -> CapturedStep:
+        """`step()` and the cast that follows it as one CUDA graph: call what this returns in place
+        of `step()`.
+
+        All ranks call it, and then all ranks call that; the gradients are reduced by then, and
+        clipped. Its first call is an ordinary step, its second one records. Schedulers, ordinary
+        steps in between, loading in place and evaluation stay as they are: learning rates are read
+        anew at every call, whether tensors or numbers. It takes no closure and runs no step hooks,
+        and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
+        device, and for other backends than cuda.
+        """
+        guard_of(self).check_complete()
+        device = self.param_groups[0]["params"][0].device
+        backend = backends.choose(device)
+        check_capturable(device, backend)
+        stand_ins = getattr(backends.load(backend), "StandIns", None)
+        if stand_ins is None:
+            raise RuntimeError(
+                f"the {backend} backend reads gradients where they lay when a step was captured, and FSDP2 allocates them anew: "
+                "call step()"
+            )
+        return CapturedStep(self, stand_ins)
+
+    # -- the parts of a step, for a captured one too
+
+    def prepare(self) -> object:
+        """The host's part before the device's; returns what the tables were made for, another
+        object once anything lies elsewhere, empty without gradients.
+        """
+        self._bind()
+        if self._bound:
+            self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+        return self._bound
+
+    @property
+    def managers(self) -> Sequence[CastManager]:
+        """Who casts the masters."""
+        return self._managers
+
+    @property
+    def guards(self) -> list[WriteGuard]:
+        """Those of masters and moments."""
+        return [guard_of(self), *(manager.guard for manager in self._managers)]
+
+    def passes(self) -> list[AdamPass]:
+        """The launches of a step."""
+        return [one for _, _, passes in self._measured for one in passes] + self._plain
+
+    def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
+        """The device's part of a step, with other `gradients` for some of its passes."""
         self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
+
+        def run(one: AdamPass, packed: Tensor) -> None:
+            grads = gradients.get(one)
+            one.run(one.gradients() if grads is None else grads, scalars, self._clip, packed)
+
         for group, names, passes in self._measured:
             packed = group.amaxes.begin_step(names)
             for one in passes:
-                one.run(scalars, self._clip, packed)
+                run(one, packed)
         for one in self._plain:
-            one.run(scalars, self._clip, self._unread)
-        for manager in self._managers:
-            manager.after_step()
+            run(one, self._unread)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""

@@ -141,6 +141,11 @@ class CastManager:
             for group in self.cast_groups:
                 group.cast(repeat)
                 group.stamp(record.generation + 1)
+        self.after_cast(repeat)
+
+    def after_cast(self, repeat: bool) -> None:
+        """The host's part of a cast after the device's."""
+        record = self.record
         record.addresses.note()
         record.generation += 1
         self._steps += not repeat
@@ -151,6 +156,29 @@ class CastManager:
             weight.mark_cast()
         for weight in self.weights if debugging() else ():
             weight.freshness.count_cast()
+
+    # -- a step that casts at once (`captured_step.py`)
+
+    @property
+    def must_seed(self) -> bool:
+        """True if the next cast finds first scales of delayed scaling, which takes the host."""
+        return any(group.delayed.unseeded for group in self.cast_groups)
+
+    def before_captured_cast(self, by: Optimizer) -> None:
+        """The host's part before a graph of a step and its cast; RuntimeError as at a gather."""
+        for reduction, _ in self._reductions:
+            check_same_call(reduction.group, f"takes a captured step after cast {self.record.generation}")
+        self.make_due(by)
+        self.record.status.next_step()
+        self._forget_amaxes()  # the graph measures all
+        self.record.amaxes_are_old = False
+        self._caller.number = self.record.generation + 1
+
+    def launch_cast(self) -> None:
+        """The device's part of a cast, whose number it counts by itself."""
+        for group in self.cast_groups:
+            group.cast(repeat=False)
+            group.stamp(None)
 
     # -- other formats
 

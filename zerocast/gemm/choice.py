@@ -164,6 +164,19 @@ def weight_gradients_of(path: str) -> str:
     return _weight_gradients if path in GRADIENTS else "nominal"
 
 
+def say_nominal(weight: Any, path: str) -> None:
+    """Log once for a layer that `use(weight_gradients=...)` is not met: autograd has recorded a
+    product before this package sees it, as within a DTensor, and multiplies what came.
+    """
+    if weight_gradients_of(path) != "nominal":
+        _say_nominal(weight.state.name or repr(weight))
+
+
+@functools.cache
+def _say_nominal(layer: str) -> None:
+    logger.warning("the weight gradients of %s are nominal, not FP8, below a DTensor or torch.func", layer)
+
+
 def _path_of(case: Case) -> tuple[str, str]:
     """The name of the first path that takes the format on this device, or the first that takes the
     format, and then why the device can run none.

@@ -4,8 +4,7 @@ Tensors are read when they are written: one at a time for a checkpoint, those of
 safetensors.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +13,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerocast.checkpoint.checkpoint import write
-from zerocast.checkpoint.export import SHARD_BYTES, Item, write_safetensors
 from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources.source import dtype_name, read_span
 from zerocast.distributed.group import ONE_PROCESS
@@ -23,6 +21,8 @@ from zerocast.formats.layout import Span
 from zerocast.inspection.contents import Contents
 from zerocast.inspection.format_selection import Chosen
 from zerocast.quantize import cast_whole
+from zerocast.serve.export import SHARD_BYTES, write_safetensors
+from zerocast.serve.weight_source import LazyTensors
 from zerocast.weight import QuantizedWeight
 
 Reading = Callable[[str], object]  # is told the name of a weight before it is read
@@ -61,7 +61,7 @@ def to_safetensors(
 
     Returns the paths and raises like `export_safetensors`.
     """
-    return write_safetensors(_items(contents, names, chosen, nominal, reading), folder, naming, shard_bytes)
+    return write_safetensors(tensors(contents, names, chosen, nominal, reading), folder, naming, shard_bytes)
 
 
 class _Planner(DefaultSavePlanner):
@@ -77,21 +77,19 @@ class _Planner(DefaultSavePlanner):
         return _master(self._contents, name).to(self._dtype)
 
 
-def _items(
-    contents: Contents, names: Sequence[str], chosen: Chosen, nominal: torch.dtype, reading: Reading
-) -> Mapping[str, Item]:
+def tensors(
+    contents: Contents, names: Sequence[str], chosen: Chosen, nominal: torch.dtype, reading: Reading = str
+) -> LazyTensors:
+    """The chosen weights cast from their masters, and all others in the nominal dtype, each read
+    when it is asked for.
+    """
+
     def load(name: str) -> Tensor:
         reading(name)
         return _quantized(contents, name, chosen) if name in chosen.formats else _master(contents, name).to(nominal)
 
-    return {
-        name: Item(
-            contents.entries[name].numel,
-            chosen.formats[name][0] if name in chosen.formats else None,
-            functools.partial(load, name),
-        )
-        for name in names
-    }
+    shapes = {name: contents.entries[name].shape for name in names}
+    return LazyTensors(shapes, {name: fmt for name, (fmt, _) in chosen.formats.items()}, load, nominal)
 
 
 def _master(contents: Contents, name: str) -> Tensor:

@@ -179,6 +179,8 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
         raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
     path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
+        if torch.is_grad_enabled():
+            gemm.say_nominal(weight, path)
         return multiply(path, x, weight, bias=bias)
     y = multiply_gradient(path, x, weight)
     return y if bias is None else y + bias

@@ -19,9 +19,9 @@ from tests.checkpoint.crash import mutants
 from tests.checkpoint.crash.recorder import Recorder
 from tests.workers import join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
-from zerocast.checkpoint.export import export_safetensors
 from zerocast.checkpoint.sources import open_source
 from zerocast.optim import Checkpoints
+from zerocast.serve.export import export_safetensors
 
 SAVED = "saved"  # the mark after the call that has returned
 

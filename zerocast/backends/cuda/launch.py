@@ -46,6 +46,25 @@ def addresses(tensors: Sequence[Tensor]) -> int:
     return int(lists[values].data_ptr())
 
 
+class StandIns:
+    """Tensors that a CUDA graph is recorded with in place of others, which lie elsewhere at every
+    replay: the graph reads the addresses of these from one place, which `fill` writes.
+
+    Attributes:
+        tensors: as many as `like`, of the same dtype, without elements.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.new_empty(0) for tensor in like]
+        addresses(self.tensors)
+        (self._addresses,) = _kept_on(self.tensors[0], "_zerocast_addresses").values()
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Let the replays to come use these, as many and as large as the ones before."""
+        on_host = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, pin_memory=True)
+        self._addresses.copy_(on_host, non_blocking=True)
+
+
 def one_or_more(tensors: Sequence[Tensor]) -> int:
     """Like `addresses`, but a single tensor passes its own address, marked with ONLY_BASE.
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import Net
 from zerocast import Recipe
-from zerocast.checkpoint.export import INDEX, export_safetensors
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.serve.export import INDEX, export_safetensors
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -32,9 +35,9 @@ class Model(nn.Module):
         nn.init.zeros_(self.zeros.weight)
 
 
-def model(fmt: str) -> nn.Module:
+def model(fmt: str, experts: str = "identity") -> nn.Module:
     torch.manual_seed(0)
-    recipe = Recipe({"up.weight": fmt, "zeros.weight": fmt, "experts": fmt})
+    recipe = Recipe({"up.weight": fmt, "zeros.weight": fmt, "experts": experts})
     return zerocast.quantize_(Model().to(torch.bfloat16), recipe)
 
 
@@ -83,6 +86,29 @@ def deepseek(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
     return found[name].float() * spread(scale, 128, 128, shape)
 
 
+def compressed_fp8(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    assert found[name].dtype == torch.float8_e4m3fn and found[f"{name}_scale"].shape == (1,)
+    return found[name].float() * found[f"{name}_scale"]
+
+
+def row_scales(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    assert found[name].dtype == torch.float8_e4m3fn and found[f"{name}_scale"].shape == (shape[0],)
+    return found[name].float() * found[f"{name}_scale"][:, None]
+
+
+def blocks(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    scale = found[f"{name}_scale"]
+    scale = scale.squeeze(1).squeeze(-1) if scale.dim() == 4 else scale
+    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    return found[name].float() * spread(scale, 128, 128, shape)
+
+
+def mxfp8(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    scale = found[f"{name}_scale"]
+    assert scale.dtype == torch.uint8 and scale.shape == (shape[0], shape[1] // 32)
+    return found[name].float() * torch.exp2(spread(scale, 1, 32, shape) - 127)
+
+
 def plain(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
     assert found[name].dtype == torch.bfloat16 and found[name].shape == shape
     return found[name].float()
@@ -92,7 +118,15 @@ CASES = [
     ("compressed-tensors", "nvfp4", compressed),
     ("compressed-tensors", "mxfp4", compressed_mx),
     ("compressed-tensors", "mxfp4:exact_in_fp8=False,scale_rounding=floor", compressed_mx),
+    ("compressed-tensors", "fp8_current", compressed_fp8),
+    ("compressed-tensors", "fp8_delayed", compressed_fp8),
+    ("compressed-tensors", "fp8_block", blocks),
+    ("compressed-tensors", "mxfp8", mxfp8),
+    ("compressed-tensors", "mxfp8:block=32x32", mxfp8),
     ("modelopt", "nvfp4", modelopt),
+    ("modelopt", "fp8_current", row_scales),
+    ("modelopt", "fp8_block", blocks),
+    ("modelopt", "mxfp8", mxfp8),
     ("deepseek", "fp8_block", deepseek),
     ("deepseek", "fp8_block:power_of_2_scale=False", deepseek),
     *(("bf16", fmt, plain) for fmt in ("nvfp4", "fp8_block", "fp8_current:element=e5m2", "fp8_delayed")),
@@ -102,12 +136,12 @@ CASES = [
 @pytest.mark.parametrize(("naming", "fmt", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("shard_bytes", [10**9, 1])
 def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
-    source = model(fmt)
+    source = model(fmt, fmt if naming == "bf16" else "identity")
     files = export_safetensors(source, tmp_path / "out", naming, shard_bytes)
     assert sorted(files) == sorted((tmp_path / "out").iterdir())
     assert len(files) == (2 if shard_bytes > 1 else 7)
     found = read(tmp_path / "out")
-    for name in ("up.weight", "zeros.weight", "experts"):
+    for name in ("up.weight", "zeros.weight", *(["experts"] if naming == "bf16" else [])):
         weight = source.get_parameter(name)
         decoded, wanted = decode(found, name, weight.shape), weight.dequantize().float()  # type: ignore[operator]
         assert decoded.shape == wanted.shape
@@ -143,14 +177,37 @@ def test_after_training(ranks, tmp_path):
     ranks(2)(after_training, str(tmp_path / "out"))
 
 
+def from_shards(folder: str) -> None:
+    """All ranks export, rank 0 writes; each group is gathered for it, and freed again."""
+    sharded = models.sharded(Net(("nvfp4", "fp8_block"), 64, 96))
+    export_safetensors(sharded, f"{folder}/bf16")
+    with pytest.raises(ValueError, match="modelopt has names for nvfp4"):
+        export_safetensors(models.sharded(Net(("mxfp4",), 64, 96)), f"{folder}/none", "modelopt")
+    export_safetensors(sharded, f"{folder}/modelopt", "modelopt")
+    assert not any(group.is_unsharded for group in torch_fsdp.groups(sharded))
+    with pytest.raises((ValueError, RuntimeError), match="is not empty: export into a new folder"):
+        export_safetensors(sharded, f"{folder}/modelopt", "modelopt")
+
+
+def test_shards_of_fsdp2_export_as_the_whole_model(ranks, tmp_path):
+    ranks(2)(from_shards, str(tmp_path))
+    net = Net(("nvfp4", "fp8_block"), 64, 96)
+    whole = zerocast.quantize_(net, Recipe(net.recipe), dtype=torch.bfloat16)
+    export_safetensors(whole, tmp_path / "whole", "modelopt")
+    found, wanted = read(tmp_path / "modelopt"), read(tmp_path / "whole")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name].float(), wanted[name].float()) for name in wanted)
+    dequantized = read(tmp_path / "bf16")["blocks.0.1.weight"]
+    assert torch.equal(dequantized, whole.get_parameter("blocks.0.1.weight").dequantize())  # type: ignore[operator]
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("naming", "fmt", "message"),
     [
         ("gguf", "nvfp4", "naming is one of bf16, compressed-tensors, modelopt, deepseek, got 'gguf'"),
-        ("deepseek", "nvfp4", "experts is nvfp4; deepseek has names for fp8_block"),
-        ("modelopt", "mxfp4", "experts is mxfp4; modelopt has names for nvfp4"),
-        ("compressed-tensors", "mxfp8", "experts is mxfp8; compressed-tensors has names for nvfp4 and mxfp4"),
-        ("modelopt", "fp8_current", "experts is fp8_current; modelopt has names for nvfp4"),
+        ("deepseek", "nvfp4", "up.weight is nvfp4; deepseek has names for fp8_block"),
+        ("modelopt", "mxfp4", "up.weight is mxfp4; modelopt has names for nvfp4 and mxfp8"),
         ("deepseek", "fp8_block:element=e5m2", "with E2M1 or E4M3 codes: export it as bf16"),
     ],
 )
@@ -158,6 +215,13 @@ def test_what_has_no_place(tmp_path, naming, fmt, message):
     with pytest.raises(ValueError, match=message):
         export_safetensors(model(fmt), tmp_path / "out", naming)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("naming", "fmt"), [("compressed-tensors", "nvfp4"), ("deepseek", "fp8_block")])
+def test_experts_in_one_tensor_are_refused(tmp_path, naming, fmt):
+    with pytest.raises(ValueError, match=r"experts has shape \(2, 128, 96\), and readers .* know matrices alone"):
+        export_safetensors(model(fmt, fmt), tmp_path / "out", naming)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -1,0 +1,152 @@
+"""Captured steps of FusedAdamW: the masters and bytes of ordinary ones, and what is refused. On the
+CPU a function that runs again plays the graph; NCCL and CUDA: tests/nccl/test_captured.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import DELAYED, FORMATS, Net
+from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, digests, put_gradients
+from tests.workers import Ranks
+from zerocast.fsdp2 import FusedAdamW
+from zerocast.fsdp2.captured_step import CapturedStep
+from zerocast.optim.device_step import Work, cuda_graph
+
+ORDINARY, WRITTEN = 3, 4  # a step that both take with step(); one before which masters are written
+
+
+class Trainee:
+    """A model whose optimizer takes captured steps, or ordinary ones."""
+
+    def __init__(self, captured: bool, formats: tuple[str, ...] = FORMATS) -> None:
+        self.model = models.sharded(Net(formats, WIDTH, HIDDEN))
+        self.optimizer: Any = FusedAdamW(self.model.parameters(), lr=1e-2)
+        self.recorded: list[Work] = []
+        self.captured: Any = None
+        if captured:
+            self.capture()
+
+    def capture(self) -> None:
+        """The step as a graph; on the CPU as something that acts like one."""
+        on_cpu = models.place() == "cpu"
+        self.captured = CapturedStep(self.optimizer, None) if on_cpu else self.optimizer.capture()
+        self.captured._record = self._record
+
+    def _record(self, work: Work) -> Work:
+        """In place of a CUDA graph where there is none; recording launches nothing there either."""
+        self.recorded.append(work)
+        return work if models.place() == "cpu" else cuda_graph(work)
+
+    def step(self, number: int) -> None:
+        """With other gradients and another learning rate at each."""
+        self.optimizer.param_groups[0]["lr"] *= 0.7
+        if number == WRITTEN:
+            with torch.no_grad():
+                torch._foreach_mul_([p for p, _ in models.masters(self.model).values()], 0.5)
+        put_gradients(self.model, number)
+        if self.captured is None or number == ORDINARY:
+            self.optimizer.step()
+        else:
+            self.captured()
+
+
+def compared() -> list[str]:
+    """Differences of a captured run to an ordinary one, and of its bytes to its masters."""
+    ordinary, captured = Trainee(captured=False), Trainee(captured=True)
+    found = []
+    for number in range(6):
+        held = []
+        for trainee in (ordinary, captured):
+            trainee.step(number)
+            found += models.complaints(trainee.model, f"step {number}")
+            held.append(digests(zerocast.fsdp2.TrainingState(trainee.model, trainee.optimizer).state_dict()))
+        found += [f"{name} after step {number}" for name in held[0] if held[0][name] != held[1][name]]
+    generations = {models.manager(trainee.model).record.generation for trainee in (ordinary, captured)}
+    return [*found, f"{len(captured.recorded)} graphs, casts {generations}"]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_replaying_equals_stepping(ranks: Ranks, world: int) -> None:
+    assert ranks(world)(compared) == [["1 graphs, casts {6}"]] * world
+
+
+def switched(trainee: Trainee) -> None:
+    zerocast.switch(trainee.model, zerocast.Recipe({"*.weight": "fp8_block"}))
+
+
+def loaded(trainee: Trainee) -> None:
+    trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
+
+
+def grown(trainee: Trainee) -> None:
+    other = nn.Parameter(torch.ones(4))
+    other.grad = torch.ones(4)
+    trainee.optimizer.add_param_group({"params": [other]})
+
+
+def without_a_gradient(trainee: Trainee) -> None:
+    next(trainee.model.parameters()).grad = None
+
+
+CHANGES: tuple[Callable[[Trainee], None], ...] = (switched, loaded, grown, without_a_gradient)
+
+
+def after_changes() -> list[str]:
+    """What a captured step says after each change, whether masters are as before, and whether
+    another one then goes on.
+    """
+    found = []
+    for change in CHANGES:
+        trainee = Trainee(captured=True, formats=("nvfp4", DELAYED))
+        for number in range(2):
+            trainee.step(number)
+        trainee.optimizer.zero_grad()
+        if change is not without_a_gradient:
+            change(trainee)
+        put_gradients(trainee.model, 2)
+        if change is without_a_gradient:
+            change(trainee)
+        before = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
+        try:
+            trainee.captured()
+        except RuntimeError as error:
+            found.append(str(error).partition(":")[2])
+        after = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
+        found += [name for name in before if not torch.equal(before[name], after[name])]
+        trainee.capture()
+        for number in range(2, 4):
+            trainee.step(number)
+            found += models.complaints(trainee.model, change.__name__)
+    return found
+
+
+def test_what_has_changed_is_captured_again(ranks: Ranks) -> None:
+    assert ranks(1)(after_changes) == [[" capture the step again"] * len(CHANGES)]
+
+
+def within_backward() -> str:
+    """What a captured step says in a hook of a gradient."""
+    trainee = Trainee(captured=True, formats=("nvfp4",))
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda gradient: trainee.captured())
+    try:
+        (leaf * 2).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_not_within_a_backward_pass(ranks: Ranks) -> None:
+    assert ranks(1)(within_backward)[0].startswith("a captured step is taken within a backward pass")
+
+
+def test_only_on_a_cuda_device() -> None:
+    optimizer = FusedAdamW([nn.Parameter(torch.ones(4))])
+    with pytest.raises(RuntimeError, match="parameters are on cpu"):
+        optimizer.capture()

@@ -1,0 +1,246 @@
+"""Folders that transformers loads as they are: its weights are ours, and so are its tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from tests.serve.models import dequantized, greedy, in_bf16, logits, made, quantized, read, transformers
+from zerocast import Recipe
+from zerocast.export import export_hf
+
+ULP = 2**-8  # of bf16, relative: compressed-tensors multiplies in bf16, and holds per-tensor scales in it
+
+QUICK = [
+    ("llama, tied", "deepseek", "fp8_block", 0.0),
+    ("llama", "compressed-tensors", "fp8_block", 0.0),
+]
+MORE = [
+    *((model, "deepseek", "fp8_block", 0.0) for model in ("llama", "qwen3", "mixtral", "qwen3_moe")),
+    *(("llama", "compressed-tensors", fmt, 0.0) for fmt in ("mxfp8", "mxfp8:block=32x32", "mxfp4")),
+    ("llama", "compressed-tensors", "nvfp4", ULP),
+    *(("llama", "compressed-tensors", fmt, 2 * ULP) for fmt in ("fp8_current", "fp8_delayed")),
+    ("llama, tied", "compressed-tensors", "nvfp4", ULP),
+    ("qwen3", "compressed-tensors", "nvfp4", ULP),
+    ("mixtral", "compressed-tensors", "fp8_current", 2 * ULP),
+    ("qwen3_moe", "compressed-tensors", "fp8_current", 2 * ULP),
+    *((model, "bf16", "nvfp4", 0.0) for model in ("llama", "llama, tied", "qwen3_moe")),
+]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+
+
+@pytest.mark.parametrize(("name", "naming", "fmt", "rounding"), CASES)
+def test_transformers_reads_what_was_trained(tmp_path: Path, name: str, naming: str, fmt: str, rounding: float) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("compressed_tensors")
+    model = quantized(name, fmt)
+    files = export_hf(model, tmp_path / "out", naming, allow_unequal_scales=True, shard_bytes=10**6)
+    assert sorted(files) == sorted((tmp_path / "out").iterdir())
+    found, wanted = read(tmp_path / "out"), dequantized(model)
+    assert found.dtype == torch.bfloat16
+    logits(found)  # compressed-tensors decompresses at the first forward pass
+    weights = dict(found.named_parameters())
+    for key, value in wanted.named_parameters():
+        torch.testing.assert_close(weights[key], value, rtol=rounding, atol=0.0)
+    if not rounding:
+        assert torch.equal(logits(found), logits(wanted))
+        assert torch.equal(greedy(found), greedy(wanted))
+    live = in_bf16(model)
+    bound = 8 * ULP * logits(wanted).abs().max().item()
+    torch.testing.assert_close(logits(found), logits(live), rtol=0.0, atol=bound)
+    if rounding <= ULP:  # beyond it tokens that are about as likely change places
+        assert torch.equal(greedy(found), greedy(live))
+
+
+def test_the_config_says_what_is_not_quantized(tmp_path: Path) -> None:
+    model = zerocast.quantize_(made("llama"), Recipe({"*.mlp.*": "nvfp4"}), dtype=torch.bfloat16)
+    export_hf(model, tmp_path / "out", "modelopt", allow_unequal_scales=True)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == ["LlamaForCausalLM"]
+    said = config["quantization_config"]
+    assert (said["quant_method"], said["quant_algo"], said["group_size"]) == ("modelopt", "W4A16_NVFP4", 16)
+    attention = [f"model.layers.0.self_attn.{part}_proj" for part in "koqv"]
+    assert said["ignore"] == ["lm_head", *attention]
+
+
+def test_formats_beside_each_other(tmp_path: Path) -> None:
+    recipe = Recipe({"*.mlp.*": "mxfp4", "*.self_attn.*_proj.weight": "fp8_block"})
+    model = zerocast.quantize_(made("llama"), recipe, dtype=torch.bfloat16)
+    for naming in ("compressed-tensors",):
+        export_hf(model, tmp_path / naming, naming)
+        said = json.loads((tmp_path / naming / "config.json").read_text())["quantization_config"]
+        assert said["format"] == "mixed-precision"
+        targets = {group["format"]: group["targets"] for group in said["config_groups"].values()}
+        assert targets["mxfp4-pack-quantized"] == [f"model.layers.0.mlp.{part}_proj" for part in ("down", "gate", "up")]
+        found, wanted = read(tmp_path / naming), dequantized(model)
+        assert torch.equal(logits(found), logits(wanted))
+
+
+def _transposed() -> nn.Module:
+    return zerocast.quantize_(made("gpt2"), Recipe({"*.c_fc.weight": "fp8_block"}), dtype=torch.bfloat16)
+
+
+def _cut_blocks() -> nn.Module:
+    config = transformers.LlamaConfig(**{**made("llama").config.to_dict(), "intermediate_size": 192})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return zerocast.quantize_(model, Recipe({"*_proj.weight": "fp8_block"}), dtype=torch.bfloat16)
+
+
+def _untied() -> nn.Module:
+    model: Any = made("llama, tied")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def _tied() -> nn.Module:
+    model: Any = made("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def _renamed() -> nn.Module:
+    model: Any = made("llama")
+    model.model.extra = nn.Linear(4, 4)
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "a transposed weight": (_transposed, "deepseek", "c_fc.weight is fp8_block and not the weight of a Linear"),
+    "a block that is cut": (_cut_blocks, "deepseek", "takes 2 blocks of 96 for those of 128 and does not notice"),
+    "NVFP4 experts that transformers misreads": (
+        lambda: quantized("qwen3_moe", "nvfp4"),
+        "compressed-tensors",
+        "experts.0.gate_proj.weight is nvfp4: transformers decodes experts of this naming without their global scale",
+    ),
+    "a head that config.json ties": (_untied, "bf16", "lm_head.weight is in no place of the model"),
+    "a head that config.json does not tie": (_tied, "bf16", "lm_head.weight is missing"),
+    "a name that no mapping knows": (_renamed, "bf16", "model.extra.weight is in no place of the model"),
+    "an unknown naming": (lambda: made("llama"), "gguf", "naming is one of bf16, compressed-tensors"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_readers_would_misread_is_refused(tmp_path: Path, case: str) -> None:
+    make, naming, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        export_hf(make(), tmp_path / "out", naming)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_modules_need_a_config(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="export_hf takes a model of transformers, got Linear: give the config"):
+        export_hf(nn.Linear(4, 4), tmp_path / "out", "bf16")
+
+
+@pytest.mark.slow
+def test_transformers_drops_the_global_scale_of_experts(tmp_path: Path, monkeypatch: Any) -> None:
+    """Why they are refused. When this fails, transformers has learned to read them."""
+    from zerocast.serve import hugging_face
+    from zerocast.serve.namings import NAMINGS, Layout
+
+    pytest.importorskip("compressed_tensors")
+    layout = NAMINGS["compressed-tensors"]["nvfp4"]
+    monkeypatch.setattr(hugging_face, "layout_of", lambda *_: Layout(layout.algorithm, layout.parts))
+    model = quantized("qwen3_moe", "nvfp4")
+    export_hf(model, tmp_path / "out", "compressed-tensors", allow_unequal_scales=True)
+    name = "model.layers.0.mlp.experts.down_proj"
+    found, wanted = read(tmp_path / "out").get_parameter(name), dequantized(model).get_parameter(name)
+    assert found.abs().max() > 100 * wanted.abs().max()
+
+
+def names_of_a_fused_model() -> dict[str, Any]:
+    """As Megatron lays out one layer of Llama: query, key and value of each group of heads, gate above up."""
+    rows = [range(group * 256 + first, group * 256 + last) for group in (0, 1) for first, last in ((0, 128),)]
+    qkv = {
+        "q": rows,
+        "k": [range(group * 256 + 128, group * 256 + 192) for group in (0, 1)],
+        "v": [range(group * 256 + 192, group * 256 + 256) for group in (0, 1)],
+    }
+    front = "model.layers.0"
+    return {
+        "qkv.weight": {f"{front}.self_attn.{part}_proj.weight": found for part, found in qkv.items()},
+        "fc1.weight": {
+            f"{front}.mlp.gate_proj.weight": [range(512)],
+            f"{front}.mlp.up_proj.weight": [range(512, 1024)],
+        },
+        "fc2.weight": f"{front}.mlp.down_proj.weight",
+        "proj.weight": f"{front}.self_attn.o_proj.weight",
+        "embedding": "model.embed_tokens.weight",
+        "head": "lm_head.weight",
+        "norm1": f"{front}.input_layernorm.weight",
+        "norm2": f"{front}.post_attention_layernorm.weight",
+        "norm": "model.norm.weight",
+    }
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.proj = nn.Linear(256, 512, bias=False), nn.Linear(256, 256, bias=False)
+        self.fc1, self.fc2 = nn.Linear(256, 1024, bias=False), nn.Linear(512, 256, bias=False)
+        self.embedding, self.head = nn.Parameter(torch.randn(96, 256)), nn.Parameter(torch.randn(96, 256))
+        for name in ("norm", "norm1", "norm2"):
+            self.register_parameter(name, nn.Parameter(torch.rand(256)))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_names_by_a_mapping(tmp_path: Path, fmt: str) -> None:
+    model = zerocast.quantize_(Fused(), Recipe({"*.weight": fmt}), dtype=torch.bfloat16)
+    config = made("llama").config
+    names = names_of_a_fused_model()
+    export_hf(model, tmp_path / "out", "compressed-tensors", config=config, names=names)
+    found = read(tmp_path / "out")
+    logits(found)
+    qkv = model.get_parameter("qkv.weight").dequantize().view(2, 256, 256)  # type: ignore[operator]
+    weights = dict(found.named_parameters())
+    rounding = ULP if fmt == "nvfp4" else 0.0
+    for part, wanted in (("q", qkv[:, :128]), ("k", qkv[:, 128:192]), ("v", qkv[:, 192:])):
+        stored = weights[f"model.layers.0.self_attn.{part}_proj.weight"]
+        torch.testing.assert_close(stored, wanted.reshape(-1, 256), rtol=rounding, atol=0.0)
+    assert torch.equal(weights["lm_head.weight"], model.head.bfloat16())
+
+
+def test_a_mapping_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
+    model = zerocast.quantize_(Fused(), Recipe({"*.weight": "fp8_block"}), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="blocks are 128 rows high: a piece begins and ends with a block"):
+        export_hf(model, tmp_path / "out", "deepseek", config=made("llama").config, names=names_of_a_fused_model())
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_the_tokenizer_come_along(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "modeling_llama.py", "model.safetensors"):
+        (given / name).write_text("{}")
+    export_hf(made("llama"), tmp_path / "out", "bf16", files_from=given)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "config.json"} <= names
+    assert not {"modeling_llama.py", "model.safetensors"} & names
+    assert (tmp_path / "out" / "generation_config.json").read_text() == "{}"
+
+
+def test_hostile_files_are_not_read(tmp_path: Path) -> None:
+    import os
+
+    (tmp_path / "given").mkdir()
+    os.mkfifo(tmp_path / "given" / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer.json is a FIFO"):
+        export_hf(made("llama"), tmp_path / "out", "bf16", files_from=tmp_path / "given")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    from zerocast.serve import hugging_face
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hugging_face, "sync_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(made("llama"), tmp_path / "out", "bf16")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,95 @@
+"""Export: the weights of a model as safetensors, in the names and layouts of inference engines.
+
+`export_hf` writes a folder that engines load as it is, `export_safetensors` the weights alone
+(`zerocast.serve.namings` says how each naming stores them).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerocast.serve.hugging_face import Rows, write_hf
+from zerocast.serve.piece import whole
+from zerocast.serve.safetensors_writer import INDEX
+from zerocast.serve.weight_source import WeightSource, source_of
+from zerocast.serve.write import write
+
+__all__ = ["INDEX", "SHARD_BYTES", "export_hf", "export_safetensors"]
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export_safetensors(
+    model: nn.Module, folder: str | os.PathLike[str], naming: str = "bf16", shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write the parameters and persistent buffers of `model` into `folder`, which is new or empty.
+
+    One process calls it: under ZeroAdamW every rank has whole weights. Under FSDP2 all ranks call
+    it, and rank 0 writes. A file has at most `shard_bytes` bytes, unless a single tensor is larger;
+    one file at a time is copied to the host. Returns the paths, the index last. Raises ValueError,
+    with nothing written, for an unknown naming, a weight whose format or shape the naming cannot
+    express and a folder that is not empty; ModuleNotFoundError without the package safetensors.
+    """
+    return write_safetensors(source_of(model), Path(folder), naming, shard_bytes)
+
+
+def export_hf(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    naming: str,
+    *,
+    config: Any = None,
+    names: Mapping[str, str | Mapping[str, Sequence[Rows]]] | None = None,
+    files_from: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    allow_unequal_scales: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write a folder that transformers and inference engines load: weights under the names that
+    transformers stores them by (experts one by one), config.json with `dtype` and
+    `quantization_config`, generation_config.json.
+
+    Args:
+        model: of transformers, trained by ZeroAdamW (one process calls this) or under FSDP2 (all
+            ranks do, and rank 0 writes; one group is gathered at a time). Or any other module, with
+            `config` and `names`.
+        folder: new or empty. It appears complete.
+        naming: `compressed-tensors`, `modelopt`, `deepseek` or `bf16`.
+        config: the PreTrainedConfig, config.json or folder of one that describes the model; by
+            default the model's own.
+        names: for a model with names of its own, such as Megatron's: by parameter the stored name,
+            or stored names with the ranges of rows that each of them has. Others keep their names.
+        files_from: a folder whose tokenizer and generation files are copied.
+        dtype: of what is not quantized; by default the nominal dtype of the quantized weights.
+        allow_unequal_scales: log, and do not raise, where weights that engines fuse have tensor
+            amaxes of their own.
+        shard_bytes: the size of a file, as for `export_safetensors`.
+
+    Returns the paths. Raises ValueError, with nothing written, for weights that are not those of
+    the model, that the naming cannot express or that no reader finds, and for unequal tensor amaxes
+    of weights that engines fuse; TypeError without a config; ModuleNotFoundError without
+    transformers or safetensors.
+    """
+    return write_hf(
+        source_of(model),
+        model,
+        Path(folder),
+        naming,
+        config=config,
+        names=names or {},
+        files_from=None if files_from is None else Path(files_from),
+        dtype=dtype,
+        allow_unequal_scales=allow_unequal_scales,
+        shard_bytes=shard_bytes,
+    )
+
+
+def write_safetensors(
+    source: WeightSource, folder: Path, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write the tensors of a source like `export_safetensors`; the folder appears complete."""
+    return write(source, folder, naming, shard_bytes, lambda name, shape: [whole(name, shape)])

@@ -1,0 +1,170 @@
+"""A folder of a transformers model: weights, config.json, and the files that go with them."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.whole_folder import sync_file
+from zerocast.serve.namings import check_naming, layout_of
+from zerocast.serve.piece import Piece, whole
+from zerocast.serve.quantization_config import quantization_config
+from zerocast.serve.stored_model import WEIGHT, StoredModel, check_stored
+from zerocast.serve.weight_source import WeightSource
+from zerocast.serve.write import write
+
+logger = logging.getLogger(__name__)
+
+Rows = range
+Names = Mapping[str, str | Mapping[str, Sequence[Rows]]]
+FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+MOST_BYTES = 2**28  # of such a file
+
+
+def write_hf(
+    source: WeightSource,
+    model: Any,
+    folder: Path,
+    naming: str,
+    *,
+    config: Any = None,
+    names: Names | None = None,
+    files_from: Path | None = None,
+    dtype: torch.dtype | None = None,
+    allow_unequal_scales: bool = False,
+    shard_bytes: int,
+) -> list[Path]:
+    """Write the tensors of a source like `zerocast.export.export_hf`; `model` is None, or has the
+    config.
+    """
+    check_naming(naming)
+    stored = StoredModel.of(model) if config is None else StoredModel.of_config(config)
+    pieces = {name: _pieces(stored, name, shape, names or {}) for name, shape in source.shapes.items()}
+    check_stored(stored, pieces)
+    quantized = {} if naming == "bf16" else _quantized(stored, source, pieces, naming)
+    dtype = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
+    modules = {fmt: [name.removesuffix(WEIGHT) for name in found] for fmt, found in quantized.items()}
+    ignore = stored.modules_besides({name for found in modules.values() for name in found})
+    described = _config(stored, dtype, quantization_config(naming, modules, ignore))
+    given = {} if files_from is None else _given_files(files_from)
+
+    def finish(partial: Path) -> list[str]:
+        texts = {"config.json": described, "generation_config.json": _generation_config(model)}
+        texts |= given
+        for name, content in texts.items():
+            if content is not None:
+                (partial / name).write_bytes(content)
+                sync_file(partial / name)
+        return [name for name, content in texts.items() if content is not None]
+
+    def plain(name: str, tensor: Tensor) -> Tensor:
+        kept = dtype is None or name in stored.buffers or stored.keeps_float32(name) or not tensor.is_floating_point()
+        return tensor if kept else tensor.to(dtype)
+
+    return write(source, folder, naming, shard_bytes, lambda name, _: pieces[name], finish, plain)
+
+
+def _pieces(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
+    """What is stored of a tensor of the source: as `names` says, else as a parameter of the model,
+    else as it is.
+    """
+    given = names.get(name)
+    if isinstance(given, str):
+        return [whole(given, shape)]
+    if given is not None:
+        return [
+            Piece(key, tuple(rows), (sum(map(len, rows)), *(shape[-1:] if len(shape) > 1 else ())))
+            for key, rows in given.items()
+        ]
+    if name in stored.pieces and stored.shapes[name] == tuple(shape):
+        if name in stored.fused:
+            raise ValueError(
+                f"{name} is stored together with other parameters, by a mapping of transformers that is not followed here"
+            )
+        return stored.pieces[name]
+    return [whole(name, shape)]
+
+
+def _quantized(
+    stored: StoredModel, source: WeightSource, pieces: Mapping[str, Sequence[Piece]], naming: str
+) -> dict[str, list[str]]:
+    """Names of stored quantized weights by format; ValueError for one that readers do not find or
+    misread.
+    """
+    found: dict[str, list[str]] = {}
+    for name, fmt in source.formats.items():
+        layout = layout_of(naming, name, fmt)
+        for piece in pieces[name]:
+            if layout.misread_experts and stored.is_expert(piece.name):
+                raise ValueError(
+                    f"{piece.name} is {fmt}: transformers decodes experts of this naming without their global scale, "
+                    "thousands of times too large, and does not say so; 'modelopt' has names for them that engines read"
+                )
+            if fmt.name == "fp8_block" and naming == "deepseek":
+                _check_blocks(piece)
+            if len(piece.shape) == 2 and not stored.is_matrix_product(piece.name):
+                raise ValueError(
+                    f"{piece.name} is {fmt} and not the weight of a Linear, [out, in]: readers of quantized weights do not "
+                    "look for it; match it with 'identity', or export it as bf16"
+                )
+            found.setdefault(fmt.name, []).append(piece.name)
+    return found
+
+
+def _check_blocks(piece: Piece) -> None:
+    """ValueError where a reader that divides a weight into equal blocks, as many as there are
+    scales, would not notice that the last one is smaller.
+    """
+    for size in piece.shape:
+        count = -(-size // 128)
+        if size % count == 0 and count > 1 and size // count != 128:
+            raise ValueError(
+                f"{piece.name} has shape {piece.shape}: transformers, where it dequantizes, takes {count} blocks of "
+                f"{size // count} for those of 128 and does not notice; match it with 'identity', or export another naming"
+            )
+
+
+def _config(stored: StoredModel, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None) -> bytes:
+    described = json.loads(stored.config.to_json_string(use_diff=True))
+    for key in ("torch_dtype", "quantization_config", "auto_map", "_name_or_path"):
+        described.pop(key, None)
+    described["architectures"] = [stored.architecture]
+    if dtype is not None:
+        described["dtype"] = str(dtype).removeprefix("torch.")
+    if quantization is not None:
+        described["quantization_config"] = dict(quantization)
+    return (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _generation_config(model: Any) -> bytes | None:
+    found: Callable[..., str] | None = getattr(getattr(model, "generation_config", None), "to_json_string", None)
+    return None if found is None else found().encode()
+
+
+def _given_files(folder: Path) -> dict[str, bytes]:
+    """Files about text and generation; no others are read. Raises ValueError for a FIFO, a device
+    or a file beyond all measure in place of one.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder of a model: files_from names one")
+    return {name: read_bounded(folder / name, MOST_BYTES) for name in FILES if (folder / name).exists()}

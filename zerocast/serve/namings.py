@@ -1,0 +1,161 @@
+"""Namings: the tensors in which readers of quantized checkpoints expect a weight, and their names.
+
+| naming | weights | tensors of `<name>.weight` |
+|---|---|---|
+| `bf16` | all, dequantized | `weight` |
+| `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` |
+| `compressed-tensors` | mxfp4 | `weight_packed`, `weight_scale` |
+| `compressed-tensors` | mxfp8, fp8_block, fp8_current, fp8_delayed | `weight`, `weight_scale` |
+| `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` |
+| `modelopt` | mxfp8, fp8_block, fp8_current, fp8_delayed | `weight`, `weight_scale` |
+| `deepseek` | fp8_block | `weight`, `weight_scale_inv` |
+
+Codes of nvfp4 and mxfp4 are u8 `[M, K/2]` with the even element in the low half, those of FP8
+`[M, K]` E4M3. Scales have no padding:
+
+* nvfp4: E4M3 `[M, K/16]`; `weight_global_scale` is f32 `[1]`, 2688 / amax, and `weight_scale_2` f32
+  `[]`, amax / 2688;
+* mxfp4, mxfp8: biased exponents, u8 `[M, K/32]`;
+* fp8_block: f32 `[M/128, K/128]`, rounded up; `[M/128, 1, K/128, 1]` for modelopt;
+* fp8_current, fp8_delayed: f32 `[1]`; for modelopt the same scale for each row, f32 `[M]`. Its
+  per-tensor algorithm takes the scale of activations from the checkpoint too, which only a
+  calibration knows; its algorithm of a scale a row quantizes activations when they come.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import FormatSpec
+from zerocast.formats.element import E2M1, E4M3
+from zerocast.formats.layout import amax_grid
+from zerocast.weight import QuantizedWeight
+
+TOP = 2688.0  # 448 * 6, the largest scale times the largest code of nvfp4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that stores a weight. Each of its rows stands for `height` rows of the weight as a
+    matrix; None for a tensor that holds for all rows.
+    """
+
+    tensor: Tensor
+    height: int | None = 1
+
+
+Parts = dict[str, Part]  # by what follows the name of the weight
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a naming stores the weights of one format, and what it calls that.
+
+    `shares_amax` says that engines take one tensor amax for the weights which they fuse, and
+    `misread_experts` that transformers takes other values for experts.
+    """
+
+    algorithm: str
+    parts: Callable[[QuantizedWeight], Parts]
+    shares_amax: bool = False
+    misread_experts: bool = False
+
+
+def layout_of(naming: str, name: str, fmt: FormatSpec) -> Layout:
+    """The layout of the weight `name`; ValueError if the naming has none for its format."""
+    layouts = NAMINGS[naming]
+    if fmt.name not in layouts or fmt.element not in (E2M1, E4M3):
+        wanted = " and ".join(layouts)
+        raise ValueError(f"{name} is {fmt}; {naming} has names for {wanted} with E2M1 or E4M3 codes: export it as bf16")
+    return layouts[fmt.name]
+
+
+def check_naming(naming: str) -> None:
+    """ValueError for a naming that there is not."""
+    if naming not in NAMINGS:
+        raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
+
+
+def _fp8_codes(weight: QuantizedWeight) -> Tensor:
+    return weight.rowwise_data.view(torch.float8_e4m3fn)
+
+
+def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
+    """The stored scales without padding, `[rows of blocks, blocks in a row]`."""
+    scales = weight.rowwise_scale_inv
+    assert scales is not None
+    down, across = amax_grid(block, *weight.matrix_shape)
+    return scales[:down, :across]
+
+
+def _amax(weight: QuantizedWeight) -> Tensor:
+    assert weight.amax is not None
+    # zeros: factor 1
+    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))
+
+
+def _nvfp4_scales(weight: QuantizedWeight) -> Part:
+    return Part(_scales(weight, (1, 16)).view(torch.float8_e4m3fn))
+
+
+def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:
+    parts = {"_packed": Part(weight.rowwise_data), "_scale": _nvfp4_scales(weight)}
+    return parts | {"_global_scale": Part(TOP / _amax(weight), None)}
+
+
+def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
+    return {"_packed": Part(weight.rowwise_data), "_scale": Part(_scales(weight, (1, 32)))}
+
+
+def _mxfp8(weight: QuantizedWeight) -> Parts:
+    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (1, 32)))}
+
+
+def _compressed_block(weight: QuantizedWeight) -> Parts:
+    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (128, 128)), 128)}
+
+
+def _compressed_tensor(weight: QuantizedWeight) -> Parts:
+    assert weight.rowwise_scale_inv is not None
+    return {"": Part(_fp8_codes(weight)), "_scale": Part(weight.rowwise_scale_inv.view(1), None)}
+
+
+def _modelopt_nvfp4(weight: QuantizedWeight) -> Parts:
+    parts = {"": Part(weight.rowwise_data), "_scale": _nvfp4_scales(weight)}
+    return parts | {"_scale_2": Part((_amax(weight) / TOP).view(()), None)}
+
+
+def _modelopt_block(weight: QuantizedWeight) -> Parts:
+    return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (128, 128))[:, None, :, None], 128)}
+
+
+def _modelopt_tensor(weight: QuantizedWeight) -> Parts:
+    assert weight.rowwise_scale_inv is not None
+    return {"": Part(_fp8_codes(weight)), "_scale": Part(weight.rowwise_scale_inv.expand(weight.matrix_shape[0]))}
+
+
+def _deepseek_block(weight: QuantizedWeight) -> Parts:
+    return {"": Part(_fp8_codes(weight)), "_scale_inv": Part(_scales(weight, (128, 128)), 128)}
+
+
+NAMINGS: Mapping[str, Mapping[str, Layout]] = {
+    "bf16": {},
+    "compressed-tensors": {
+        "nvfp4": Layout("nvfp4-pack-quantized", _compressed_nvfp4, shares_amax=True, misread_experts=True),
+        "mxfp4": Layout("mxfp4-pack-quantized", _compressed_mxfp4),
+        "mxfp8": Layout("mxfp8-quantized", _mxfp8),
+        "fp8_block": Layout("float-quantized", _compressed_block),
+        "fp8_current": Layout("float-quantized", _compressed_tensor),
+        "fp8_delayed": Layout("float-quantized", _compressed_tensor),
+    },
+    "modelopt": {
+        "nvfp4": Layout("W4A16_NVFP4", _modelopt_nvfp4, shares_amax=True),
+        "mxfp8": Layout("MXFP8", _mxfp8),
+        "fp8_block": Layout("FP8_PB_WO", _modelopt_block),
+        "fp8_current": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor),
+        "fp8_delayed": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor),
+    },
+    "deepseek": {"fp8_block": Layout("fp8", _deepseek_block)},
+}

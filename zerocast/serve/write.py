@@ -1,0 +1,113 @@
+"""Write the tensors of a source into a folder that appears complete.
+
+Weights are encoded and written one by one. Where ranks share the source, rank 0 writes; each batch
+is written before the next is gathered, and what goes wrong there is raised on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.checkpoint.whole_folder import WholeFolder
+from zerocast.distributed.agreement import from_rank_0
+from zerocast.distributed.group import Group
+from zerocast.serve.namings import check_naming, layout_of
+from zerocast.serve.piece import Piece, cut, cut_part
+from zerocast.serve.safetensors_writer import SafetensorsWriter
+from zerocast.serve.weight_source import Batch, WeightSource
+from zerocast.weight import QuantizedWeight
+
+Pieces = Callable[[str, Sequence[int]], Sequence[Piece]]  # of a tensor's name and shape
+Plain = Callable[[str, Tensor], Tensor]
+
+
+def write(
+    source: WeightSource,
+    folder: Path,
+    naming: str,
+    shard_bytes: int,
+    pieces: Pieces,
+    finish: Callable[[Path], Sequence[str]] = lambda _: (),
+    plain: Plain = lambda _, tensor: tensor,
+) -> list[Path]:
+    """Write the pieces of each tensor of a source into a folder that appears complete.
+
+    `plain` converts what is not quantized; `finish` adds files to the folder before it is complete
+    and names them. Raises on every rank of the source what was wrong on any.
+    """
+    check_naming(naming)
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
+    _check_pieces(source, naming, pieces)
+    at = WholeFolder(folder.absolute())  # "." has no name to write beside
+    writer = SafetensorsWriter(at.partial, naming, shard_bytes)
+    _on_rank_0(source.group, lambda: _begin(at))
+    try:
+        for batch in source.batches():
+            _on_rank_0(source.group, partial(_add, writer, batch, naming, pieces, plain))
+        names = _on_rank_0(source.group, lambda: _finish(at, writer, finish))
+    except BaseException:
+        if source.group.rank == 0:
+            at.abandon()
+        raise
+    return [at.path / name for name in names]
+
+
+def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0 while the others wait; its error is raised on every rank."""
+    return work() if group.size == 1 else from_rank_0(group, work, "exports")
+
+
+def _begin(at: WholeFolder) -> None:
+    if at.holds_anything():
+        raise ValueError(f"{at.path} is not empty: export into a new folder")
+    at.begin()
+
+
+def _finish(at: WholeFolder, writer: SafetensorsWriter, finish: Callable[[Path], Sequence[str]]) -> list[str]:
+    names = [*finish(at.partial), *writer.close()]
+    at.commit()
+    return names
+
+
+def _check_pieces(source: WeightSource, naming: str, pieces: Pieces) -> None:
+    """ValueError for a weight that the naming cannot express, before anything is read."""
+    for name, fmt in source.formats.items():
+        if naming == "bf16":
+            break
+        layout_of(naming, name, fmt)
+        for piece in pieces(name, source.shapes[name]):
+            if len(piece.shape) != 2:
+                raise ValueError(
+                    f"{piece.name} has shape {piece.shape}, and readers of quantized weights know matrices alone: "
+                    "zerocast.export.export_hf writes experts one by one where the model's own mapping says how, or export "
+                    "it as bf16"
+                )
+
+
+def _add(writer: SafetensorsWriter, batch: Batch, naming: str, pieces: Pieces, plain: Plain) -> None:
+    for name, tensor in batch:
+        tensors: dict[str, Tensor] = {}
+        if isinstance(tensor, QuantizedWeight):
+            tensors = encode(tensor, naming, name, pieces(name, tensor.shape))
+        else:
+            tensors = {piece.name: cut(plain(name, tensor), piece) for piece in pieces(name, tensor.shape)}
+        writer.add(tensors)
+
+
+def encode(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast
+    or is partial.
+    """
+    weight.check_readable()
+    if naming == "bf16":
+        value = weight.dequantize().to(torch.bfloat16)
+        return {piece.name: cut(value, piece) for piece in pieces}
+    weight.wait()
+    parts = layout_of(naming, name, weight.format).parts(weight)
+    rows = weight.matrix_shape[0]
+    return {piece.name + suffix: cut_part(part, piece, rows) for piece in pieces for suffix, part in parts.items()}
