@@ -27,6 +27,7 @@ from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
 from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.frozen import frozen, listed, warn_where_ranks_differ
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
@@ -68,7 +69,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         config: how to communicate.
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial
-    values are everyone's. Raises ValueError for doubly named parameters, for values out of range
+    values are everyone's; of frozen parameters, which stay as they are, it logs where ranks have
+    others. Raises ValueError for doubly named parameters, for values out of range
     and for settings that differ between ranks, TypeError for unnamed parameters, RuntimeError for a
     QuantizedWeight that was never cast and for one that another owner writes, such as an attached
     CastPlan, on every rank if on any. The last ZeroAdamW that is built over a parameter takes it
@@ -90,8 +92,10 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._caller = Caller("ZeroAdamW")
         self._group = Group.of(group).called_by(self._caller)
         named, settings, company, problem = [], "", False, None
+        given: list[Any] = []
         try:
-            super().__init__(trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+            given = listed(params)
+            super().__init__(trainable(given), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             named = validated(self.param_groups, stage)
             check_owners(named)
             backends.choose(named[0][1].device, self._config.backend)
@@ -101,6 +105,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             problem = error
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, "builds a ZeroAdamW", settings)
+        warn_where_ranks_differ(self._group, frozen(given))
         free = groups_free_on_all(self._group, company)
         self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
