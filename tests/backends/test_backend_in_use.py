@@ -115,20 +115,22 @@ def test_a_build_without_cuda_is_said_once(monkeypatch: pytest.MonkeyPatch, capl
     ]
 
 
-def test_without_the_extension_the_reason_is_given(tmp_path: Path) -> None:
-    """A run that cannot load the extension still works, on the reference, and says why."""
+def test_without_the_extension_and_triton_the_reasons_are_given() -> None:
+    """A run that cannot load them still works, on the reference, and says why."""
     script = (
-        "import sys; sys.modules['zerocast.backends._C'] = None\n"
+        "import sys; sys.modules['zerocast.backends._C'] = sys.modules['triton'] = None\n"
         "import torch\n"
         "from zerocast import backends\n"
         "print(backends.choose(torch.device('cpu')))\n"
         "print(backends.why_not('cpu', torch.device('cpu')))\n"
+        "print(backends.why_not('triton', torch.device('cuda')))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "ZEROCAST_BACKEND"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
-    chosen, reason = run.stdout.splitlines()
+    chosen, of_cpu, of_triton = run.stdout.splitlines()
     assert chosen == "reference"
-    assert "cannot be loaded: install with `pip install .`" in reason
+    assert "cannot be loaded: install with `pip install .`" in of_cpu
+    assert "Triton cannot be imported" in of_triton and "pip install 'zerocast[triton]'" in of_triton
     assert "slow reference backend" in run.stderr
 
 
