@@ -28,7 +28,8 @@ from zerocast import backends, get_format
 from zerocast.formats import Columnwise, layout
 from zerocast.formats.layout import GradientMessage
 
-FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "identity")
+FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4")
+FORMATS += ("nvfp4:four_over_six=mae", "nvfp4:four_over_six=mse,scale_max=448", "identity")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", re.MULTILINE)
 
 
@@ -95,7 +96,7 @@ def run_gradient_messages(dtype: torch.dtype) -> None:
 
 def run_every_kernel() -> None:
     run_gradient_messages(torch.bfloat16)
-    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity"):
+    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4:four_over_six=mse", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):
         run_adam_amax(fmt, torch.bfloat16, torch.float32)
