@@ -1,7 +1,18 @@
 """zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step.
 
-The bytes do not depend on how the masters are sharded. The names below are the public surface; each
-is documented where it is defined.
+The bytes do not depend on how the masters are sharded. `help` of any of these names says more.
+
+    quantize_, Recipe, get_format, FormatSpec   which weights of a model take which format
+    ZeroAdamW, ZeroConfig                       AdamW over sharded masters that casts and gathers
+    fsdp2                                       the same weights under torch's fully_shard
+    CastPlan                                    a cast of masters that your optimizer steps
+    switch                                      other formats in the middle of a run
+    quantize_master_weights,
+    post_all_gather_processing                  TransformerEngine's calls
+    QuantizedWeight, set_debug                  a weight in its format; every read of it checked
+    verify, VerifyReport, VerificationError     live bytes against an unsharded cast
+    export, metrics                             files for inference; what a run measures
+    backends, gemm                              who casts here; how products are computed
 """
 
 import sys

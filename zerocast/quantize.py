@@ -1,6 +1,7 @@
 """quantize_: replace the matched weights of an ordinary module by QuantizedWeight parameters."""
 
 from collections.abc import Sequence
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +10,18 @@ from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import check_shape
-from zerocast.formats.recipe import Recipe
+from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
 
+NO_PRODUCT = {  # modules that read their weight otherwise than as the second operand of a product
+    nn.Embedding: "the table of an embedding",
+    nn.EmbeddingBag: "the table of an embedding",
+    nn.modules.conv._ConvNd: "the kernel of a convolution",
+}
 
-def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None) -> nn.Module:
+
+def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace weights of `model` in place, as `recipe` says, and cast their present values.
 
     A weight is a parameter of two or more dimensions; other parameters, and weights that the recipe
@@ -25,9 +32,10 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
     seeded from the initial amax. Returns `model`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
-    format cannot take, a weight that is already quantized in another format, and an embedding,
-    whose rows are looked up and not multiplied.
+    format cannot take, a weight that is already quantized in another format, an embedding, whose
+    rows are looked up and not multiplied, and the kernel of a convolution.
     """
+    recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     chosen: dict[Tensor, FormatSpec] = {}
@@ -47,7 +55,21 @@ def quantize_(model: nn.Module, recipe: Recipe, dtype: torch.dtype | None = None
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in new:
                 setattr(module, name, new[parameter])
+                show_formats(module)
     return model
+
+
+def show_formats(module: nn.Module) -> None:
+    """Let `print(module)` show the formats of its quantized parameters."""
+    setattr(module, extra_repr.__name__, MethodType(extra_repr, module))
+
+
+def extra_repr(module: nn.Module) -> str:
+    """Like the class's own, with the format of each quantized parameter, a DTensor's too."""
+    locals_ = {name: getattr(p, "_local_tensor", p) for name, p in module.named_parameters(recurse=False)}
+    formats = {name: getattr(local, "format", None) for name, local in locals_.items()}
+    shown = [type(module).extra_repr(module), *(f"{name}={fmt}" for name, fmt in formats.items() if fmt is not None)]
+    return ", ".join(filter(None, shown))
 
 
 def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:
@@ -67,9 +89,11 @@ def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec
         check_shape(fmt, shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    owners = [m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False))]
-    if any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
-        raise ValueError(f"{name} is the table of an embedding and cannot be {fmt}: match it with 'identity'")
+    for owner in model.modules():
+        if any(p is parameter for p in owner.parameters(recurse=False)):
+            for kind, what in NO_PRODUCT.items():
+                if isinstance(owner, kind):
+                    raise ValueError(f"{name} is {what} and cannot be {fmt}: match it with 'identity'")
 
 
 def _quantized(name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype) -> nn.Parameter:

@@ -1,15 +1,15 @@
-// The stages on the CPU. Arguments have the names of zerocast/backends/ops.py; tensors are passed
-// as addresses, None as 0.
+// The stages on the CPU. Arguments have the names and the order of zerocast/backends/ops.py; tensors
+// are passed as addresses, None as 0.
 #include <pybind11/stl.h>
 
 #include <stdexcept>
 
 #include "api/enums.h"
+#include "api/stage.h"
 #include "api/topics.h"
 #include "cpu/stages.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace zerocast::api {
 namespace {
@@ -102,29 +102,25 @@ void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds
 }  // namespace
 
 void register_cpu(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> free;
   py::module_ cpu = m.def_submodule("cpu", "the stages on the CPU");
-  cpu.def("partial_amax", &partial_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "table"_a, "packed"_a,
-          "threads"_a);
-  cpu.def("compute_scales", &compute_scales, free, py::kw_only(), "fmt"_a, "packed"_a, "table"_a, "row_scales"_a,
-          "column_scales"_a, "amaxes"_a, "scales"_a, "threads"_a);
-  cpu.def("partial_cast", &partial_cast, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "packed"_a, "amaxes"_a,
-          "scales"_a, "table"_a, "row_data"_a, "column_data"_a, "threads"_a);
-  cpu.def("roll_history", &roll_history, free, py::kw_only(), "fmt"_a, "table"_a, "amaxes"_a, "scales"_a, "histories"_a,
-          "threads"_a);
-  cpu.def("transpose", &transpose, free, py::kw_only(), "fmt"_a, "table"_a, "row_data"_a, "row_scales"_a, "column_data"_a,
-          "column_scales"_a, "threads"_a);
-  cpu.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
-          "columnwise"_a, "out"_a, "threads"_a);
-  cpu.def("upcast", &upcast, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "rows"_a, "columns"_a, "transposed"_a,
-          "codes"_a, "group_scale_inv"_a, "threads"_a);
-  cpu.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
-          "scalars"_a, "clip"_a, "threads"_a);
-  cpu.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
-          "exp_avg_sqs"_a, "table"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "threads"_a);
-  cpu.def("quantize_gradient", &quantize_gradient, free, py::kw_only(), "grad"_a, "parts"_a, "messages"_a, "threads"_a);
-  cpu.def("add_gradients", &add_gradients, free, py::kw_only(), "messages"_a, "parts"_a, "divisor"_a, "adds"_a, "out"_a,
-          "threads"_a);
+  bind_stage(cpu, "partial_amax", &partial_amax, "fmt", "nominal", "masters", "table", "packed", "threads");
+  bind_stage(cpu, "compute_scales", &compute_scales, "fmt", "packed", "table", "row_scales", "column_scales", "amaxes",
+             "scales", "threads");
+  bind_stage(cpu, "partial_cast", &partial_cast, "fmt", "nominal", "masters", "packed", "amaxes", "scales", "table",
+             "row_data", "column_data", "threads");
+  bind_stage(cpu, "roll_history", &roll_history, "fmt", "table", "amaxes", "scales", "histories", "threads");
+  bind_stage(cpu, "transpose", &transpose, "fmt", "table", "row_data", "row_scales", "column_data", "column_scales",
+             "threads");
+  bind_stage(cpu, "dequantize", &dequantize, "fmt", "data", "scale_inv", "amax", "rows", "columns", "columnwise", "out",
+             "threads");
+  bind_stage(cpu, "upcast", &upcast, "fmt", "data", "scale_inv", "rows", "columns", "transposed", "codes", "group_scale_inv",
+             "threads");
+  bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
+             "threads");
+  bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
+             "groups", "scalars", "clip", "packed", "threads");
+  bind_stage(cpu, "quantize_gradient", &quantize_gradient, "grad", "parts", "messages", "threads");
+  bind_stage(cpu, "add_gradients", &add_gradients, "messages", "parts", "divisor", "adds", "out", "threads");
 }
 
 }  // namespace zerocast::api

@@ -1,16 +1,17 @@
-// The stages on the GPU. Arguments have the names of zerocast/backends/ops.py. Bases are passed as
-// the address of an array of addresses in device memory, None as 0.
+// The stages on the GPU. Arguments have the names and the order of zerocast/backends/ops.py, without
+// the table; work lists made from it and the stream stand last. Bases are passed as the address of
+// an array of addresses in device memory, None as 0.
 #include <pybind11/stl.h>
 
 #include <stdexcept>
 
 #include "api/enums.h"
+#include "api/stage.h"
 #include "api/topics.h"
 #include "cuda/geometry.h"
 #include "cuda/stages.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace zerocast::api {
 namespace {
@@ -61,33 +62,33 @@ std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, cons
   return found;
 }
 
-void partial_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const WorkArgument& work,
-                  const TypedBase& packed, const StreamArgument& stream) {
+void partial_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
+                  const WorkArgument& work, const StreamArgument& stream) {
   cuda::partial_amax(format, dtype_of(nominal), dtype_of(masters.second), masters.first, work_of(work), array_of(packed),
                      stream_of(stream));
 }
 
-void compute_scales(const Format& format, const TypedBase& packed, const WorkArgument& work, cuda::DeviceBases row_scales,
-                    cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, uintptr_t partial,
-                    cuda::Flag skip, const StreamArgument& stream) {
+void compute_scales(const Format& format, const TypedBase& packed, cuda::DeviceBases row_scales,
+                    cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::Flag skip,
+                    const WorkArgument& work, uintptr_t partial, const StreamArgument& stream) {
   cuda::compute_scales(format, array_of(packed), work_of(work), row_scales, column_scales, amaxes, scales, partial, skip,
                        stream_of(stream));
 }
 
 void partial_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
-                  cuda::DeviceBases amaxes, cuda::DeviceBases scales, const WorkArgument& work, cuda::DeviceBases row_data,
-                  cuda::DeviceBases column_data, cuda::Flag skip, const StreamArgument& stream) {
+                  cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::DeviceBases row_data,
+                  cuda::DeviceBases column_data, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
   cuda::partial_cast(format, dtype_of(nominal), dtype_of(masters.second), masters.first, array_of(packed), amaxes, scales,
                      work_of(work), row_data, column_data, skip, stream_of(stream));
 }
 
-void roll_history(const Format& format, const WorkArgument& work, cuda::DeviceBases amaxes, cuda::DeviceBases scales,
-                  cuda::DeviceBases histories, cuda::Flag skip, const StreamArgument& stream) {
+void roll_history(const Format& format, cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::DeviceBases histories,
+                  cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
   cuda::roll_history(format, work_of(work), amaxes, scales, histories, skip, stream_of(stream));
 }
 
-void transpose(const Format& format, const WorkArgument& data, const WorkArgument& scales, cuda::DeviceBases row_data,
-               cuda::DeviceBases row_scales, cuda::DeviceBases column_data, cuda::DeviceBases column_scales,
+void transpose(const Format& format, cuda::DeviceBases row_data, cuda::DeviceBases row_scales, cuda::DeviceBases column_data,
+               cuda::DeviceBases column_scales, const WorkArgument& data, const WorkArgument& scales,
                const StreamArgument& stream) {
   cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales,
                   stream_of(stream));
@@ -115,8 +116,8 @@ void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& 
 }
 
 void adam_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& grads,
-               const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, const WorkArgument& work, uintptr_t groups,
-               uintptr_t scalars, uintptr_t clip, const TypedBase& packed, cuda::Flag skip, const StreamArgument& stream) {
+               const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, uintptr_t groups, uintptr_t scalars, uintptr_t clip,
+               const TypedBase& packed, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
   cuda::adam_amax(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
                   {scalars, clip, skip}, array_of(packed), stream_of(stream));
 }
@@ -178,27 +179,24 @@ void register_cuda(py::module_& m) {
   cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
   cuda.def("targets", &cuda::targets);
   cuda.def("ordinals", &ordinals);
-  cuda.def("partial_amax", &partial_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "work"_a, "packed"_a,
-           "stream"_a);
-  cuda.def("compute_scales", &compute_scales, free, py::kw_only(), "fmt"_a, "packed"_a, "work"_a, "row_scales"_a,
-           "column_scales"_a, "amaxes"_a, "scales"_a, "partial"_a, "skip"_a, "stream"_a);
-  cuda.def("partial_cast", &partial_cast, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "packed"_a, "amaxes"_a,
-           "scales"_a, "work"_a, "row_data"_a, "column_data"_a, "skip"_a, "stream"_a);
-  cuda.def("roll_history", &roll_history, free, py::kw_only(), "fmt"_a, "work"_a, "amaxes"_a, "scales"_a, "histories"_a,
-           "skip"_a, "stream"_a);
-  cuda.def("transpose", &transpose, free, py::kw_only(), "fmt"_a, "data_work"_a, "scale_work"_a, "row_data"_a,
-           "row_scales"_a, "column_data"_a, "column_scales"_a, "stream"_a);
-  cuda.def("dequantize", &dequantize, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "amax"_a, "rows"_a, "columns"_a,
-           "columnwise"_a, "out"_a, "stream"_a);
-  cuda.def("upcast", &upcast, free, py::kw_only(), "fmt"_a, "data"_a, "scale_inv"_a, "rows"_a, "columns"_a, "transposed"_a,
-           "codes"_a, "group_scale_inv"_a, "stream"_a);
-  cuda.def("adam_step", &adam_step, free, py::kw_only(), "master"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "segments"_a,
-           "scalars"_a, "clip"_a, "skip"_a, "stream"_a);
-  cuda.def("adam_amax", &adam_amax, free, py::kw_only(), "fmt"_a, "nominal"_a, "masters"_a, "grads"_a, "exp_avgs"_a,
-           "exp_avg_sqs"_a, "work"_a, "groups"_a, "scalars"_a, "clip"_a, "packed"_a, "skip"_a, "stream"_a);
-  cuda.def("quantize_gradient", &quantize_gradient, free, py::kw_only(), "grad"_a, "parts"_a, "messages"_a, "stream"_a);
-  cuda.def("add_gradients", &add_gradients, free, py::kw_only(), "messages"_a, "parts"_a, "divisor"_a, "adds"_a, "out"_a,
-           "stream"_a);
+  bind_stage(cuda, "partial_amax", &partial_amax, "fmt", "nominal", "masters", "packed", "work", "stream");
+  bind_stage(cuda, "compute_scales", &compute_scales, "fmt", "packed", "row_scales", "column_scales", "amaxes", "scales",
+             "skip", "work", "partial", "stream");
+  bind_stage(cuda, "partial_cast", &partial_cast, "fmt", "nominal", "masters", "packed", "amaxes", "scales", "row_data",
+             "column_data", "skip", "work", "stream");
+  bind_stage(cuda, "roll_history", &roll_history, "fmt", "amaxes", "scales", "histories", "skip", "work", "stream");
+  bind_stage(cuda, "transpose", &transpose, "fmt", "row_data", "row_scales", "column_data", "column_scales", "data_work",
+             "scale_work", "stream");
+  bind_stage(cuda, "dequantize", &dequantize, "fmt", "data", "scale_inv", "amax", "rows", "columns", "columnwise", "out",
+             "stream");
+  bind_stage(cuda, "upcast", &upcast, "fmt", "data", "scale_inv", "rows", "columns", "transposed", "codes",
+             "group_scale_inv", "stream");
+  bind_stage(cuda, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip", "skip",
+             "stream");
+  bind_stage(cuda, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
+             "scalars", "clip", "packed", "skip", "work", "stream");
+  bind_stage(cuda, "quantize_gradient", &quantize_gradient, "grad", "parts", "messages", "stream");
+  bind_stage(cuda, "add_gradients", &add_gradients, "messages", "parts", "divisor", "adds", "out", "stream");
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;
   cuda.def("quantize_groups", &quantize_groups, free);
   cuda.def("quantize_groups_both_ways", &quantize_groups_both_ways, free);

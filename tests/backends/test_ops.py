@@ -1,6 +1,7 @@
 """The torch.library ops: schemas say what is written, fakes agree with the real thing, formats and backends go by name."""
 
 import inspect
+import types
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import casts, stages
 from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, backends, get_format
-from zerocast.backends import ops
+from zerocast.backends import extension, ops
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import GradientMessage
@@ -159,7 +160,7 @@ def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
 
 def test_schemas_take_tensors_and_never_addresses() -> None:
     for name in ops.STAGES:
-        schema = getattr(ops, name)._schema
+        schema = getattr(torch.ops.zerocast, name).default._schema
         written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         assert written or name in ("dequantize", "upcast"), schema
         ints = {a.name for a in schema.arguments if str(a.type) in ("int", "List[int]")} - {"nominal", "dtype"}
@@ -170,6 +171,22 @@ def test_schemas_take_tensors_and_never_addresses() -> None:
             "add_gradients": {"parts", "divisor"},
         }
         assert ints == counts.get(name, set()), schema
+
+
+def test_a_stage_takes_each_argument_of_its_table_entry_once() -> None:
+    with pytest.raises(AssertionError, match=r"takes .*masters.*, got .'packed'."):
+        ops.partial_amax("reference", "fp8_block", packed=torch.zeros(1))
+    bound = ops.partial_amax.bind("reference", "fp8_block", nominal=torch.bfloat16, masters=[])
+    with pytest.raises(AssertionError, match=r"got .'nominal', 'masters', 'fmt', 'packed'."):
+        bound(fmt="fp8_block", packed=torch.zeros(1))
+
+
+def test_an_extension_with_other_arguments_is_refused() -> None:
+    built = types.SimpleNamespace(ARGUMENTS={"transpose": ("fmt", "row_data")})
+    with pytest.raises(
+        ImportError, match=r"built for transpose\(fmt, row_data\), .* has transpose\(fmt, table\): build it again"
+    ):
+        extension.stage(built, "transpose", ["fmt", "table"])  # type: ignore[arg-type]
 
 
 def test_unknown_names_raise() -> None:

@@ -132,13 +132,14 @@ class Reads(TorchDispatchMode):
         self.found: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, given = getattr(func, "_opname", ""), kwargs or {}
+        name, names = getattr(func, "_opname", ""), [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False))
         if name == "adam_step":
             self._add(name, [given["master"]], [[0, *segment] for segment in given["segments"].tolist()])
         elif name in ("adam_amax", "partial_amax"):
             columns = [Column.MASTER_BASE, Column.MASTER_OFFSET, Column.NUMEL]
             self._add(name, given["masters"], [line for line in given["table"][:, columns].tolist() if line[2]])
-        return func(*args, **given)
+        return func(*args, **(kwargs or {}))
 
     def _add(self, name: str, bases: Sequence[Tensor], lines: list[list[int]]) -> None:
         for base, offset, numel, *_ in lines:

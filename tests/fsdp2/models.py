@@ -84,13 +84,21 @@ def mesh(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = N
     return init_device_mesh(place(), shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
-def sharded(model: Any, recipe: dict[str, str] | None = None, *, prepare: bool = True, **options: Any) -> Any:
+def sharded(
+    model: Any,
+    recipe: dict[str, str] | None = None,
+    *,
+    prepare: bool = True,
+    keep_codes: bool = False,
+    **options: Any,
+) -> Any:
     """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for."""
     options = {"mesh": mesh(), "mp_policy": BF16, **options}
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(place())
     if prepare:
-        zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe if recipe is None else recipe))
+        recipe = model.recipe if recipe is None else recipe
+        zerocast.fsdp2.prepare(model, zerocast.Recipe(recipe), keep_codes=keep_codes)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)

@@ -19,9 +19,15 @@ from zerocast import VerificationError, VerifyReport, verify
 from zerocast.fsdp2 import torch_fsdp
 
 
-def trained(reshard: bool = True, width: int = 64, hidden: int = 96, formats: tuple[str, ...] = FORMATS) -> Any:
+def trained(
+    reshard: bool = True,
+    width: int = 64,
+    hidden: int = 96,
+    formats: tuple[str, ...] = FORMATS,
+    keep_codes: bool = False,
+) -> Any:
     """A model after two steps, and its optimizer."""
-    model = models.sharded(Net(formats, width, hidden), reshard_after_forward=reshard)
+    model = models.sharded(Net(formats, width, hidden), keep_codes=keep_codes, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(2), width)
     return model, optimizer
@@ -80,7 +86,7 @@ def test_what_is_right_is_not_complained_of(
 
 def sent() -> list[tuple[str, int, str, int, int]]:
     """What is said of a byte that changed in what rank 1 sends."""
-    model, _ = trained(reshard=False, formats=("nvfp4",))
+    model, _ = trained(reshard=False, formats=("nvfp4",), keep_codes=True)
     with torch.no_grad():
         model(models.batch(0, 64))  # leaves weights gathered
     assert verify(model).ok
@@ -137,7 +143,7 @@ def test_a_master_that_was_written_behind_our_back(ranks: Ranks) -> None:
 def every_other_step(every: int) -> list[bool]:
     """Whether each forward pass raised; from the third on rank 1 sends a wrong byte after each cast."""
     model = Net(("nvfp4", models.DELAYED), 64, 96)
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), verify_every=every)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), verify_every=every, keep_codes=True)
     models.sharded(model, prepare=False)
     optimizer, raised = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(6):
@@ -178,7 +184,7 @@ def sliced() -> tuple[bool, list[Any]]:
     for block in model.blocks:
         parallelize_module(block, both["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
     flat = both["fsdp", "tp"]._flatten("weights")
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), weight_mesh=flat)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), weight_mesh=flat, keep_codes=True)
     models.sharded(model, prepare=False, mesh=both["fsdp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     models.train(model, optimizer, range(1), 64, both["fsdp"].get_local_rank())

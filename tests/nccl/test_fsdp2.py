@@ -273,10 +273,13 @@ def test_a_fallback_names_its_layer_once(gpu_ranks, hopper):
 
 
 def overlap() -> float:
-    """Microseconds in which a kernel of NCCL's all-gather ran beside one of a product, over three steps of a larger model."""
+    """Microseconds in which a kernel of NCCL's all-gather ran beside another one, over three steps.
+
+    So many rows that the devices are the slower ones: where the hosts are, the slower of them issues each gather to an idle device.
+    """
     model = models.sharded(models.Net(("nvfp4",) * 6, 2048, 8192))
     optimizer = zerocast.fsdp2.FusedAdamW(model.parameters())
-    batches = [models.batch(step, 2048, rows=4096) for step in range(5)]  # enough that the host is ahead
+    batches = [models.batch(step, 2048, rows=32768) for step in range(5)]
 
     def train(inputs: list[torch.Tensor]) -> None:
         for x in inputs:

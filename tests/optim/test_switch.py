@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "pattern": (Recipe({"head": "nvfp4"}), ValueError, "'head' matches no weight"),
     "shape": (Recipe(PLAIN_MATRICES, default="nvfp4"), ValueError, "nvfp4 needs"),
     "plain": (Recipe({}, default="fp8_block"), ValueError, "is a plain parameter and cannot become fp8_block"),
-    "type": ("identity", TypeError, "takes a zerocast.Recipe"),
+    "type": ("identity", TypeError, "a recipe maps patterns"),
 }
 
 

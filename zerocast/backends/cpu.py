@@ -25,7 +25,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _all_typed(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:
-    return [typed(tensor) for tensor in tensors]
+    return [(tensor.data_ptr(), DTYPES[tensor.dtype]) for tensor in tensors]
 
 
 def _table(table: Tensor) -> tuple[int, int]:
@@ -65,19 +65,25 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "clip": float,
     "int": int,
     "bool": bool,
-    "skip": lambda skip: skip is not None and bool(skip),
 }
 
 
 def _stage(name: str) -> Callable[..., None]:
-    """The extension's stage, wrapped to take tensors instead of addresses."""
-    plain = {argument.name: _PLAIN[argument.kind] for argument in ops.arguments_of(name)}
+    """The extension's stage, wrapped to take tensors instead of addresses.
 
-    def run(*arguments: Any, **named: Any) -> None:
-        given = dict(zip(plain, arguments, strict=False)) | named
-        given = {argument: plain[argument](value) for argument, value in given.items()}
-        if not given.pop("skip", False):
-            getattr(_C.cpu, name)(**given, threads=torch.get_num_threads())
+    It takes the arguments of its table entry by position. With a `skip` that holds True it does
+    nothing.
+    """
+    arguments_of = ops.arguments_of(name)
+    plain = {argument.name: _PLAIN[argument.kind] for argument in arguments_of if argument.kind != "skip"}
+    entry = extension.stage(_C.cpu, name, (*plain, "threads"))
+    converters, takes_skip = list(plain.values()), len(plain) < len(arguments_of)
+
+    def run(*arguments: Any) -> None:
+        if takes_skip and arguments[-1] is not None and bool(arguments[-1]):
+            return
+        values = [convert(value) for convert, value in zip(converters, arguments, strict=False)]
+        entry(*values, torch.get_num_threads())
 
     return run
 

@@ -1,6 +1,7 @@
 """The compiled extension `zerocast.backends._C`: loading it, its GPU targets and its arguments."""
 
 import functools
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,20 @@ def load() -> ModuleType:
             f"{[column.name for column in Column]}: build it again with `pip install -e .`"
         )
     return _C
+
+
+def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..., None]:
+    """A stage of `_C.cpu` or `_C.cuda`, which takes these arguments by position; ImportError if it
+    was built with others.
+    """
+    built = getattr(topic, "ARGUMENTS", {}).get(name, ())
+    if built != tuple(arguments):
+        raise ImportError(
+            f"zerocast.backends._C was built for {name}({', '.join(built)}), zerocast/backends/ops.py has "
+            f"{name}({', '.join(arguments)}): build it again with `pip install -e .`"
+        )
+    entry: Callable[..., None] = getattr(topic, name)
+    return entry
 
 
 def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is

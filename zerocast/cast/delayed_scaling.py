@@ -160,7 +160,9 @@ class DelayedScaling:
 
 
 def _runs(buffers: Iterable[Buffers], name: str) -> list[Tensor]:
-    """The buffers `name` as few tensors `[count, numel]`: one for each run at equal distances."""
+    """The buffers `name` as few tensors, flat or `[count, numel]`: one for each run at equal
+    distances.
+    """
     runs: list[list[Tensor]] = []
     for each in buffers:
         tensor = each[name]
@@ -183,14 +185,17 @@ def _continues(run: Sequence[Tensor], tensor: Tensor) -> bool:
 
 
 def _as_one(run: Sequence[Tensor]) -> Tensor:
-    first, numel = run[0], run[0].numel()
+    first, numel = run[0].detach(), run[0].numel()
     distance = run[1].storage_offset() - first.storage_offset() if len(run) > 1 else numel
-    return first.detach().as_strided((len(run), numel), (distance, 1), first.storage_offset())
+    if distance == numel:
+        return first.as_strided((len(run) * numel,), (1,))
+    together = first.as_strided((len(run), numel), (distance, 1))
+    return together.view(-1) if numel == 1 else together
 
 
 def _read(tensors: Sequence[Tensor]) -> Tensor:
     """A copy of their values, flat."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 def _write(tensors: Sequence[Tensor], values: Tensor) -> None:

@@ -138,6 +138,14 @@ def _check(
     shard_data: Sequence[ShardData | None] | None,
     scale_cuts: Sequence[range | None] | None,
 ) -> list[MasterShard]:
+    lists: dict[str, object] = {
+        "model_weights": model_weights,
+        "master_weights": master_weights,
+        "start_offsets": start_offsets,
+    }
+    for name, given in lists.items():
+        if not isinstance(given, Sequence):
+            raise TypeError(f"{name} is a list with one entry a weight, got a {type(given).__name__}")
     data = [None] * len(model_weights) if shard_data is None else shard_data
     cuts = [None] * len(model_weights) if scale_cuts is None else scale_cuts
     counts = {len(model_weights), len(master_weights), len(start_offsets), len(data), len(cuts)}

@@ -40,6 +40,7 @@ def cast(
     delayed: DelayedScaling,
     *,
     unmeasured: Sequence[WeightTable] | None = None,
+    codes: Sequence[WeightTable] | None = None,
     boundary: Sequence[WeightTable] = (),
     skip: Tensor | None = None,
     update: AdamUpdate | None = None,
@@ -53,6 +54,7 @@ def cast(
         amaxes: where they are measured, and how they are reduced.
         delayed: the weights of `tables` that scale by their past. It moves on by one cast.
         unmeasured: the weights to measure, where a step has measured the others; None for all.
+        codes: the weights to write codes of, where the others' are written later; None for all.
         boundary: weights whose other elements come with the reduction, beside odd cuts.
         skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all
             the same.
@@ -77,7 +79,7 @@ def cast(
     with delayed.replay() if repeat and delayed else contextlib.nullcontext():
         for table in tables:
             table.compute_scales(amaxes.buffer, skip)
-        for table in (*tables, *boundary):
+        for table in (*(tables if codes is None else codes), *boundary):
             table.partial_cast(amaxes.buffer, skip)
     if not repeat:
         _roll(tables, skip)

@@ -109,6 +109,15 @@ class CastPlan:
         if claim is None:  # also once `.data =` gave them other storage
             train(self, [self.weights[index] for index in self._cast])
 
+    def __repr__(self) -> str:
+        formats = Counter(str(weight.format) for weight in self.weights)
+        owned = sum(shard.span.numel for shard in self._partition.shards)
+        whole = sum(weight.numel() for weight in self.weights)
+        return (
+            f"CastPlan({', '.join(f'{count} x {name}' for name, count in formats.items())}; {owned:,} of {whole:,} elements "
+            f"on rank {self.group.rank} of {self.group.size}, backend {self.backend})"
+        )
+
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """Cast the masters as they are now, or with `update` as that step makes them. One
         all-reduce, no host work a tensor.

@@ -12,16 +12,15 @@ class StorageTable:
     """Collects the storages behind the tensors of one role; a stage gets them as a list of flat
     tensors.
 
-    `dtype` is the role's, uint8 for data of any kind. The tensor that first brought a storage
-    stands for it: when its address has changed, the storage moved.
+    `dtype` is the role's, uint8 for data of any kind. `first` holds the tensor that first brought
+    each storage: when its address has changed, the storage moved.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.tensors: list[Tensor] = []
+        self.first: list[Tensor] = []
         self._index: dict[int, int] = {}
-        self._first: list[Tensor] = []
-        self._addresses: list[int] = []
 
     def add(self, tensor: Tensor) -> tuple[int, int]:
         """(base index, offset in elements of `dtype`) of a contiguous tensor."""
@@ -31,8 +30,7 @@ class StorageTable:
             self._index[key] = len(self.tensors)
             flat = torch.empty(0, dtype=self.dtype, device=tensor.device)
             self.tensors.append(flat.set_(storage, 0, (storage.nbytes() // self.dtype.itemsize,), (1,)))
-            self._first.append(tensor)
-            self._addresses.append(tensor.data_ptr())
+            self.first.append(tensor)
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
     def add_whole(self, tensor: Tensor) -> tuple[int, int]:
@@ -40,13 +38,8 @@ class StorageTable:
         can lie beside it.
         """
         self.tensors.append(tensor)
-        self._first.append(tensor)
-        self._addresses.append(tensor.data_ptr())
+        self.first.append(tensor)
         return len(self.tensors) - 1, 0
-
-    def moved(self) -> bool:
-        """Whether a storage was replaced since it was added."""
-        return [tensor.data_ptr() for tensor in self._first] != self._addresses
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int | None]:

@@ -17,7 +17,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape, check_shape
-from zerocast.formats.recipe import Recipe
+from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.verification.master_views import owners_of
 from zerocast.weight import state as weight_state
 
@@ -78,7 +78,7 @@ class Switchable(Protocol):
 
 
 @torch.no_grad()
-def switch(model_or_optimizer_or_plan: Any, recipe: Recipe) -> None:
+def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     """Give the quantized weights the formats of `recipe`, cast anew from their masters; call it
     between two steps, on all ranks.
 
@@ -90,15 +90,14 @@ def switch(model_or_optimizer_or_plan: Any, recipe: Recipe) -> None:
     to its nominal dtype, and can be switched again. Compiled functions are compiled again, captured
     steps are captured again. The old bytes are freed at the end.
 
-    Raises, on every rank and with nothing changed, TypeError for what owns no masters and anything
-    but a Recipe; ValueError for a pattern that matches nothing, a shape that a format cannot take,
+    Raises, on every rank and with nothing changed, TypeError for what owns no masters and what is
+    no recipe; ValueError for a pattern that matches nothing, a shape that a format cannot take,
     a plain parameter that is to be quantized, and recipes that differ between ranks; RuntimeError
     in the middle of a step (gradients that no step has used, `no_sync`, a backward pass), for
     partial or foreign writes, within `average.swapped()`, and for a host whose buffers cannot
     change.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"switch takes a zerocast.Recipe, got {recipe!r}")
+    recipe = Recipe.of(recipe)
     parts = [_part_of(owner) for owner in _owners_of(model_or_optimizer_or_plan)]
     changes: list[Formats] = [{} for _ in parts]
     problem: Exception | None = None

@@ -3,7 +3,9 @@
 A stage is given the storages that hold the weights, and a descriptor table of offsets into them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,16 @@ _BUFFER_COLUMNS = {
     "amax": (Column.AMAX_BASE, Column.AMAX_OFFSET),
     "scale": (Column.SCALE_BASE, Column.SCALE_OFFSET),
     "amax_history": (Column.HISTORY_BASE, Column.HISTORY_OFFSET),
+}
+# the arguments of the stages that are such buffers
+_BUFFER_ARGUMENTS = {
+    "row_data": "rowwise_data",
+    "row_scales": "rowwise_scale_inv",
+    "column_data": "columnwise_data",
+    "column_scales": "columnwise_scale_inv",
+    "amaxes": "amax",
+    "scales": "scale",
+    "histories": "amax_history",
 }
 
 
@@ -124,7 +136,7 @@ class WeightTable:
             row[offset] -= first
 
     def freeze(self) -> "WeightTable":
-        """Put the table on the device."""
+        """Put the table on the device and prepare the stages."""
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
         owned = [
@@ -133,32 +145,48 @@ class WeightTable:
             if row[Column.NUMEL]
         ]
         self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
+        self._first = [tensor for storages in (self.masters, *self.buffers.values()) for tensor in storages.first]
+        self._addresses = [tensor.data_ptr() for tensor in self._first]
+        self._partial_amax = self._bind(ops.partial_amax)
+        self._adam_amax = self._bind(ops.adam_amax)
+        self._compute_scales = self._bind(ops.compute_scales)
+        self._partial_cast = self._bind(ops.partial_cast)
+        self._roll_history = self._bind(ops.roll_history)
+        self._transpose = self._bind(ops.transpose)
         return self
 
     def moved(self) -> bool:
         """Whether a storage was replaced since the table was made."""
-        return self.masters.moved() or any(storages.moved() for storages in self.buffers.values())
+        return [tensor.data_ptr() for tensor in self._first] != self._addresses
 
     def lies_like(self, other: "WeightTable") -> bool:
         """Whether both tables describe the same weights in the same memory."""
-        return (self.key, self._rows, self._groups, self._addresses()) == (
+        return (self.key, self._rows, self._groups, self._bases()) == (
             other.key,
             other._rows,
             other._groups,
-            other._addresses(),
+            other._bases(),
         )
 
-    def _addresses(self) -> list[list[int]]:
+    def _bases(self) -> list[list[int]]:
         return [[t.data_ptr() for t in storages.tensors] for storages in (self.masters, *self.buffers.values())]
 
-    def _tensors(self, name: str) -> list[Tensor]:
-        return self.buffers[name].tensors
+    def _bind(self, stage: ops.Stage) -> Callable[..., None]:
+        """The stage with all that is the same in every cast."""
+        known: dict[str, Any] = {
+            "nominal": self.key.nominal,
+            "masters": self.masters.tensors,
+            "table": self.table,
+            "groups": self._group_rows,
+        }
+        known |= {argument: self.buffers[name].tensors for argument, name in _BUFFER_ARGUMENTS.items()}
+        taken = {name: known[name] for name in stage.arguments if name in known}
+        return stage.bind(self.key.backend, str(self.key.fmt), **taken)
 
     def partial_amax(self, packed: Tensor) -> None:
         """Amaxes of the blocks that this rank owns elements of."""
         if self.key.fmt.amax_policy is not AmaxPolicy.NONE and self.masters.tensors:
-            masters = self.masters.tensors
-            ops.partial_amax(*self._head(), nominal=self.key.nominal, masters=masters, table=self.table, packed=packed)
+            self._partial_amax(packed=packed)
 
     def adam_amax(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
         """Adam on the masters owned here, and in the same pass the amaxes of what they become,
@@ -202,15 +230,10 @@ class WeightTable:
 
         `scalars` and `clip` are those of an AdamUpdate.
         """
-        ops.adam_amax(
-            *self._head(),
-            nominal=self.key.nominal,
-            masters=self.masters.tensors,
+        self._adam_amax(
             grads=grads,
             exp_avgs=exp_avgs,
             exp_avg_sqs=exp_avg_sqs,
-            table=self.table,
-            groups=self._group_rows,
             scalars=scalars,
             clip=clip,
             packed=packed,
@@ -220,58 +243,21 @@ class WeightTable:
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Scale buffers and tensor amaxes, the same on every rank."""
         if self.key.fmt.scale_rule is not ScaleRule.NONE:
-            ops.compute_scales(
-                *self._head(),
-                packed=packed,
-                table=self.table,
-                row_scales=self._tensors("rowwise_scale_inv"),
-                column_scales=self._tensors("columnwise_scale_inv"),
-                amaxes=self._tensors("amax"),
-                scales=self._tensors("scale"),
-                skip=skip,
-            )
+            self._compute_scales(packed=packed, skip=skip)
 
     def partial_cast(self, packed: Tensor, skip: Tensor | None) -> None:
         """Codes of the owned elements."""
         if self.masters.tensors:
-            ops.partial_cast(
-                *self._head(),
-                nominal=self.key.nominal,
-                masters=self.masters.tensors,
-                packed=packed,
-                amaxes=self._tensors("amax"),
-                scales=self._tensors("scale"),
-                table=self.table,
-                row_data=self._tensors("rowwise_data"),
-                column_data=self._tensors("columnwise_data"),
-                skip=skip,
-            )
+            self._partial_cast(packed=packed, skip=skip)
 
     def roll_history(self, skip: Tensor | None) -> None:
         """Delayed scaling: the scale of the next cast, unless whoever keeps the history sets it."""
         if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and not self.key.external_scaling_state:
-            ops.roll_history(
-                *self._head(),
-                table=self.table,
-                amaxes=self._tensors("amax"),
-                scales=self._tensors("scale"),
-                histories=self._tensors("amax_history"),
-                skip=skip,
-            )
+            self._roll_history(skip=skip)
 
     def transpose(self) -> None:
         """Columnwise copies from the rowwise bytes."""
-        ops.transpose(
-            *self._head(),
-            table=self.table,
-            row_data=self._tensors("rowwise_data"),
-            row_scales=self._tensors("rowwise_scale_inv"),
-            column_data=self._tensors("columnwise_data"),
-            column_scales=self._tensors("columnwise_scale_inv"),
-        )
-
-    def _head(self) -> tuple[str, str]:
-        return self.key.backend, str(self.key.fmt)
+        self._transpose()
 
 
 class WeightTables(dict[TableKey, WeightTable]):

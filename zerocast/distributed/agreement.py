@@ -1,7 +1,7 @@
 """Agreement: compares what all ranks must share; a problem on one rank raises on every rank."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,24 +26,28 @@ class Reply:
     what: str
     problem: tuple[type[Exception], str] | None
     digest: tuple[int, ...]
-    settings: str
+    settings: Mapping[str, str]
 
 
 def validate_across_ranks(
-    group: Group, lines: Sequence[str], problem: Exception | None, what: str = "agrees", settings: str = ""
+    group: Group,
+    lines: Sequence[str],
+    problem: Exception | None,
+    what: str = "agrees",
+    settings: Mapping[str, object] | None = None,
 ) -> None:
     """Raise on every rank if anything is wrong on any, or if ranks differ.
 
     `problem` is an error that this rank found, `lines` describe the items that all ranks must
-    share, `settings` is what else they must, and `what` is the call in progress, as a verb. If all
-    is well this is one all-reduce of digests, whatever the number of ranks and lines. Raises
+    share, `settings` what else they must, by name, and `what` is the call in progress, as a verb.
+    If all is well this is one all-reduce of digests, whatever the number of ranks and lines. Raises
     RuntimeError for ranks in different calls; the problem of the first rank that has one, with the
     rank in its message if there are several ranks; or ValueError naming the first line that
-    differs, or both settings.
+    differs, or every setting that does.
     """
     check_same_call(group, what)
-    digest = _words("\n".join(lines))
-    words = [*_words(what), *digest, *_words(settings)]
+    digest, shown = _words("\n".join(lines)), {name: repr(value) for name, value in (settings or {}).items()}
+    words = [*_words(what), *digest, *_words(str(shown))]
     wrong = int(problem is not None)
     largest = largest_of_ranks(group, [wrong, *words, *(-word for word in words)], f"digests as this rank {what}")
     highest, negated = largest[1 : len(words) + 1], largest[len(words) + 1 :]
@@ -51,7 +55,7 @@ def validate_across_ranks(
         return
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     found = None if problem is None else (kind, str(problem))
-    _raise_difference(group, Reply(what, found, digest, settings), lines)
+    _raise_difference(group, Reply(what, found, digest, shown), lines)
 
 
 def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int]:
@@ -189,9 +193,13 @@ def _raise_difference(group: Group, own: Reply, lines: Sequence[str]) -> NoRetur
             by_rank_0, found = (group.broadcast_object(list(lines), "a rank's weights", root) for root in (0, rank))
             _raise_other_lines(by_rank_0, found, rank)
     rank = next(rank for rank, reply in enumerate(replies) if reply.settings != first.settings)
-    raise ValueError(
-        f"settings differ between ranks: {first.settings} on rank 0, {replies[rank].settings} on rank {rank}"
-    )
+    ours, theirs = first.settings, replies[rank].settings
+    different = [
+        f"{name} is {ours.get(name, 'not set')} on rank 0 and {theirs.get(name, 'not set')} on rank {rank}"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
+    raise ValueError(f"settings differ between ranks: {', '.join(different)}")
 
 
 def _raise_other_lines(first: Sequence[str], lines: Sequence[str], rank: int) -> NoReturn:

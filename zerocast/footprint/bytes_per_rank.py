@@ -8,9 +8,9 @@ are those of all weights where they are kept, else the largest one, for the prod
 FSDP2 and HSDP: every parameter is cut along its first dimension, as torch's `fully_shard` cuts it.
 Every block is a unit that is resharded after its forward pass and gathered again for its backward
 pass; parameters outside of blocks form the root, gathered once. The FP32 shard is the parameter;
-next to it lie the quantized bytes of the shard with the scales of its blocks, which are what is
-gathered. At the peak the root and two blocks are unsharded, the one that computes and the next one,
-with one columnwise copy, and the gradients of two units.
+next to it lie the scales of its blocks, and the codes of the unit that is being gathered, or all
+codes where a shard group has one rank. At the peak the root and two blocks are unsharded, the one
+that computes and the next one, with one columnwise copy, and the gradients of two units.
 
 Traffic is that of a step with one micro-batch and with the norm of gradients; norms of
 `zerocast.fsdp2` are torch's.
@@ -157,8 +157,9 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
     reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in held) for held in units.values()]
     packed = _cut_amaxes(weights, shards)
+    in_flight = max(sum(_sent(w, shards) - _kept(w, shards) for w in _quantized(held)) for held in units.values())
     memory = {
-        "weights": sum(_sent(tensor, shards) for tensor in weights) + whole,
+        "weights": sum(_kept(weight, shards) for weight in weights) + in_flight + whole,
         "columnwise copies": max(map(_copied, weights), default=0),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
@@ -203,6 +204,12 @@ def _sent(tensor: Tensor, shards: int) -> int:
     if isinstance(tensor, QuantizedWeight):
         return GatherLayout(_geometry(tensor, shards)).nbytes
     return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(weight: QuantizedWeight, shards: int) -> int:
+    """The bytes of these that are there between two gathers."""
+    return GatherLayout(_geometry(weight, shards), keep_codes=shards == 1).kept_bytes
 
 
 def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:

@@ -24,6 +24,7 @@ from zerocast.cast.pipeline import AmaxReduction, cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
+from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.weight import FSDPWeight
 
 # kept for sets of weights that steps have not measured; which experts learn may change with every
@@ -137,11 +138,11 @@ class BoundaryAmaxes(AmaxReduction):
 
 class CastGroup:
     """Weights with one reduction, the same list on every rank, all on one device, and the bytes
-    that they send.
+    that they send: with `keep_codes` a cast makes all of them, else `gather_casts` make the codes.
     """
 
-    def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
-        self.weights, self.amaxes = weights, BoundaryAmaxes(weights, reduction)
+    def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup, keep_codes: bool) -> None:
+        self.weights, self.amaxes, self._keep_codes = weights, BoundaryAmaxes(weights, reduction), keep_codes
         self._device = weights[0].master.device
         self._backend = backends.choose(self._device)
         self._delayed_buffers = _delayed_buffers(weights, self._device)
@@ -153,8 +154,11 @@ class CastGroup:
         self._generation = torch.zeros((), dtype=torch.int32, device=self._device)  # of the headers
         # (in a side channel, of the stages): scales of owned block rows
         self._copies: list[tuple[Tensor, Tensor]] = []
+        # in the layout of the stages, with their bytes; there during a cast unless they are held
+        self._scales: list[tuple[torch.UntypedStorage, int]] = []
+        self._holds_scales = False
         stacks = _by_geometry(weights)
-        sizes = [len(members) * members[0].layout.nbytes for members in stacks]
+        sizes = [len(members) * members[0].layout.kept_bytes for members in stacks]
         sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         for members, part in zip(stacks, sent.split(sizes), strict=True):
             self._stack(members, part.view(len(members), -1))
@@ -163,10 +167,12 @@ class CastGroup:
         self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
         for weight in weights:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
+        self._free_scales()
+        self.gather_casts = [] if keep_codes else list(map(self._gather_cast, _by_gather(weights)))
 
     def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor) -> None:
         """Lay out weights of one geometry side by side, over zero bytes `sent`,
-        `[weights, layout.nbytes]`.
+        `[weights, layout.kept_bytes]`.
         """
         first, geometry = weights[0], weights[0].geometry
         scales: dict[str, Tensor] = {}
@@ -175,7 +181,8 @@ class CastGroup:
             spec = specs[region.name]
             assert spec is not None
             shape = len(weights), *spec.shape
-            scales[region.name] = torch.full(shape, spec.padding, dtype=spec.dtype, device=sent.device)
+            scales[region.name] = torch.empty(shape, dtype=spec.dtype, device=sent.device)
+            self._scales.append((scales[region.name].untyped_storage(), scales[region.name].nbytes))
         for index, weight in enumerate(weights):
             own = {name: buffer[index] for name, buffer in scales.items()}
             shard = weight.bind(sent[index], own | self._delayed_buffers.get(weight.name, {}))
@@ -185,6 +192,13 @@ class CastGroup:
             self._copies += first.layout.outgoing_scales(sent, scales)
         self._headers += [(first.status_after_cast, header) for header in first.layout.headers(sent)]
 
+    def _gather_cast(self, weights: Sequence[FSDPWeight]) -> GatherCast:
+        layouts = {weight.name: weight.layout for weight in weights}
+        found = GatherCast(layouts, self.shards, self.amaxes.offsets, self.amaxes.buffer, self.delayed, self._backend)
+        for weight in weights:
+            weight.gather_cast = found
+        return found
+
     def _tables_of(self, names: Iterable[str]) -> list[WeightTable]:
         tables = WeightTables(self._device, self._backend)
         for name in names:
@@ -193,13 +207,41 @@ class CastGroup:
 
     @torch.no_grad()
     def cast(self, repeat: bool) -> None:
-        """Cast the masters as they are now into the bytes to send; with `repeat` by the delayed
-        scales of the last cast.
+        """Cast the masters as they are now into the bytes to send, of codes only those that are
+        kept; with `repeat` by the delayed scales of the last cast.
         """
         unmeasured = self._tables_without(self.amaxes.measured)
-        cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, repeat=repeat)
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+        codes = self._tables if self._keep_codes else ()
+        try:
+            self._allocate_scales()
+            cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, codes=codes, repeat=repeat)
+            if self._targets:
+                torch._foreach_copy_(self._targets, self._sources)
+        finally:
+            self._free_scales()
+
+    def hold_scales(self) -> None:
+        """Leave what a cast works in where it is: a graph is going to hold its address."""
+        self._holds_scales = True
+        self._allocate_scales()
+
+    def _allocate_scales(self) -> None:
+        for storage, nbytes in self._scales:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def _free_scales(self) -> None:
+        for storage, _ in () if self._holds_scales else self._scales:
+            storage.resize_(0)
+
+    def hold_codes(self) -> None:
+        """Keep the codes of the masters as they are now, by the scales of the last cast. The host
+        waits for a GPU once, since gathers to come run on another stream.
+        """
+        for gather_cast in self.gather_casts:
+            gather_cast.hold()
+        if self.gather_casts and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def stamp(self, generation: int | None) -> None:
         """Write the headers of a cast, by default of the one after the last; as arguments of
@@ -227,6 +269,14 @@ def _by_geometry(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
     found: dict[Hashable, list[FSDPWeight]] = {}
     for weight in weights:
         found.setdefault((weight.geometry, weight.one_direction), []).append(weight)
+    return list(found.values())
+
+
+def _by_gather(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
+    """The weights that FSDP2 gathers together, in the order of each gather."""
+    found: dict[int, list[FSDPWeight]] = {}
+    for weight in weights:
+        found.setdefault(id(weight.group), []).append(weight)
     return list(found.values())
 
 

@@ -78,6 +78,8 @@ class CapturedStep:
             raise RuntimeError(MOVED)
         managers = self._optimizer.managers
         if self._bound is None or any(manager.must_seed for manager in managers):
+            for manager in managers:
+                manager.hold_scales()
             self._optimizer.step()
             for manager in managers:
                 manager.before_gather()

@@ -11,6 +11,9 @@ gathers: products take the scalars where they lie, and cuBLASLt wants operands a
 A shard group of one rank sends everything as one output: FSDP2 takes only the first one there
 (torch 2.11 and 2.13).
 
+Where codes are cast at each gather (`gather_cast.py`), side channels alone are kept between
+gathers, and codes lie in memory of their own.
+
 With `one_direction` a weight whose directions are different codes sends either, never both: behind
 the codes of each lies what goes with them.
 """
@@ -54,14 +57,16 @@ class ScaleRegion:
 
 
 class GatherLayout:
-    """The layout for shards of one geometry."""
+    """The layout for shards of one geometry. A rank sends `nbytes` and keeps `kept_bytes` of them
+    between gathers: all, or the side channels alone without `keep_codes`.
+    """
 
-    def __init__(self, geometry: ShardGeometry, one_direction: bool = False) -> None:
-        self._geometry, self.one_direction = geometry, one_direction
+    def __init__(self, geometry: ShardGeometry, one_direction: bool = False, keep_codes: bool = True) -> None:
+        self._geometry, self.one_direction, self.keep_codes = geometry, one_direction, keep_codes
         fmt = geometry.format
         row = rowwise_data(fmt, 1, geometry.columns, geometry.nominal)
         self._row_bytes = row.shape[1] * row.dtype.itemsize
-        self._code_bytes = geometry.shards.chunk * self._row_bytes
+        self.code_bytes = geometry.shards.chunk * self._row_bytes  # of one direction
         self.directions = 2 if fmt.columnwise is Columnwise.OWN_GRID else 1
         self.scales: list[ScaleRegion] = []
         self._sides = [HEADER] * (self.directions if one_direction else 1)
@@ -74,8 +79,10 @@ class GatherLayout:
             repeat = fmt.scale_repeat(columnwise=True)
             self.scales.append(replace(self.scales[0], name="columnwise_scale_inv", repeat=repeat))
         self._side_bytes = max(self._sides)
-        self._code_slot = round_up(self._code_bytes, ALIGNMENT)
-        self.nbytes = self.directions * self._code_slot + len(self._sides) * self._side_bytes
+        self.code_slot = round_up(self.code_bytes, ALIGNMENT)
+        side_bytes = len(self._sides) * self._side_bytes
+        self.nbytes = self.directions * self.code_slot + side_bytes
+        self.kept_bytes = self.nbytes if keep_codes else side_bytes
 
     def _reserve(self, side: int, nbytes: int) -> int:
         """The offset of a region of a side channel."""
@@ -95,12 +102,13 @@ class GatherLayout:
         self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count, side))
 
     def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """(codes by direction, side channels) of a rank's `buffer` of `nbytes` bytes, or of
-        buffers `[..., nbytes]`.
+        """(codes by direction, if they are kept, side channels) of a rank's `buffer` of
+        `kept_bytes` bytes, or of buffers `[..., kept_bytes]`.
         """
-        pieces = buffer.split(self.nbytes // len(self._sides), -1)
-        starts = range(0, self.directions // len(self._sides) * self._code_slot, self._code_slot or 1)
-        codes = [piece[..., start : start + self._code_bytes] for piece in pieces for start in starts]
+        pieces = buffer.split(self.kept_bytes // len(self._sides), -1)
+        directions = self.directions // len(self._sides) if self.keep_codes else 0
+        starts = range(0, directions * self.code_slot, self.code_slot or 1)
+        codes = [piece[..., start : start + self.code_bytes] for piece in pieces for start in starts]
         return codes, [piece[..., -self._side_bytes :] for piece in pieces]
 
     def headers(self, buffer: Tensor) -> list[Tensor]:
@@ -110,8 +118,8 @@ class GatherLayout:
         return [side[..., :8].view(torch.int32) for side in self.parts(buffer)[1]]
 
     def outputs(self, buffer: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
-        """The tensors that the hook hands to FSDP2; `columnwise` chooses where one direction is
-        sent.
+        """The tensors of `buffer` that the hook hands to FSDP2, behind codes that are not kept;
+        `columnwise` chooses where one direction is sent.
         """
         codes, sides = self.parts(buffer)
         if self.one_direction:
@@ -123,7 +131,7 @@ class GatherLayout:
         """(targets in the side channels, sources) of the scales of the block rows that this rank
         owns.
 
-        `buffers` `[weights, nbytes]` and the scale buffers `made` `[weights, ...]` belong to
+        `buffers` `[weights, kept_bytes]` and the scale buffers `made` `[weights, ...]` belong to
         weights of this layout.
         """
         _, sides = self.parts(buffers)
@@ -146,7 +154,7 @@ class GatherLayout:
         shards = self._geometry.shards
         if shards.world == 1:
             sent = self.directions // len(self._sides)
-            codes = [side[index * self._code_slot :] for index in range(sent)]
+            codes = [side[index * self.code_slot :] for index in range(sent)]
             side = side[-self._side_bytes :]
         size = shards.rows * self._row_bytes
         return [c[:size].view(shards.rows, self._row_bytes) for c in codes], side.view(-1, self._side_bytes)

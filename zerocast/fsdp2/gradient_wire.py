@@ -43,7 +43,7 @@ def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
     except ValueError as error:
         problem = error
     for group in {id(group): group for group in torch_fsdp.reduction_groups(model)}.values():
-        validate_across_ranks(Group.of(group), [], problem, "sets grad_wire", f"grad_wire {grad_wire!r}")
+        validate_across_ranks(Group.of(group), [], problem, "sets grad_wire", {"grad_wire": grad_wire})
     reduce_scatter: Any = _ReduceScatter() if grad_wire else torch_fsdp.default_reduce_scatter()
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)

@@ -60,8 +60,10 @@ def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
 class CastManager:
     """The casts of `model`, whose prepared `weights` are cast together."""
 
-    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None) -> None:
+    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool = False) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
+        # whether codes are kept from one cast to the next, and whether those of this one are held
+        self.keep_codes, self._holds_codes = keep_codes, False
         self.weights: list[FSDPWeight] = []
         self.plain: list[str] = []  # the other parameters of two or more dimensions
         self.memory = MasterMemory({})
@@ -105,6 +107,16 @@ class CastManager:
         else:
             self.param_groups.after_step()
 
+    def before_step_within_backward(self) -> None:
+        """Hold the codes of the forward pass, which the rest of its backward pass gathers: an
+        optimizer is about to write masters. From the next cast on codes are kept.
+        """
+        if self._holds_codes or not any(group.gather_casts for group in self.cast_groups):
+            return
+        self._holds_codes = True
+        for group in self.cast_groups:
+            group.hold_codes()
+
     def before_gather(self) -> None:
         """Cast if that is due; RuntimeError before it where headers of the step that ends, read
         now, say that ranks disagree.
@@ -131,6 +143,8 @@ class CastManager:
         A repeated cast uses the delayed scales of the last one and leaves amax histories as they
         are.
         """
+        if self._holds_codes:
+            self.keep_codes, self._holds_codes, self.cast_groups = True, False, []
         self.bind()
         record = self.record
         self._caller.number = record.generation + 1
@@ -163,6 +177,11 @@ class CastManager:
     def must_seed(self) -> bool:
         """True if the next cast finds first scales of delayed scaling, which takes the host."""
         return any(group.delayed.unseeded for group in self.cast_groups)
+
+    def hold_scales(self) -> None:
+        """Leave what casts work in where it is, before the ordinary step that a graph repeats."""
+        for group in self.cast_groups:
+            group.hold_scales()
 
     def before_captured_cast(self, by: Optimizer) -> None:
         """The host's part before a graph of a step and its cast; RuntimeError as at a gather."""
@@ -273,10 +292,11 @@ class CastManager:
             for weight in self.weights:
                 # buffers to send are new ones: a cast fills them, or the next gather says so
                 weight.mark_written()
+            keep = self.keep_codes or any(weight.must_keep_codes for weight in self.weights)
             for index, weight in enumerate(self.weights):
-                weight.locate(index)
+                weight.locate(index, keep)
             record.addresses = MasterAddresses([weight.param for weight in self.weights])
-            self.cast_groups = [CastGroup(weights, reduction) for reduction, weights in self._reductions]
+            self.cast_groups = [CastGroup(weights, reduction, keep) for reduction, weights in self._reductions]
         record.rewrapped = False
 
     def _moved(self) -> bool:

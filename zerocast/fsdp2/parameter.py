@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import NOT_SHARDED, CastManager
 from zerocast.fsdp2.weight import FSDPWeight
@@ -55,6 +56,11 @@ class MasterParameter(Tensor):
         master.plain, master.weight, master.manager = plain, weight, manager
         weight.record.rewrapped = True  # FSDP2 may replace the parameter by this one
         return master
+
+    @property
+    def format(self) -> FormatSpec:
+        """The format that the weight is gathered in."""
+        return self.weight.format
 
     def like(self, plain: Tensor) -> "MasterParameter":
         """A wrapper of another tensor, or of a view, for the same weight."""

@@ -11,8 +11,9 @@ The life of a prepared parameter:
         │ a step, a load or any other write makes a cast due
         ▼
     cast of all weights, before the next gather       manager.py, amax_reduction.py
-        │ amaxes, one all-reduce, scales, codes of the shard
-        │ fsdp_pre_all_gather: codes, scales, header  weight.py, gather_layout.py
+        │ amaxes, one all-reduce, scales
+        │ fsdp_pre_all_gather: codes of the shard     weight.py, gather_cast.py
+        │ are cast; codes, scales, header are sent    gather_layout.py
         ▼
     all-gather of bytes, by FSDP2
         │ fsdp_post_all_gather                        weight.py, gather_status.py
@@ -37,13 +38,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerocast.formats import FormatSpec
-from zerocast.formats.recipe import Recipe
+from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.quantize import check_weight
+from zerocast.quantize import check_weight, show_formats
 
 # Weak, since parameters keep managers alive and managers know modules.
 _Ref = weakref.ReferenceType[CastManager]
@@ -59,11 +60,12 @@ ONE_DIRECTION = (
 
 def prepare(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
     weight_mesh: DeviceMesh | None = None,
     one_direction: bool = False,
     verify_every: int | None = None,
+    keep_codes: bool = False,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
@@ -81,6 +83,13 @@ def prepare(
     with an unsharded cast of the masters, as `zerocast.verify` does, and raise VerificationError on
     every rank of the shard group if any differ.
 
+    A gather casts the codes that it sends from the masters, by the scales of the last cast, and
+    reads 4 bytes an element of the shard for it. With `keep_codes` a cast makes all codes at once,
+    and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8. That is
+    what pays where few tokens are computed between two gathers (`zerocast/fsdp2/README.md`), and
+    what happens anyway over shard groups of one rank, under CPUOffloadPolicy, with `one_direction`,
+    and once an optimizer has stepped within a backward pass.
+
     With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered
     rowwise for a forward pass and columnwise for a backward pass, half the bytes each time. A pass
     that reads the other direction raises RuntimeError: a forward pass that is recomputed
@@ -88,19 +97,20 @@ def prepare(
     for both directions, and takes all of these.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
-    format cannot take, an embedding and a weight that is sharded already, and TypeError for one
-    that is not FP32 or lies beside one that is not. What only FSDP2 decides is checked at the first
-    gather.
+    format cannot take, an embedding, a convolution and a weight that is sharded already, and
+    TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2 decides is
+    checked at the first gather.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
     if one_direction:
         warnings.warn(ONE_DIRECTION, FutureWarning, stacklevel=2)
+    recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
-    manager = CastManager(model, weight_mesh)
+    manager = CastManager(model, weight_mesh, keep_codes)
     chosen: dict[Tensor, FSDPWeight] = {}
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
@@ -121,6 +131,7 @@ def prepare(
         for name in mine:
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
+            show_formats(module)
             wraps = {name: partial(MasterParameter, weight=weight, manager=manager) for name, weight in mine.items()}
             module.register_load_state_dict_post_hook(_Loaded(wraps))
             module.register_state_dict_post_hook(_unwrap_whole)
@@ -317,14 +328,21 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
+    if torch_fsdp.backward_pass() is not None:
+        for manager in _managers_of(optimizer):
+            manager.before_step_within_backward()
     if guard_of(optimizer).is_partial:
         _after_step(optimizer)
     guard_of(optimizer).check_complete()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for manager in managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for manager in _managers_of(optimizer):
         manager.make_due(optimizer)
+
+
+def _managers_of(optimizer: Optimizer) -> list[CastManager]:
+    return managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 register_optimizer_step_pre_hook(_before_step)

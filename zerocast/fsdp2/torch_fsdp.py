@@ -144,6 +144,11 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
+def is_offloaded(param: Any) -> bool:
+    """True if an FSDPParam keeps its shard on the host."""
+    return bool(param.offload_to_cpu)
+
+
 def has_unreduced_gradient(param: Any) -> bool:
     """True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)

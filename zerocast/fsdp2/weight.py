@@ -17,6 +17,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, layout
 from zerocast.formats.layout import check_shape, matrix_shape
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import GatherLayout, ScaleFill
 from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus, ParamGroup
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
@@ -68,6 +69,7 @@ class FSDPWeight:
         self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
         self._is_written = False
         self._addresses = range(0)  # of the master
+        self.gather_cast: GatherCast | None = None  # of its codes, where they are not kept
         self._outputs: list[tuple[Tensor, ...]] = []  # to send, by direction
         self._headers: list[Tensor] = []  # int32 `[2]` in each side channel
         self._header = -1, DirtyStatus.CLEAN  # the cast that it is of, and its status
@@ -178,7 +180,15 @@ class FSDPWeight:
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
             )
 
-    def locate(self, index: int) -> None:
+    @property
+    def must_keep_codes(self) -> bool:
+        """True where codes are kept from one cast to the next, whatever was asked for: one rank
+        sends all as one output, masters on the host are cast there, and one direction is
+        deprecated.
+        """
+        return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param()) or self.one_direction
+
+    def locate(self, index: int, keep_codes: bool) -> None:
         """Find the rows of this rank where they lie now; `index` is the place among the
         addresses of all masters.
         """
@@ -188,28 +198,26 @@ class FSDPWeight:
         shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
         self.master = self.local.plain
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
-        self.layout = GatherLayout(self.geometry, self.one_direction)
+        self.layout, self.gather_cast = GatherLayout(self.geometry, self.one_direction, keep_codes), None
         self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
         self.freshness.watch([self.master], sharded=False)
         first = self.master.data_ptr()
         self._addresses = range(first, first + self.master.nbytes)
 
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
-        """Make the small weight over `buffer`, `layout.nbytes` zero bytes, and buffers `scales`;
-        what the stages are given.
+        """Make the small weight over `buffer`, `layout.kept_bytes` zero bytes, and buffers
+        `scales`; what the stages are given.
         """
         codes, (side, *_) = self.layout.parts(buffer)
         self._headers = self.layout.headers(buffer)
         self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
-        buffers = {**scales, **self._scalars(side)}
-        buffers["rowwise_data"] = codes[0]
-        own = self.format.columnwise is Columnwise.OWN_GRID
-        if own:
-            buffers["columnwise_data"] = codes[1]
+        elsewhere = [side[:0]]  # no bytes, which stand for codes that are not kept
+        names = "rowwise_data", "columnwise_data"
+        buffers = {**scales, **self._scalars(side), **dict(zip(names, codes or elsewhere, strict=False))}
         geometry = self.geometry
         shape = geometry.cast_rows, geometry.columns
         weight = QuantizedWeight.of_buffers(shape, self.format, geometry.nominal, buffers)
-        data = (codes[0], codes[1]) if own else codes[0]
+        data = (codes[0], codes[1]) if len(codes) > 1 else codes[0] if codes else None
         return MasterShard(weight, self.master.view(-1) if geometry.span.numel else None, geometry.span, data)
 
     def _scalars(self, side: Tensor) -> dict[str, Tensor]:
@@ -284,9 +292,10 @@ class FSDPWeight:
 
     def outputs(self, columnwise: bool) -> tuple[Tensor, ...]:
         """The tensors to send, on the device of the master; `columnwise` chooses where one
-        direction is sent.
+        direction is sent. Codes that are not kept are cast for this gather.
         """
-        return self._outputs[columnwise]
+        kept = self._outputs[columnwise]
+        return kept if self.gather_cast is None else (*self.gather_cast.take(self.name), *kept)
 
     def _write_header(self) -> None:
         """Write the status into the header, if another one lies there since the last cast."""

@@ -5,6 +5,7 @@ A weight has one owner: nobody else, and of several ZeroAdamWs the one that was 
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -91,6 +92,9 @@ def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
 
 def _check_ranges(param_groups: list[dict[str, Any]]) -> None:
     for group in param_groups:
+        for name in ("lr", "eps", "weight_decay"):
+            if not isinstance(group[name], (Real, Tensor)):
+                raise TypeError(f"{name} is a number, got {group[name]!r}")
         ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in ("lr", "eps", "weight_decay")]
         betas = group["betas"]
         ranges += [("betas", betas, len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas))]
@@ -123,6 +127,17 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """The values of a parameter group that ranks compare."""
     return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
+
+
+def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The hyper-parameters of all groups, by their names and, of several groups, their group's
+    number.
+    """
+    return {
+        f"{name} of group {index}" if len(groups) > 1 else name: value
+        for index, group in enumerate(groups)
+        for name, value in hyperparameters(group).items()
+    }
 
 
 def describe(parameter: Tensor) -> str:

@@ -39,6 +39,7 @@ from zerocast.optim.validate import (
     check_owns,
     describe,
     hyperparameters,
+    hyperparameters_by_name,
     take_over,
     trainable,
     validated,
@@ -89,14 +90,14 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._config = config or ZeroConfig()
         self._caller = Caller("ZeroAdamW")
         self._group = Group.of(group).called_by(self._caller)
-        named, settings, company, problem = [], "", False, None
+        named, settings, company, problem = [], {}, False, None
         try:
             super().__init__(trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             named = validated(self.param_groups, stage)
             check_owners(named)
             backends.choose(named[0][1].device, self._config.backend)
             company = has_company(self._group, [parameter for _, parameter, _ in named])
-            settings = f"stage {stage}, {self._config}, {[hyperparameters(group) for group in self.param_groups]}"
+            settings = {"stage": stage, **vars(self._config), **hyperparameters_by_name(self.param_groups)}
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]

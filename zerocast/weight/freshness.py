@@ -88,9 +88,10 @@ class Freshness:
         self._stepped |= self.cast == self._before_step
 
     def _note(self) -> None:
-        self._stepped = False
-        held = [reference() for reference in self._masters]
-        self._versions = [-1 if master is None else master._version for master in held] if _hooks else None
+        self._stepped, self._versions = False, None
+        if _hooks:
+            held = [reference() for reference in self._masters]
+            self._versions = [-1 if master is None else master._version for master in held]
 
 
 _watched: "weakref.WeakSet[Freshness]" = weakref.WeakSet()

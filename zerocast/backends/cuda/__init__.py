@@ -5,6 +5,7 @@ This module converts tensors to addresses and values to plain data, as the table
 describes each stage, csrc/README.md how its work is divided.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,9 +44,11 @@ def _scalars(scalars: Tensor) -> int:
 
 
 def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
+    if not tensors:
+        return 0, "float32"
     dtypes = {tensor.dtype for tensor in tensors}
-    assert len(dtypes) <= 1, f"the tensors of one role have one dtype, got {dtypes}"
-    return addresses(tensors), DTYPES[dtypes.pop()] if dtypes else "float32"
+    assert len(dtypes) == 1, f"the tensors of one role have one dtype, got {dtypes}"
+    return addresses(tensors), DTYPES[tensors[0].dtype]
 
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {
@@ -68,57 +71,51 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _amax_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
-    return {"work": work("amax", fmt, table)}
+Work = dict[str, Callable[[FormatSpec, Tensor], Any]]  # by the name of the extension's argument
 
 
-def _scale_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
-    partial = partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
-    return {"work": work("scales", fmt, table), "partial": partial}
+def _work(kind: str) -> Callable[[FormatSpec, Tensor], Any]:
+    return functools.partial(work, kind)
 
 
-def _cast_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
-    return {"work": work("cast", fmt, table)}
+def _partial(fmt: FormatSpec, table: Tensor) -> int:
+    return partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
 
 
-def _roll_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
-    return {"work": work("weights", fmt, table)}
-
-
-def _transpose_work(fmt: FormatSpec, table: Tensor) -> dict[str, Any]:
-    return {"data_work": work("transpose", fmt, table), "scale_work": work("transpose_scales", fmt, table)}
-
-
-def _stage(name: str, tables: Callable[..., dict[str, Any]] | None = None, **other: Callable[[Any], Any]) -> Any:
+def _stage(name: str, from_table: Work | None = None, **other: Callable[[Any], Any]) -> Callable[..., None]:
     """The extension's stage, wrapped to take tensors instead of addresses.
 
-    `tables` builds the work lists from the format and the table; `other` replaces how a kind of
-    argument is passed.
+    It takes the arguments of its table entry by position. `from_table` makes the extension's
+    arguments that stand in place of the table; `other` replaces how a kind of argument is passed.
     """
-    kinds, arguments_of = {**_PLAIN, **other}, ops.arguments_of(name)
-    names = [argument.name for argument in arguments_of]
-    plain = {argument.name: kinds[argument.kind] for argument in arguments_of if argument.kind != "table"}
-    on = next(argument.name for argument in arguments_of if argument.kind in ("table", "segments", "data", "messages"))
-    entry = getattr(_C.cuda, name)
+    kinds, arguments_of, made = {**_PLAIN, **other}, ops.arguments_of(name), from_table or {}
+    plain = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments_of) if argument.kind != "table"]
+    entry = extension.stage(_C.cuda, name, (*(arguments_of[i].name for i, _ in plain), *made, "stream"))
+    on = next(
+        i for i, argument in enumerate(arguments_of) if argument.kind in ("table", "segments", "data", "messages")
+    )
+    makers = list(made.values())
 
-    def run(*arguments: Any, **given: Any) -> None:
-        given.update(zip(names, arguments, strict=False))
-        called = {argument: plain[argument](value) for argument, value in given.items() if argument in plain}
-        if tables is not None:
-            called |= tables(given["fmt"], given["table"])
-        entry(**called, stream=stream_of(given[on]))
+    def run(*arguments: Any) -> None:
+        values = [convert(arguments[i]) for i, convert in plain]
+        if makers:
+            fmt, table = arguments[0], arguments[on]
+            values += [make(fmt, table) for make in makers]
+        entry(*values, stream_of(arguments[on]))
 
     return run
 
 
-partial_amax = _stage("partial_amax", _amax_work)
-compute_scales = _stage("compute_scales", _scale_work)
-partial_cast = _stage("partial_cast", _cast_work)
-roll_history = _stage("roll_history", _roll_work)
-transpose = _stage("transpose", _transpose_work, bases=one_or_more)
+partial_amax = _stage("partial_amax", {"work": _work("amax")})
+compute_scales = _stage("compute_scales", {"work": _work("scales"), "partial": _partial})
+partial_cast = _stage("partial_cast", {"work": _work("cast")})
+roll_history = _stage("roll_history", {"work": _work("weights")})
+transpose = _stage(
+    "transpose", {"data_work": _work("transpose"), "scale_work": _work("transpose_scales")}, bases=one_or_more
+)
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
 adam_step = _stage("adam_step")
-adam_amax = _stage("adam_amax", _amax_work)
+adam_amax = _stage("adam_amax", {"work": _work("amax")})
 quantize_gradient = _stage("quantize_gradient")
 add_gradients = _stage("add_gradients")

@@ -79,16 +79,16 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
     `kind` is amax, cast, scales, transpose or transpose_scales; "weights" is one thread block a
     weight and needs no list.
     """
-    assert table.dtype == torch.int64 and table.is_contiguous(), table
-    weights = table.shape[0]
     if kind == "weights":
-        return table.data_ptr(), weights, 0, weights
-    items = _items(
-        (kind, str(fmt)),
-        table,
-        lambda host: _C.cuda.ordinals(kind, extension.format_of(fmt), (host.data_ptr(), weights)),
-    )
-    return table.data_ptr(), weights, items.data_ptr(), items.shape[0]
+        return table.data_ptr(), table.shape[0], 0, table.shape[0]
+    made, key = _kept_on(table, "_zerocast_work"), (kind, str(fmt))
+    if key not in made:
+        assert table.dtype == torch.int64 and table.is_contiguous(), table
+        host = table.cpu()
+        ordinals = _C.cuda.ordinals(kind, extension.format_of(fmt), (host.data_ptr(), host.shape[0]))
+        made[key] = _items(ordinals, table.device)
+    items = made[key]
+    return table.data_ptr(), table.shape[0], items.data_ptr(), items.shape[0]
 
 
 def partial_amaxes(table: Tensor) -> Tensor:
@@ -103,23 +103,24 @@ def partial_amaxes(table: Tensor) -> Tensor:
 
 def segment_work(segments: Tensor) -> Work:
     """The work list for segments, int64 rows of (offset, numel, row of scalars)."""
-    size = _C.cuda.SEGMENT_ELEMENTS
-    items = _items(("segments", ""), segments, lambda host: [(0, -(-numel // size)) for numel in host[:, 1].tolist()])
+    made = _kept_on(segments, "_zerocast_work")
+    if () not in made:
+        size = _C.cuda.SEGMENT_ELEMENTS
+        ordinals = [(0, -(-numel // size)) for numel in segments[:, 1].tolist()]
+        made[()] = _items(ordinals, segments.device)
+    items = made[()]
     return segments.data_ptr(), segments.shape[0], items.data_ptr(), items.shape[0]
 
 
-def _items(key: tuple[str, str], table: Tensor, ordinals: Callable[[Tensor], list[tuple[int, int]]]) -> Tensor:
+def _items(ordinals: list[tuple[int, int]], device: torch.device) -> Tensor:
     """int32 `[blocks, 2]`: the table row and the ordinal of each thread block.
 
-    `ordinals` returns (first ordinal, count) for each row of the table in host memory.
+    `ordinals` has (first ordinal, count) for each row of the table.
     """
-    made = _kept_on(table, "_zerocast_work")
-    if key not in made:
-        first, count = torch.tensor(ordinals(table.cpu()), dtype=torch.int64).view(-1, 2).unbind(1)
-        rows = torch.repeat_interleave(torch.arange(len(count)), count)
-        ordinal = torch.arange(len(rows)) + (first - (count.cumsum(0) - count))[rows]
-        made[key] = torch.stack((rows, ordinal), -1).to(torch.int32).to(table.device)
-    return made[key]
+    first, count = torch.tensor(ordinals, dtype=torch.int64).view(-1, 2).unbind(1)
+    rows = torch.repeat_interleave(torch.arange(len(count)), count)
+    ordinal = torch.arange(len(rows)) + (first - (count.cumsum(0) - count))[rows]
+    return torch.stack((rows, ordinal), -1).to(torch.int32).to(device)
 
 
 def _kept_on(tensor: Tensor, name: str) -> dict[Any, Tensor]:

@@ -1,0 +1,72 @@
+"""Codes that are cast at each gather or kept between casts: the same bytes, how often they are cast,
+and what is left of them.
+"""
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.fsdp2 import models, test_bits, test_loops
+from tests.fsdp2.models import FEW, FORMATS, Net
+from tests.workers import Ranks
+from zerocast.backends import ops
+from zerocast.fsdp2.gather_cast import GatherCast
+
+
+@pytest.mark.parametrize(("world", "formats"), [(3, FEW), *(models.slow(world, FORMATS) for world in (2, 3))], ids=str)
+def test_kept_codes_are_the_unsharded_cast(ranks: Ranks, world: int, formats: tuple[str, ...]) -> None:
+    test_bits.check(ranks, world, formats, 64, 96, {"keep_codes": True})
+
+
+def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
+    """Launches that make codes in a step of so many micro-batches, for each of two steps, and the
+    bytes of codes that are left of it.
+    """
+    model: Any = models.sharded(Net(("nvfp4",) * 3, 64, 96), keep_codes=keep_codes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for step in range(3):
+        with mock.patch.object(ops, "partial_cast", wraps=ops.partial_cast) as made:
+            for index in range(micro_batches):
+                model(models.batch(10 * step + index, 64).requires_grad_()).float().square().mean().backward()
+        counts.append(made.call_count)
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    held = [one for one in gc.get_objects() if isinstance(one, GatherCast)]
+    left = {codes.untyped_storage() for one in held for parts in one._cast.values() for codes in parts}
+    return counts[1:], sum(storage.nbytes() for storage in left)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_cast_of_codes_for_each_gather(ranks: Ranks, micro_batches: int) -> None:
+    """Three blocks, gathered for the forward pass and for the backward pass; one launch for the
+    two weights of each.
+    """
+    for counts, left in ranks(2)(casts, False, micro_batches):
+        assert counts == [3 * 2 * micro_batches] * 2
+        assert left == 0
+    for counts, _ in ranks(2)(casts, True, micro_batches):
+        assert counts == [1, 1]
+
+
+def kept_after_steps_within() -> tuple[list[bool], list[str]]:
+    """Whether codes are kept before steps within a backward pass and after the next cast, and
+    complaints.
+    """
+    model: Any = models.sharded(test_loops.Rooted())
+    test_loops.loss(model, 0).backward()
+    kept = [models.manager(model).keep_codes]
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    test_loops.loss(model, 1).backward()
+    found = models.complaints(model, "stepped within")
+    return [*kept, models.manager(model).keep_codes], found
+
+
+def test_steps_within_a_backward_pass_keep_codes(ranks: Ranks) -> None:
+    assert ranks(2)(kept_after_steps_within) == [([False, True], [])] * 2
