@@ -2,48 +2,25 @@
 // reduced amaxes.
 //
 // A thread fills four neighbouring entries in all the rows that repeat them. Two-level scales need
-// the tensor amax first: one launch stores partial maxima of each weight, and every warp of the
-// next launch reduces them itself.
+// the tensor amax first.
 #include "cuda/dispatch.cuh"
 #include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
+#include "cuda/tensor_amax.cuh"
 
 namespace zerocast::cuda {
 namespace {
 
 struct ScaleOutputs {
   BaseList row_scales, column_scales, amaxes, scales;
-  float* partial;
+  const float* partial;
 };
-
-__device__ int64_t row_amaxes(const Format& format, const Weight& w) {
-  const GridShape grid = grid_shape(format.block, w.rows(), w.columns());
-  return grid.down * grid.across;
-}
-
-__global__ void partial_maxima_kernel(Format format, const int64_t* table, Amaxes packed, float* partial) {
-  const Weight w{table + static_cast<int64_t>(blockIdx.x) / kPartialAmaxes * column::WIDTH};
-  const int64_t count = row_amaxes(format, w), first = w[column::ROW_AMAX];
-  const int64_t step = static_cast<int64_t>(kPartialAmaxes) * blockDim.x;
-  float most = 0.0f;
-#pragma unroll 4
-  for (int64_t i = blockIdx.x % kPartialAmaxes * blockDim.x + threadIdx.x; i < count; i += step) {
-    most = fmaxf(most, packed.load(first + i));
-  }
-  __shared__ float of_warp[kWarpLanes];
-  most = greatest<kWarpLanes>(most);
-  if (threadIdx.x % kWarpLanes == 0) of_warp[threadIdx.x / kWarpLanes] = most;
-  __syncthreads();
-  if (threadIdx.x >= kWarpLanes) return;
-  most = greatest<kWarpLanes>(threadIdx.x < blockDim.x / kWarpLanes ? of_warp[threadIdx.x] : 0.0f);
-  if (threadIdx.x == 0) partial[blockIdx.x] = most;
-}
 
 // The tensor amax; all lanes of a warp call it together.
 __device__ float tensor_amax(const Format& format, const Weight& w, int64_t index, const Amaxes& packed,
                              const ScaleOutputs& out) {
   if (format.scale_rule == ScaleRule::kTwoLevel) {
-    return greatest<kPartialAmaxes>(out.partial[index * kPartialAmaxes + threadIdx.x % kPartialAmaxes]);
+    return tensor_amax_of(out.partial, index);
   }
   return format.has_tensor_amax() ? packed.load(w[column::ROW_AMAX]) : 0.0f;
 }
@@ -53,10 +30,13 @@ template <ScaleRule kRule>
 struct StoredScale {
   const Format& format;
   TwoLevel two_level;
+  FourOverSixScale chosen;
 
   __device__ uint32_t of(float amax) const {
     if constexpr (kRule == ScaleRule::kE8M0) return format.power_of_two_scale().code(amax);
-    if constexpr (kRule == ScaleRule::kTwoLevel) return two_level.stored(amax);
+    if constexpr (kRule == ScaleRule::kTwoLevel) {
+      return format.four_over_six == FourOverSix::kNone ? two_level.stored(amax) : chosen.stored(amax);
+    }
     return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
   }
 };
@@ -154,7 +134,7 @@ __global__ void __launch_bounds__(kScaleThreads)
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
   const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
-  const StoredScale<kRule> scale{format, TwoLevel(amax)};
+  const StoredScale<kRule> scale{format, TwoLevel(amax), FourOverSixScale(amax, format.top())};
   const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     if (thread == 0) {
@@ -176,11 +156,8 @@ __global__ void __launch_bounds__(kScaleThreads)
 void compute_scales(const Format& format, Array packed, const Work& work, DeviceBases row_scales, DeviceBases column_scales,
                     DeviceBases amaxes, DeviceBases scales, uintptr_t partial, Flag skip, Stream stream) {
   const ScaleOutputs out{bases_of(row_scales), bases_of(column_scales), bases_of(amaxes), bases_of(scales),
-                         reinterpret_cast<float*>(partial)};
-  if (format.scale_rule == ScaleRule::kTwoLevel) {
-    launch(partial_maxima_kernel, work.weights * kPartialAmaxes, kScaleThreads, stream, format, table_of(work),
-           amaxes_of(packed), out.partial);
-  }
+                         reinterpret_cast<const float*>(partial)};
+  if (format.scale_rule == ScaleRule::kTwoLevel) launch_partial_maxima(format, packed, work, partial, stream);
   for_grid(format, [&](auto grid) {
     constexpr Grid kGrid = decltype(grid)::value;
     if (format.scale_rule != rule_of(kGrid)) {

@@ -104,7 +104,9 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
   const float block = in.packed.load(amax);
   if (f.scale_rule == ScaleRule::kE8M0) return PowerOfTwoScale::multiplier(f.power_of_two_scale().code(block));
   if (f.scale_rule == ScaleRule::kTwoLevel) {
-    return TwoLevel(scalar(in.amaxes, w, column::AMAX_BASE, column::AMAX_OFFSET)).encode_multiplier(block);
+    const float tensor = scalar(in.amaxes, w, column::AMAX_BASE, column::AMAX_OFFSET);
+    if (f.four_over_six != FourOverSix::kNone) return FourOverSixScale(tensor, f.top()).encode_multiplier(block);
+    return TwoLevel(tensor).encode_multiplier(block);
   }
   return fp32_scale(block, f.fp8_max(), f.amax_epsilon, f.power_of_2_scale);
 }

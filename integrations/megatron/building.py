@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.formats import Columnwise
 from zerocast.integrations.host_adapter import Patch, Patches
 
 from . import host, layout, unattached, validate
@@ -122,7 +121,11 @@ def _also(theirs: Any, ours: type) -> tuple[type, ...]:
 def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     """Move a weight's bytes to a view of the buffer, and show the optimizer its initial value."""
     fmt = weight.format
-    if fmt.columnwise is Columnwise.OWN_GRID:
+    if fmt.backward:
+        raise ValueError(
+            f"{weight!r}: a byte buffer of Megatron holds one format, and {fmt} has two: take one of them here"
+        )
+    if fmt.casts_columnwise:
         raise two_directions(f"{weight!r}: {fmt}")
     if storage.numel() != weight.rowwise_data.numel():
         raise RuntimeError(

@@ -215,7 +215,7 @@ MUTANTS = [
     _mutant(
         "spans that end inside a byte are exchanged",
         OWNERSHIP,
-        "index in doubtful or span.start % item.elements_per_byte or span.stop % item.elements_per_byte",
+        "index in doubtful or span.start % item.unit or span.stop % item.unit",
         "index in doubtful",
         PLANS,
     ),

@@ -21,7 +21,7 @@ from zerocast.cast.switch import SwitchPart
 from zerocast.cast.switched_bytes import SwitchedBytes
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Caller, Group, GroupLike
-from zerocast.formats import Columnwise, FormatSpec
+from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
@@ -141,7 +141,7 @@ class CastPlan:
     @property
     def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._tables, *self._boundary]
+        return [*self._tables, *self._boundary, *self._cut_blocks]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
@@ -168,7 +168,8 @@ class CastPlan:
         it. Who calls this calls `done` after it.
         """
         tables, boundary = self._tables, self._boundary
-        cast(tables, self.packed, self.delayed, boundary=boundary, skip=skip, update=update, repeat=repeat)
+        more = {"boundary": boundary, "cut_blocks": self._cut_blocks}
+        cast(tables, self.packed, self.delayed, **more, skip=skip, update=update, repeat=repeat)
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -291,8 +292,8 @@ class CastPlan:
         self.cast(repeat=True)
         for index in indices:
             buffers = self.weights[index].state.buffers
-            own_grid = self.weights[index].format.columnwise is Columnwise.OWN_GRID
-            for name in ("rowwise_data", "columnwise_data")[: 2 if own_grid else 1]:
+            both = self.weights[index].format.casts_columnwise
+            for name in ("rowwise_data", "columnwise_data")[: 2 if both else 1]:
                 codes = buffers[name]
                 assert codes is not None, name
                 # a rank has zeros where others cast, so the largest byte is the one that was cast
@@ -398,16 +399,19 @@ class CastPlan:
             if index not in self.packed.offsets:
                 continue  # others compute its scales
             master = torch.float32 if shard.master is None else shard.master.dtype
-            table = tables.of(shard.weight, master)
-            table.add_shard(shard, self.packed.offsets[index], self._param_groups[index])
+            for half, table in enumerate(tables.of_halves(shard.weight, master)):
+                table.add_shard(shard, self.packed.offsets[index][half:], self._param_groups[index])
         boundary = WeightTables(device, self.backend)
         for index, element, slot in self.packed.boundary_elements:
             shard = self._partition.shards[index]
-            table = boundary.of(shard.weight)
-            row = table.add(shard.weight, self.packed.offsets[index])
-            table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
+            for half, table in enumerate(boundary.of_halves(shard.weight)):
+                if table.key.fmt.elements_per_byte > 1:
+                    row = table.add(shard.weight, self.packed.offsets[index][half:])
+                    table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
         self._tables: list[WeightTable] = tables.freeze()
         self._boundary: list[WeightTable] = boundary.freeze()
+        shards = dict(enumerate(self._partition.shards))
+        self._cut_blocks = self.packed.cut_blocks.tables(shards, self.packed.offsets, device, self.backend)
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

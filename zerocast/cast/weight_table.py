@@ -3,7 +3,7 @@
 A stage is given the storages that hold the weights, and a descriptor table of offsets into them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class TableKey:
     nominal: torch.dtype
     master: torch.dtype = torch.float32
     external_scaling_state: bool = False
+    is_backward: bool = False  # `fmt` is that of the columnwise buffers, of a format of two
 
 
 @dataclass
@@ -72,16 +73,16 @@ class WeightTable:
         self.buffers |= {name: StorageTable(scale) for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
         self.buffers |= {name: StorageTable(torch.uint8) for name in ("rowwise_data", "columnwise_data")}
 
-    def add(self, weight: QuantizedWeight, place: tuple[int, int] = (0, 0), group: int = 0) -> list[int]:
+    def add(self, weight: QuantizedWeight, place: Sequence[int] = (0, 0), group: int = 0) -> list[int]:
         """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
         row = self._row(weight.matrix_shape, place, group)
         for name, (base, offset) in _BUFFER_COLUMNS.items():
-            tensor = weight.state.buffers[name]
+            tensor = weight.state.half(self.key.is_backward).get(name)
             if tensor is not None:
                 row[base], row[offset] = self.buffers[name].add(tensor)
         return row
 
-    def add_master(self, master: Tensor, shape: Block, span: Span, place: tuple[int, int], group: int) -> None:
+    def add_master(self, master: Tensor, shape: Block, span: Span, place: Sequence[int], group: int) -> None:
         """Append a flat master of the elements `span` of a matrix `shape`, with a base of its
         own, for `adam_each`.
         """
@@ -89,16 +90,16 @@ class WeightTable:
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
 
-    def _row(self, shape: Block, place: tuple[int, int], group: int) -> list[int]:
+    def _row(self, shape: Block, place: Sequence[int], group: int) -> list[int]:
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = shape
         row[Column.START] = row[Column.NUMEL] = 0
-        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place
+        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place[0], place[-1]
         self._rows.append(row)
         self._groups.append(group)
         return row
 
-    def add_shard(self, shard: MasterShard, place: tuple[int, int], group: int = 0) -> None:
+    def add_shard(self, shard: MasterShard, place: Sequence[int], group: int = 0) -> None:
         """Append a weight with what this rank owns of it, and its parameter group."""
         row = self.add(shard.weight, place, group)
         if shard.master is not None:
@@ -149,6 +150,7 @@ class WeightTable:
         self._addresses = [tensor.data_ptr() for tensor in self._first]
         self._partial_amax = self._bind(ops.partial_amax)
         self._adam_amax = self._bind(ops.adam_amax)
+        self._choose_scales = self._bind(ops.choose_scales)
         self._compute_scales = self._bind(ops.compute_scales)
         self._partial_cast = self._bind(ops.partial_cast)
         self._roll_history = self._bind(ops.roll_history)
@@ -240,6 +242,11 @@ class WeightTable:
             skip=skip,
         )
 
+    def choose_scales(self, packed: Tensor) -> None:
+        """The choices of the blocks that this rank owns every element of, from reduced amaxes."""
+        if self.key.fmt.chooses_scales and self.masters.tensors:
+            self._choose_scales(packed=packed)
+
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Scale buffers and tensor amaxes, the same on every rank."""
         if self.key.fmt.scale_rule is not ScaleRule.NONE:
@@ -268,9 +275,18 @@ class WeightTables(dict[TableKey, WeightTable]):
         self._device, self._backend = device, backend
 
     def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> WeightTable:
-        """The table of a weight with masters of this dtype."""
-        external = weight.state.external_scaling_state
-        key = TableKey(self._backend, weight.format, weight.dtype, master, external)
+        """The table of a weight with masters of this dtype; of a format of two, that of its
+        rowwise codes.
+        """
+        return self._of_half(weight, master, 0)
+
+    def of_halves(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> list[WeightTable]:
+        """The tables of each format of a weight."""
+        return [self._of_half(weight, master, index) for index in range(len(weight.format.halves))]
+
+    def _of_half(self, weight: QuantizedWeight, master: torch.dtype, index: int) -> WeightTable:
+        external, fmt = weight.state.external_scaling_state, weight.format.halves[index]
+        key = TableKey(self._backend, fmt, weight.dtype, master, external, index > 0)
         if key not in self:
             self[key] = WeightTable(key, self._device)
         return self[key]

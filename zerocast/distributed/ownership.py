@@ -5,8 +5,8 @@ adds up, for every weight, the number of its elements and `h(stop) - h(start)`, 
 a position, and one all-reduce sums these over the ranks. In the sum of spans that lie end to end
 every position but the outer two cancels. So a weight whose sums are those of one span over all of
 it is owned once, element for element. Spans themselves are exchanged where they are needed: of
-weights whose sums are others, since these have a gap or an overlap, and of spans whose ends share
-a byte with a neighbour.
+weights whose sums are others, since these have a gap or an overlap, and of spans whose ends lie
+inside a unit of the weight: a byte of two codes, or elements that are exchanged together.
 """
 
 import functools
@@ -36,17 +36,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """A weight of `numel` elements, and what it is called in errors."""
+    """A weight of `numel` elements, and what it is called in errors. Ranks need to know who owns
+    the parts of a `unit` of so many elements that a boundary cuts.
+    """
 
     numel: int
-    elements_per_byte: int
+    unit: int
     name: str
 
 
 @dataclass(frozen=True)
 class Ownership:
     """`owned[i]` elements of item i have an owner; `pieces[i]` are the spans of it that ranks
-    exchanged, in order: all spans of an item with gaps, and spans that begin or end inside a byte.
+    exchanged, in order: all spans of an item with gaps, and spans that begin or end inside a unit.
     """
 
     items: Sequence[Item]
@@ -80,8 +82,7 @@ def exchange_spans(group: Group, items: Sequence[Item], spans: Sequence[Span]) -
     mine = [
         [index, span.start, span.stop]
         for index, (item, span) in enumerate(zip(items, spans, strict=True))
-        if span.numel
-        and (index in doubtful or span.start % item.elements_per_byte or span.stop % item.elements_per_byte)
+        if span.numel and (index in doubtful or span.start % item.unit or span.stop % item.unit)
     ]
     pieces = _gather_pieces(group, mine)
     for index in doubtful:

@@ -23,16 +23,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from zerocast.cast.cut_blocks import cut_rows_of
 from zerocast.cast.flat_buffer import ALIGNMENT
 from zerocast.cast.packed_amax import cut_rows
 from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import ROOT
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, round_up
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, exchange_unit, round_up
 from zerocast.fsdp2.gather_layout import GatherLayout
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.optim import ZeroConfig
-from zerocast.optim.bucket import Bucket, FlatBuffer, fill_buckets, flat_numel
+from zerocast.optim.bucket import Bucket, FlatBuffer, Slot, fill_buckets, flat_numel
 from zerocast.weight import QuantizedWeight
 
 FP32, FP64 = torch.float32.itemsize, torch.float64.itemsize
@@ -60,7 +61,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
         "gradients": shard * FP32 + kept,
         "buckets": _in_flight(tensors, buckets, ranks, stage, config),
     }
-    others = ranks - 1
+    others, choices = ranks - 1, _choices(_quantized(tensor for _, tensor, _ in tensors))
     gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
     part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
@@ -68,6 +69,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
         _of_gradients(gradients, ranks, config),
         _all_reduce("the norm", 1, FP64, ranks),
         _all_reduce("amaxes", 1, reduced, ranks),
+        *([_all_reduce("choices of scales", 1, choices, ranks)] if choices else []),
         Collective("all-gather", "weights", gathers, part * others, ranks),
     ]
 
@@ -219,8 +221,16 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     total = 0
     for geometry in (_geometry(weight, shards) for weight in weights):
         cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
+        fmt = geometry.format
+        if fmt.chooses_scales and fmt.block:
+            cut += len(geometry.shards.cut(fmt.block[0])) * exchange_unit(fmt, geometry.columns)
         total += 2 * (cut + geometry.has_tensor_amax)
     return total
+
+
+def _choices(weights: Sequence[QuantizedWeight]) -> int:
+    """The bf16 bytes of the amaxes that are reduced again with the choices of their blocks."""
+    return 2 * sum(sum(amax_counts(w.format, *w.matrix_shape)) for w in weights if w.format.chooses_scales)
 
 
 def _quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
@@ -241,17 +251,19 @@ def _scales(weight: QuantizedWeight) -> int:
 @functools.lru_cache(maxsize=1024)
 def _copied(weight: QuantizedWeight) -> int:
     """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
-    if weight.format.columnwise is not Columnwise.TRANSPOSE:
+    fmt = weight.format.halves[-1]
+    if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
-    found = buffers(weight.format, weight.matrix_shape, weight.dtype)
-    names = ["columnwise_data", "columnwise_scale_inv"] if weight.format.block else ["columnwise_data"]
+    found = buffers(fmt, weight.matrix_shape, weight.dtype)
+    names = ["columnwise_data", "columnwise_scale_inv"] if fmt.block else ["columnwise_data"]
     return sum(_in_flat_buffer(found[name]) for name in names)
 
 
 def all_amaxes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
-    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in _quantized(tensors))
-    return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
+    weights = _quantized(tensors)
+    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
+    return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0)) + (_choices(weights) if ranks > 1 else 0)
 
 
 def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
@@ -264,11 +276,20 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
             matrix, cuts = slot.matrix_shape, bucket.cuts(slot)
             amaxes = sum(amax_counts(slot.format, *matrix))
             if cuts is None:
-                reduced += amaxes
+                reduced += amaxes + _cut_elements(bucket, slot)
             else:
                 reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
                 own += -(-amaxes // ranks)
     return 2 * (reduced + (2 if reduced + own and ranks > 1 else 0)), 2 * own
+
+
+def _cut_elements(bucket: Bucket, slot: Slot) -> int:
+    """The elements of rows of blocks that shards cut, where blocks choose their scales by them."""
+    if not slot.format.chooses_scales:
+        return 0
+    first = -(-slot.offset // bucket.shard_numel) * bucket.shard_numel - slot.offset
+    unit = exchange_unit(slot.format, slot.matrix_shape[1])
+    return sum(row.span.numel for row in cut_rows_of("", unit, range(first, slot.numel, bucket.shard_numel), 0))
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:

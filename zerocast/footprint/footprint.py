@@ -89,9 +89,12 @@ class Footprint:
 def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footprint:
     """The footprint of `parameters` with linear weights stored in `fmt`; "bf16" quantizes nothing.
 
-    Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
+    Nominal and plain dtypes are bf16. Raises ValueError for an unknown format, and for
+    one that a way to shard does not have.
     """
     spec = get_format("identity" if fmt == "bf16" else fmt)
+    if spec.backward and setup.parallel not in ZERO:
+        raise ValueError(f"FSDP2's gathers hold one format, and {spec} has two: plan it for zero1 or zero2")
     alike: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}  # experts are many and have few shapes
     for parameter in parameters:
         if (parameter.shape, parameter.linear) not in alike:

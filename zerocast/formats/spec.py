@@ -35,6 +35,7 @@ class Columnwise(enum.IntEnum):
     TRANSPOSE = 1  # the same codes and scales, transposed after the all-gather
     OWN_GRID = 2  # its own blocks and codes, cast from the master; not transposed
     SHARED = 3  # the rowwise codes; the scales of the same blocks in a columnwise buffer
+    OWN_FORMAT = 4  # rowwise codes of another format, cast from the master
 
 
 class AmaxPolicy(enum.IntEnum):
@@ -56,6 +57,12 @@ class FormatSpec:
         scale_group: (rows, columns) of the blocks none of whose E8M0 scales is below
             2**-SCALE_SPREAD of the largest; None where scales are independent.
         scale_rounding: "up" or "floor", of the exponent of E8M0 scales.
+        scale_max: the largest E4M3 scale of a two-level format that its tensor amax is given.
+        four_over_six: "none", or the error by which each block of a two-level format chooses
+            whether its amax becomes the code 6 or 4: "mae" or "mse".
+        pair: the formats of the forward and of the backward pass, where these are two. Columnwise
+            buffers hold the second one's rowwise codes and scales; all other attributes are then
+            those of the first.
         multiple: (rows, columns) of a weight must be divisible by it.
         key: the text that builds this format, as `str()` returns it.
     """
@@ -69,12 +76,15 @@ class FormatSpec:
     columnwise_block: Block | None = None
     scale_group: Block | None = None
     scale_rounding: str = "up"
+    scale_max: int = 448
+    four_over_six: str = "none"
     multiple: Block = (1, 1)
     power_of_2_scale: bool = False
     amax_epsilon: float = 0.0
     margin: int = 0
     amax_history_len: int = 0
     amax_compute_algo: str = "max"
+    pair: "tuple[FormatSpec, FormatSpec] | None" = None
     key: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -98,6 +108,26 @@ class FormatSpec:
         ones.
         """
         return self.scale_group or self.block
+
+    @property
+    def halves(self) -> "tuple[FormatSpec, ...]":
+        """The formats that are cast: the one of both directions, or that of each."""
+        return self.pair or (self,)
+
+    @property
+    def backward(self) -> "FormatSpec | None":
+        """The second format of two."""
+        return self.pair[1] if self.pair else None
+
+    @property
+    def casts_columnwise(self) -> bool:
+        """Whether columnwise codes are cast from the master too, and gathered."""
+        return self.columnwise in (Columnwise.OWN_GRID, Columnwise.OWN_FORMAT)
+
+    @property
+    def chooses_scales(self) -> bool:
+        """Whether stage `choose_scales` looks at the elements of a block for its scale."""
+        return self.four_over_six != "none"
 
     @property
     def is_exact_in_fp8(self) -> bool:
@@ -126,9 +156,8 @@ class FormatSpec:
     @property
     def has_tensor_amax(self) -> bool:
         """True if `QuantizedWeight.amax` exists, which per-tensor and two-level scales need."""
-        return self.scale_rule is ScaleRule.TWO_LEVEL or (
-            self.amax_policy is not AmaxPolicy.NONE and self.block is None
-        )
+        own = self.scale_rule is ScaleRule.TWO_LEVEL or (self.amax_policy is not AmaxPolicy.NONE and self.block is None)
+        return own or (self.backward is not None and self.backward.has_tensor_amax)
 
 
 def option_key(build: Callable[..., FormatSpec], name: str, options: dict[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
 block rows that a boundary between shards cuts concern other ranks: they are packed, reduced, and
-put back. If there are none, nothing is sent. The steps of a cast are those of every host
+put back. If there are none, nothing is sent. Where blocks choose between two scales by their
+elements, those of such block rows travel too. The steps of a cast are those of every host
 (`zerocast.cast.pipeline`).
 
 The layers of a model repeat their shapes. Where those are sharded alike, the bytes to send lie at
@@ -11,19 +12,21 @@ of all of them from one to the other.
 """
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.cut_blocks import CutBlocks, CutRow
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import AmaxReduction, cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
+from zerocast.formats.layout import Span
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.weight import FSDPWeight
 
@@ -57,6 +60,7 @@ class BoundaryAmaxes(AmaxReduction):
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
         self._reduction, self.measured = reduction, frozenset[str]()
         self.offsets: dict[str, tuple[int, int]] = {}
+        self.shards: Mapping[str, MasterShard] = {}  # once they are bound
         size = 0
         # one behind another
         for weight in sorted(weights, key=lambda weight: not weight.geometry.has_ghost):
@@ -73,7 +77,9 @@ class BoundaryAmaxes(AmaxReduction):
         """Which amax goes where among the reduced ones."""
         here, there, size = [], [], 0  # amaxes that are reduced as they are
         segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
+        rows: list[CutRow] = []
         for weight in weights:
+            rows += self._cut_rows(weight, sum(row.span.numel for row in rows))
             geometry = weight.geometry
             first, count = self.offsets[weight.name][0], geometry.amax_counts[0]
             if geometry.has_ghost:
@@ -98,7 +104,24 @@ class BoundaryAmaxes(AmaxReduction):
         self._in_segments = segments[-1]  # amaxes
         self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
         self._ghosts, self._maxima = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ghosts, maxima))
-        self._reduced = torch.zeros(size, dtype=self.buffer.dtype, device=device)
+        exchanged = sum(row.span.numel for row in rows)
+        self._reduced = torch.zeros(size + exchanged, dtype=self.buffer.dtype, device=device)
+        self.cut_blocks = CutBlocks(rows, self._reduced[size:])
+
+    def _cut_rows(self, weight: FSDPWeight, offset: int) -> list[CutRow]:
+        """The cut rows of blocks of which elements are exchanged, those of this rank's slice with
+        elements of its small weight.
+        """
+        geometry = weight.geometry
+        if not (geometry.format.chooses_scales and geometry.format.block):
+            return []
+        height = geometry.format.block[0]
+        unit, cut = height * geometry.columns, geometry.shards.cut(height)
+        rows = [row - geometry.first_row // height for row in cut]
+        own, size = self._reduction.tp_rank, self._reduction.tp_size
+        keys = [weight.name if index == own else "" for index in range(size) for _ in rows]
+        spans = [Span(row * unit, (row + 1) * unit) for row in rows] * size
+        return [CutRow(key, span, offset + i * unit) for i, (key, span) in enumerate(zip(keys, spans, strict=True))]
 
     def begin_step(self, names: frozenset[str]) -> Tensor:
         """The buffer, for a step that leaves the amaxes of these weights there; `offsets` says
@@ -123,6 +146,7 @@ class BoundaryAmaxes(AmaxReduction):
         if not self._reduced.numel():
             return
         self._reduced.zero_()
+        self.cut_blocks.put(self.shards)
         self._reduced[self._there] = self.buffer[self._here]
         if self._ghosts.numel():
             amaxes = self.buffer[: self._in_segments]
@@ -134,6 +158,10 @@ class BoundaryAmaxes(AmaxReduction):
         self.buffer[self._here] = self._reduced[self._there]
         if self._ghosts.numel():
             self.buffer[self._ghosts] = self._reduced[self._maxima]
+        self.cut_blocks.received()
+
+    def share_choices(self) -> None:
+        """A rank has elements of every block whose scale it computes, and has chosen for it."""
 
 
 class CastGroup:
@@ -149,6 +177,7 @@ class CastGroup:
         self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
         self.delayed.load_state_dict(_seeded_state(weights))
         self.shards: dict[str, MasterShard] = {}
+        self.amaxes.shards = self.shards
         # int32 `[weights, 2]` of weights of one geometry
         self._headers: list[tuple[int, Tensor]] = []
         self._generation = torch.zeros((), dtype=torch.int32, device=self._device)  # of the headers
@@ -164,6 +193,7 @@ class CastGroup:
             self._stack(members, part.view(len(members), -1))
         self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
         self._tables = self._tables_of(self.shards)
+        self._cut_blocks = self.amaxes.cut_blocks.tables(self.shards, self.amaxes.offsets, self._device, self._backend)
         self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
         for weight in weights:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
@@ -214,7 +244,16 @@ class CastGroup:
         codes = self._tables if self._keep_codes else ()
         try:
             self._allocate_scales()
-            cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, codes=codes, repeat=repeat)
+            cut = self._cut_blocks
+            cast(
+                self._tables,
+                self.amaxes,
+                self.delayed,
+                unmeasured=unmeasured,
+                codes=codes,
+                cut_blocks=cut,
+                repeat=repeat,
+            )
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:

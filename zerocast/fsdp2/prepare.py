@@ -214,6 +214,8 @@ def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> N
         raise ValueError(f"{name} is prepared already")
     if any(isinstance(m, FSDPModule) and any(p is parameter for p in m.parameters()) for m in model.modules()):
         raise ValueError(f"{name} is sharded already: call zerocast.fsdp2.prepare before fully_shard")
+    if fmt.backward:
+        raise ValueError(f"{name}: FSDP2's gathers hold one format, and {fmt} has two: train it by zerocast.ZeroAdamW")
     if parameter.dtype != torch.float32:
         raise TypeError(
             f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and give fully_shard a "

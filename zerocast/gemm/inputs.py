@@ -26,7 +26,14 @@ from torch import Tensor
 
 from zerocast.backends import ops
 from zerocast.backends.reference.codec import encode, pack
-from zerocast.backends.reference.scales import ONE_2688TH, block_amax, encode_scales, expand, fill_scales, stored_scales
+from zerocast.backends.reference.scales import (
+    ONE_OVER_TOP,
+    block_amax,
+    encode_scales,
+    expand,
+    fill_scales,
+    stored_scales,
+)
 from zerocast.formats import Block, Element, FormatSpec, get_format
 from zerocast.formats.element import FP8
 from zerocast.formats.layout import rowwise_scale_inv
@@ -176,14 +183,14 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     without Hadamard transform.
     """
     codes, scales, amax = _quantize(get_format("nvfp4"), (1, 16), x)
-    return pack(codes), scales, decode_factor(amax.masked_fill(~x.isfinite().all(), torch.nan))
+    return pack(codes), scales, decode_factor(get_format("nvfp4"), amax.masked_fill(~x.isfinite().all(), torch.nan))
 
 
-def decode_factor(amax: Tensor) -> Tensor:
+def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
     """What a product of NVFP4 codes and E4M3 scales is multiplied by: f32[1], from the tensor
     amax.
     """
-    return amax.view(1) * ONE_2688TH
+    return amax.view(1) * ONE_OVER_TOP[fmt.scale_max]
 
 
 def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,5 +64,8 @@ def multiply(
     data, _ = weight.direction(columnwise)
     a, b = codes.view(torch.float4_e2m1fn_x2), data.view(torch.float4_e2m1fn_x2).t()
     a_scale = [scales.view(torch.float8_e4m3fn), factor]
-    b_scale = [of_weight(weight, columnwise).view(torch.float8_e4m3fn), inputs.decode_factor(weight.amax)]
+    b_scale = [
+        of_weight(weight, columnwise).view(torch.float8_e4m3fn),
+        inputs.decode_factor(weight.format, weight.amax),
+    ]
     return torch_api.scaled_mm(a, a_scale, b, b_scale, SCALING, SCALING, bias, dtype, SWIZZLE)

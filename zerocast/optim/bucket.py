@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerocast.formats import Block, Columnwise, FormatSpec, get_format
+from zerocast.formats import Block, FormatSpec, get_format
 from zerocast.formats.layout import Shape, Span, buffers, elements_per_scale, matrix_shape, round_up
 from zerocast.weight import QuantizedWeight
 
@@ -37,15 +37,17 @@ class Storage:
 
     dtype: torch.dtype  # of the flat buffer
     elements_per_byte: int
-    both_directions: bool  # columnwise bytes are gathered too
+    columnwise_elements: int  # of a byte, where columnwise codes are gathered too; else 0
     grad_dtype: torch.dtype
     scales: tuple[FlatBuffer, ...] = ()  # gathered too; else every rank computes all scales
 
     @property
     def codes(self) -> tuple[FlatBuffer, ...]:
         """The flat buffers of codes, one for each direction that is gathered."""
-        names = ("rowwise_data", "columnwise_data")[: 2 if self.both_directions else 1]
-        return tuple(FlatBuffer(name, self.dtype, self.elements_per_byte) for name in names)
+        rowwise = FlatBuffer("rowwise_data", self.dtype, self.elements_per_byte)
+        if not self.columnwise_elements:
+            return (rowwise,)
+        return rowwise, FlatBuffer("columnwise_data", self.dtype, self.columnwise_elements)
 
     @property
     def gathered(self) -> tuple[FlatBuffer, ...]:
@@ -142,7 +144,7 @@ def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
     """The storage class of a parameter."""
     grad_dtype = grad_dtype or parameter.dtype
     if not isinstance(parameter, QuantizedWeight):
-        return Storage(parameter.dtype, 1, False, grad_dtype)
+        return Storage(parameter.dtype, 1, 0, grad_dtype)
     return _storage_of(
         parameter.format, parameter.matrix_shape, parameter.dtype, parameter.rowwise_data.dtype, grad_dtype
     )
@@ -157,8 +159,8 @@ def _storage_of(
         buffer = buffers(fmt, matrix, nominal)[name]
         if buffer is not None and ALIGNMENT % elements == 0:
             scales.append(FlatBuffer(name, buffer.dtype, elements))
-    both = fmt.columnwise is Columnwise.OWN_GRID
-    return Storage(code, fmt.elements_per_byte, both, grad_dtype, tuple(scales))
+    columnwise = fmt.halves[-1].elements_per_byte if fmt.casts_columnwise else 0
+    return Storage(code, fmt.elements_per_byte, columnwise, grad_dtype, tuple(scales))
 
 
 def fill_buckets(

@@ -34,30 +34,32 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, weight_gradients: str
     ) -> Tensor:
         way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
-        operands, kept = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
+        read = weight.of_direction(columnwise=False)
+        operands, kept = gemm.of_input(path, x, read.format, way) if x.numel() else ((), (x,))
         ctx.quantized = way != "nominal"
         ctx.save_for_backward(*kept, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
-        return _multiplied(path, operands, x, weight, False, transposed, bias)
+        ctx.backward_path = _backward_path(path, weight, x.dtype, transposed)
+        return _multiplied(path, operands, x, read, False, transposed, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *kept, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        path, rows = gemm.PATHS[ctx.path], grad.reshape(-1, grad.shape[-1])
+        rows, read = grad.reshape(-1, grad.shape[-1]), weight.of_direction(columnwise=True)
         gemm.forget()
         operands: tuple[Tensor, ...] = ()
         grad_x = grad_weight = None
         with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
             if ctx.quantized:
                 operands, left = gemm.GRADIENTS[ctx.path].quantize_both_ways(
-                    grad, weight.format, gradient=True, is_square=False
+                    grad, weight.of_direction(columnwise=False).format, gradient=True, is_square=False
                 )
-            elif needs_x and grad.numel():
-                operands = path.quantize(grad, weight.format, gradient=True)
+            if needs_x and grad.numel() and (read is not weight or not ctx.quantized):
+                operands = gemm.PATHS[ctx.backward_path].quantize(grad, read.format, gradient=True)
             if needs_x:
-                grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
+                grad_x = _multiplied(ctx.backward_path, operands, grad, read, True, ctx.transposed, None)
             if ctx.quantized:
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
             elif needs_weight:
@@ -69,14 +71,24 @@ class _Product(torch.autograd.Function):
 
 def multiply(path: str, x: Tensor, weight: Any, transposed: bool = False, bias: Tensor | None = None) -> Tensor:
     """`x @ W.T + bias`, or `x @ W + bias` when transposed, from the rowwise copy; no autograd."""
-    operands, _ = gemm.of_input(path, x, weight.format) if x.numel() else ((), ())
-    return _multiplied(path, operands, x, weight, False, transposed, bias)
+    read = weight.of_direction(columnwise=False)
+    operands, _ = gemm.of_input(path, x, read.format) if x.numel() else ((), ())
+    return _multiplied(path, operands, x, read, False, transposed, bias)
 
 
 def multiply_gradient(path: str, grad: Tensor, weight: Any, transposed: bool = False) -> Tensor:
     """`grad @ W`, or `grad @ W.T` when transposed, from the columnwise copy; no autograd."""
-    operands = gemm.PATHS[path].quantize(grad, weight.format, gradient=True) if grad.numel() else ()
-    return _multiplied(path, operands, grad, weight, True, transposed, None)
+    path, read = _backward_path(path, weight, grad.dtype, transposed), weight.of_direction(columnwise=True)
+    operands = gemm.PATHS[path].quantize(grad, read.format, gradient=True) if grad.numel() else ()
+    return _multiplied(path, operands, grad, read, True, transposed, None)
+
+
+def _backward_path(path: str, weight: Any, dtype: torch.dtype, transposed: bool) -> str:
+    """The path of the input gradient, which the format of the backward pass chooses where it is
+    another one.
+    """
+    read = weight.of_direction(columnwise=True)
+    return path if read is weight else gemm.path_of(read, dtype, transposed)
 
 
 def _multiplied(

@@ -106,7 +106,7 @@ class WeightState:
 
     def names_read_by_products(self) -> list[str]:
         """The names of the buffers that products read, each buffer once."""
-        has_two_levels = self.format.scale_rule is ScaleRule.TWO_LEVEL
+        has_two_levels = any(half.scale_rule is ScaleRule.TWO_LEVEL for half in self.format.halves)
         names = [name for name in BUFFERS[: 5 if has_two_levels else 4] if self.buffers[name] is not None]
         row_scale, column_scale = self.buffers["rowwise_scale_inv"], self.buffers["columnwise_scale_inv"]
         if column_scale is not None and column_scale is row_scale:
@@ -252,13 +252,23 @@ class WeightState:
 
         Reads them, so the host waits for the device.
         """
-        names = [
-            name
-            for name in BUFFERS
-            if not name.startswith("columnwise") or self.format.columnwise is Columnwise.OWN_GRID
-        ]
+        names = [name for name in BUFFERS if not name.startswith("columnwise") or self.format.casts_columnwise]
         pairs = [(self.buffers[name], other.buffers[name]) for name in names]
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
+
+    def half(self, backward: bool) -> dict[str, Tensor | None]:
+        """The buffers of one format of a format of two, as a weight of that format has them; all
+        buffers of any other weight.
+        """
+        if self.format.backward is None:
+            return self.buffers
+        way = "columnwise" if backward else "rowwise"
+        held: dict[str, Tensor | None] = {
+            f"rowwise_{what}": self.buffers[f"{way}_{what}"] for what in ("data", "scale_inv")
+        }
+        if self.format.halves[backward].has_tensor_amax:
+            held["amax"] = self.buffers["amax"]
+        return held
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is

@@ -124,6 +124,8 @@ class QuantizedWeight(WeightBuffers):
         """One direction, dequantized to `dtype` `[rows, columns]`; the storage itself where that is
         what it holds. RuntimeError for a stale or missing columnwise copy.
         """
+        if self.format.backward:
+            return self.of_direction(columnwise).read(False, dtype)
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
         if self._makes_columnwise:
             columnwise = False  # the transposed codes are the same codes
@@ -138,6 +140,8 @@ class QuantizedWeight(WeightBuffers):
         """(E4M3 codes uint8, scale_inv f32 a 128x128 block) of the same values, laid out as the
         `direction` of an fp8_block weight; for formats that are exact in FP8.
         """
+        if self.format.backward:
+            return self.of_direction(columnwise).upcast(columnwise)
         from_copy = columnwise and not self._makes_columnwise  # which lies as a rowwise weight does
         data, scale_inv = self.direction(columnwise=from_copy)
         shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
@@ -151,6 +155,8 @@ class QuantizedWeight(WeightBuffers):
 
         Also for bytes that `check_readable` refuses.
         """
+        if self.format.backward:
+            return self.of_direction(columnwise).direction(columnwise)
         self.check_readable()
         self.state.check_direction(columnwise)
         if columnwise and self._makes_columnwise:
@@ -176,6 +182,23 @@ class QuantizedWeight(WeightBuffers):
             return None
         made = torch.ops.zerocast.columnwise_copy(str(self.format), data, row_scale, *self.matrix_shape, after)
         return made[0], made[1] if self.format.block else row_scale
+
+    def of_direction(self, columnwise: bool) -> "QuantizedWeight":
+        """What products of a direction read: of a format of two, a weight of that direction's
+        format over the same bytes, which transposes them where it must; else this weight.
+        """
+        if self.format.backward is None:
+            return self
+        self.check_readable()
+        self.wait()
+        key = "of_direction", columnwise
+        if key not in self.state.choices:
+            held = {name: t for name, t in self.state.half(columnwise).items() if t is not None}
+            weight = QuantizedWeight.of_buffers(self.shape, self.format.halves[columnwise], self.dtype, held)
+            weight.state.columnwise_on_demand, weight.state.name = True, self.state.name
+            self.state.choices[key] = weight
+        read: QuantizedWeight = self.state.choices[key]
+        return read
 
     def check_readable(self) -> None:
         """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are

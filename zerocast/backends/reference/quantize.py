@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
-from zerocast.backends.reference.scales import block_amax, encode_scales, expand, fill_scales, stored_scales
+from zerocast.backends.reference.scales import (
+    block_amax,
+    choose_map_4,
+    encode_scales,
+    expand,
+    fill_scales,
+    stored_scales,
+)
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
 
@@ -41,6 +48,15 @@ def quantize(
     matrix = master.reshape(rows, columns)
     if fmt.element is None:
         return Quantized(to_nominal(matrix, nominal), None, None, None, None)
+    if fmt.backward:
+        forward, backward = (quantize(half, master, nominal, scale, tensor_amax) for half in fmt.halves)
+        return Quantized(
+            forward.rowwise_data,
+            forward.rowwise_scale_inv,
+            backward.rowwise_data,
+            backward.rowwise_scale_inv,
+            forward.amax if backward.amax is None else backward.amax,
+        )
     x = round_nominal(matrix, nominal)
 
     grid = block_amax(x, fmt.block)
@@ -50,6 +66,9 @@ def quantize(
         tensor_amax = grid.amax().view(1)
     elif fmt.block is None:
         grid = tensor_amax.view(1, 1)
+    if fmt.chooses_scales:
+        assert tensor_amax is not None
+        grid = torch.where(choose_map_4(fmt, x, grid, tensor_amax), -grid, grid)
     codes = encode(fmt.element, x * expand(encode_scales(fmt, grid, tensor_amax, scale), fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)
     row_buffer = rowwise_scale_inv(fmt, rows, columns)

@@ -31,7 +31,7 @@ def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS_A: tl.constexpr
 
 
 @triton.jit
-def _word(packed, bits):
+def amax_word(packed, bits):
     """The bits of an f32 amax in the dtype of the packed buffer."""
     if packed.dtype.element_ty == tl.int16:
         return (bf16_bits(as_f32(bits)) >> 16).to(tl.int16)
@@ -105,7 +105,7 @@ def store_blocks(
 ):
     """Store amaxes of whole blocks `[DOWN, ACROSS]`. No other program shares them: no atomics."""
     cell, exists = grid_cells(row, first_row, first_column, ROWS_A, COLUMNS_A, DOWN, ACROSS)
-    tl.store(packed + tl.load(row + PLACE) + cell, _word(packed, bits), mask=exists)
+    tl.store(packed + tl.load(row + PLACE) + cell, amax_word(packed, bits), mask=exists)
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def max_into(packed, i, bits):
     There is no 16-bit atomic maximum, so a bf16 buffer uses compare-and-swap on the 32-bit word
     around the amax. Both variants read first, so that only a new maximum costs an atomic.
     """
-    word = _word(packed, bits)
+    word = amax_word(packed, bits)
     if word > tl.load(packed + i):
         if packed.dtype.element_ty == tl.int16:
             _max_into_half(packed + i, word.to(tl.int32))

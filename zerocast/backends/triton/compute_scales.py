@@ -1,15 +1,10 @@
 """Stage compute_scales: whole scale buffers and tensor amaxes from the reduced amaxes."""
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.amaxes import as_integers, load_amax
-from zerocast.backends.triton.codec import as_f32
 from zerocast.backends.triton.launch import (
     AMAX,
     COLUMN_AMAX,
@@ -36,10 +31,8 @@ from zerocast.backends.triton.scales import (
     stored_scale,
     two_level_global,
 )
+from zerocast.backends.triton.tensor_amax import grid_maxima, largest_of
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
-from zerocast.formats.layout import amax_grid
-
-RUN = 4096
 
 
 def compute_scales(
@@ -61,10 +54,7 @@ def compute_scales(
         is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
         launch(_tensor, table.shape[0], device, *arguments, DELAYED=is_delayed, **rule, num_warps=1)
         return
-    runs = tiling(table, GridRuns(fmt, RUN))
-    maxima = torch.empty(max(1, runs.total), dtype=torch.int32, device=device)
-    grid = {"ROWS_A": fmt.block[0], "COLUMNS_A": fmt.block[1]}
-    launch(_grid_maxima, runs.total, device, words, table, runs.firsts, runs.rows, maxima, **grid, SIZE=RUN)
+    maxima = grid_maxima(fmt, words, table)
     directions = [(ScaleBuffer.rowwise(fmt), row_scales, ROW_AMAX, ROW_SCALE)]
     if fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED):
         place = ROW_AMAX if fmt.columnwise is Columnwise.SHARED else COLUMN_AMAX
@@ -72,24 +62,9 @@ def compute_scales(
     for buffer, buffers, place, base in directions:
         tiles = tiling(table, buffer)
         head = words, table, tiles.firsts, tiles.rows, addresses(buffers, device)
-        largest = maxima, runs.firsts, tensor_amaxes, flag
+        largest = *maxima, tensor_amaxes, flag
         constants = buffer.constants() | rule | group_constants(fmt) | {"PLACE": place.value, "BASE": base.value}
         launch(_blocks, tiles.total, device, *head, *largest, **constants, num_warps=8)
-
-
-@dataclass(frozen=True)
-class GridRuns:
-    """Cuts the rowwise amaxes into runs of `size`, for formats whose tensor amax is their
-    maximum.
-    """
-
-    fmt: FormatSpec
-    size: int
-
-    def count(self, row: list[int]) -> int:
-        """The number of runs of one weight."""
-        down, across = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
-        return -(-down * across // self.size) if self.fmt.has_tensor_amax else 0
 
 
 @triton.jit
@@ -116,22 +91,6 @@ def _tensor(
     else:
         scale = scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON)
     tl.store(address(row_scales, row, ROW_SCALE, 4).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
-
-
-@triton.jit(do_not_specialize=["n"])
-def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr, SIZE: tl.constexpr):
-    """The largest amax of each run of a weight's grid, as bits in scratch memory.
-
-    A launch of its own: no program may wait for the result of another one.
-    """
-    tile = tl.program_id(0).to(tl.int64)
-    weight = find(firsts, n, tile)
-    row = table + weight * WIDTH
-    down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
-    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
-    i = (tile - tl.load(firsts + weight)) * SIZE + tl.arange(0, SIZE)
-    amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < down * across)
-    tl.store(maxima + tile, tl.max(amax.to(tl.int32, bitcast=True), 0))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -177,9 +136,9 @@ def _blocks(
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     amax = load_amax(packed, tl.load(row + PLACE) + i * across + j, in_grid)
     s_enc = tl.full((), 1.0, tl.float32)
-    if RULE == TWO_LEVEL:
-        largest = _largest(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
-        s_enc = two_level_global(largest)
+    if RULE >= TWO_LEVEL:
+        largest = largest_of(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
+        s_enc = two_level_global(largest, RULE)
         if tile == 0:
             tl.store(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32)), largest)
     group = amax
@@ -192,13 +151,3 @@ def _blocks(
                 group = tl.maximum(group, load_amax(packed, tl.load(row + PLACE) + near_i * across + near_j, near))
     scale = stored_scale(amax, group, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON, GROUP_ROWS > 0, ROUNDS_DOWN)
     store_scales(bases, row, BASE, at, scale, in_buffer, in_grid, RULE)
-
-
-@triton.jit
-def _largest(maxima, first, last):
-    largest = tl.zeros((128,), tl.int32)
-    while first < last:
-        i = first + tl.arange(0, 128)
-        largest = tl.maximum(largest, tl.load(maxima + i, mask=i < last, other=0))
-        first += 128
-    return as_f32(tl.max(largest, 0))

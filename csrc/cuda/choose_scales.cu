@@ -1,0 +1,99 @@
+// Stage choose_scales: the scale of every block whose elements are all owned, by the error that each
+// of its two scales leaves. A block that chooses the code 4 for its amax gets the minus there.
+//
+// A thread takes a row of a block of 16 x 16, which is summed in the order of its elements; half a
+// warp takes the block and adds its rows 8, 4, 2 and 1 apart. Side by side, the halves of a warp read
+// whole lines of 32 elements. A thread block has the work of a cast: 64 rows of 256 columns.
+#include "cuda/dispatch.cuh"
+#include "cuda/stages.h"
+#include "cuda/tensor_amax.cuh"
+
+namespace zerocast::cuda {
+namespace {
+
+constexpr int kBlock = 16;
+
+struct ChoiceInputs {
+  Format format;
+  BaseList masters;
+  Amaxes packed;
+  const float* partial;
+};
+
+template <class Storage, class Nominal>
+__device__ void load_row(const typename Storage::Word* at, float (&x)[kBlock]) {
+  const auto nominal = [](typename Storage::Word word) { return round_to<Nominal>(Storage::widen(word)); };
+  if (reinterpret_cast<uint64_t>(at) % Four<Storage>::kBytes == 0) {
+    Four<Storage> fours[kBlock / 4];
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) fours[i] = Four<Storage>::load(at + 4 * i);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) x[i] = nominal(fours[i / 4].words[i % 4]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) x[i] = nominal(at[i]);
+  }
+}
+
+__device__ float error_of_row(const float (&x)[kBlock], const MapError& map) {
+  float sum = map.of(x[0]);
+#pragma unroll
+  for (int i = 1; i < kBlock; ++i) sum += map.of(x[i]);
+  return sum;
+}
+
+__device__ float sum_of_rows(float sum) {
+#pragma unroll
+  for (int apart = kBlock / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
+  return sum;
+}
+
+template <class Storage, class Nominal>
+__global__ void __launch_bounds__(kCastShape.threads())
+    choose_kernel(ChoiceInputs in, const int64_t* table, const Item* items) {
+  constexpr int kAcross = kCastShape.width() / kBlock, kDown = kCastShape.warps * kPanelRows / kBlock;
+  constexpr int kAtOnce = kCastShape.threads() / kBlock;
+  const Item item = items[blockIdx.x];
+  const Weight w = weight_of(table, item);
+  const PanelGrid grid = panel_grid(known<Grid::kSquare16>(in.format), w, kCastShape);
+  const uint32_t group = item.ordinal / grid.across, beside = item.ordinal - group * grid.across;
+  const float tensor_amax = tensor_amax_of(in.partial, item.weight), top = in.format.top();
+  const FourOverSixScale scale(tensor_amax, top);
+  const bool squares = in.format.four_over_six == FourOverSix::kMse;
+  const uint64_t origin = origin_of<Storage>(in.masters, w);
+  const int64_t across = w.columns() / kBlock;
+#pragma unroll 1
+  for (int i = threadIdx.x / kBlock; i < kAcross * kDown; i += kAtOnce) {
+    const int64_t row = static_cast<int64_t>(group) * kDown + i / kAcross;
+    const int64_t column = static_cast<int64_t>(beside) * kAcross + i % kAcross;
+    const int64_t first = row * kBlock * w.columns() + column * kBlock;
+    const bool whole = column < across && first >= w.start() && first + (kBlock - 1) * w.columns() + kBlock <= w.stop();
+    const int64_t index = w[column::ROW_AMAX] + row * across + column;
+    const float amax = whole ? fabsf(in.packed.load(index)) : 0.0f;
+    float x[kBlock] = {};
+    if (whole) {
+      const int64_t element = first + threadIdx.x % kBlock * w.columns();
+      load_row<Storage, Nominal>(reinterpret_cast<const typename Storage::Word*>(
+                                     origin + element * static_cast<int64_t>(sizeof(typename Storage::Word))),
+                                 x);
+    }
+    const float four = sum_of_rows(error_of_row(x, MapError(scale, -amax, tensor_amax, top, squares)));
+    const float six = sum_of_rows(error_of_row(x, MapError(scale, amax, tensor_amax, top, squares)));
+    if (whole && threadIdx.x % kBlock == 0) in.packed.store(index, four < six ? -amax : amax);
+  }
+}
+
+}  // namespace
+
+void choose_scales(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, const Work& work, Array packed,
+                   uintptr_t partial, Stream stream) {
+  if (!is(format.block, kBlock, kBlock)) throw std::invalid_argument("scales are chosen for blocks of 16 x 16");
+  launch_partial_maxima(format, packed, work, partial, stream);
+  const ChoiceInputs in{format, bases_of(masters), amaxes_of(packed), reinterpret_cast<const float*>(partial)};
+  for_masters(master, nominal, [&](auto storage, auto rounded) {
+    launch(choose_kernel<decltype(storage), decltype(rounded)>, work.blocks, kCastShape.threads(), stream, in,
+           table_of(work), items_of(work));
+  });
+}
+
+}  // namespace zerocast::cuda
