@@ -253,7 +253,7 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
 
 
 ENDS = {
-    "the command line": "from zerocast import cli; cli._run = {run}; sys.exit(cli.main([]))",
+    "the command line": "sys.argv = ['zerocast']; from zerocast import cli; cli._run = {run}; sys.exit(cli.main([]))",
     "an example": "from examples.gpt_pretrain import interrupt; interrupt.run(lambda: ({run})([]))",
 }
 
