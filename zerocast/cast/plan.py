@@ -214,9 +214,14 @@ class CastPlan:
         while another owner (an attached plan, a ZeroAdamW) that somebody keeps writes any of these
         elements. Several optimizers may each step over some of the masters.
         """
-        handle = self._step_hooks.attach(optimizer, self.cast)
+        handle = self._step_hooks.attach(optimizer, self._cast_after_step)
         self._take_weights()
         return handle
+
+    def _cast_after_step(self) -> None:
+        self.cast()
+        if self._step_hooks.has_one_optimizer:  # else only some of the weights have changed
+            self.freshness.change()
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.

@@ -50,6 +50,11 @@ class StepHooks:
         handle: RemovableHandle = optimizer.register_step_post_hook(hook)
         return handle
 
+    @property
+    def has_one_optimizer(self) -> bool:
+        """Whether one optimizer steps over all masters of the plan, as far as it is attached."""
+        return len(self._hooks) == 1
+
     def claim(self, who: str) -> Claim:
         """Hold the weights for an owner. ValueError, on this rank alone, while another owner
         writes any of these elements.

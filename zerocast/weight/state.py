@@ -123,6 +123,10 @@ class WeightState:
                 "columnwise ones, so prepare without it where a forward pass is recomputed"
             )
 
+    def recorded(self) -> tuple[Freshness, int] | None:
+        """What a forward pass keeps for `Freshness.check_recorded`; None while tracing."""
+        return None if torch.compiler.is_compiling() else (self.freshness, self.freshness.version)
+
     def columnwise_is_fresh(self) -> bool:
         """True if there is a columnwise copy, made from the last cast."""
         shared = self.format.columnwise is Columnwise.SHARED

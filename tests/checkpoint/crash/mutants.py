@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
-from zerocast.checkpoint import checkpoints, export, manifest, whole_folder
+from zerocast.checkpoint import checkpoints, manifest, whole_folder
 from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
+from zerocast.serve import safetensors_writer
 
 
 def _put(target: object, name: str, what: object) -> Callable[[], object]:
@@ -82,7 +83,7 @@ def _makes_partial(self: WholeFolder) -> None:
 MUTANTS: dict[str, Callable[[], object]] = {
     "files are synced by torch": _torch_syncs,
     "files are not synced": _put(whole_folder, "sync_file", _nothing),
-    "exported files are not synced": _put(export, "sync_file", _nothing),
+    "exported files are not synced": _put(safetensors_writer, "sync_file", _nothing),
     "the manifest is not synced": _put(manifest, "sync_file", _nothing),
     "folders are not synced": _put(whole_folder, "sync_folder", _nothing),
     "new parents are not synced": _put(whole_folder, "_make_parents", _makes_parents),
