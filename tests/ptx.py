@@ -26,7 +26,9 @@ from tests.sharded import Weight
 from tests.tables import STAGES, Bench
 from zerocast import backends, get_format
 from zerocast.formats import Columnwise, layout
+from zerocast.formats.element import fp8
 from zerocast.formats.layout import GradientMessage
+from zerocast.gemm import triton_inputs
 
 FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4")
 FORMATS += ("nvfp4:four_over_six=mae", "nvfp4:four_over_six=mse,scale_max=448", "identity")
@@ -94,8 +96,15 @@ def run_gradient_messages(dtype: torch.dtype) -> None:
         triton.add_gradients(messages, 2, 2, adds, torch.zeros(4096))
 
 
+def run_inputs_of_products() -> None:
+    x = torch.zeros(256, 384, dtype=torch.bfloat16)
+    triton_inputs.groups(x, 128, fp8("e4m3"), power_of_2=True)
+    triton_inputs.per_tensor(x, fp8("e5m2"))
+
+
 def run_every_kernel() -> None:
     run_gradient_messages(torch.bfloat16)
+    run_inputs_of_products()
     for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4:four_over_six=mse", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):

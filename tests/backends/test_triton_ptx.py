@@ -31,6 +31,8 @@ KERNELS = {
     "tensor_amax._grid_maxima",
     "transpose._data",
     "transpose._scales",
+    "triton_inputs._groups",
+    "triton_inputs._whole",
     "upcast._upcast",
 }
 # Approximate division and root, contracted multiply and add, and subnormals flushed to zero.
@@ -50,8 +52,10 @@ def check(found: dict[str, Any]) -> None:
     assert {name.split()[0] for name in kernels} == KERNELS
     for name, instructions in kernels.items():
         assert not [i for i in instructions if INEXACT.match(i)], name
+        if name.startswith(("adam", "triton_inputs")):
+            assert "div.rn.f32" in instructions, name
         if name.startswith("adam"):
-            assert {"div.rn.f32", "sqrt.rn.f32"} <= set(instructions), name
+            assert "sqrt.rn.f32" in instructions, name
         if name.startswith(("adam", "partial_amax", "partial_cast")):
             assert "ld.global.v4.b32" in instructions, f"{name} has no wide loads"
         if name.startswith(("adam", "partial_cast", "transpose._data", "upcast")):

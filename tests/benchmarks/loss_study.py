@@ -54,6 +54,9 @@ PLAN = (
 )
 
 
+PLACES = {run: place for place, run in enumerate((seed, row) for seed, names in PLAN for row in names)}
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The runs of a file, the last line of which may be cut."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -64,8 +67,11 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     """Train what is in `PLAN` and not in the file; rank 0 appends to it."""
     done = {(run["seed"], run["row"]) for run in read(options.out)}
     dist.barrier()
+    alone = dist.get_world_size() == 1  # nothing travels, so nothing is rounded on its way
+    number, among = options.part
     for seed, names in PLAN:
-        missing = tuple(name for name in names if (seed, name) not in done and fnmatchcase(name, options.only))
+        chosen = [name for name in names if fnmatchcase(name, options.only) and not (WIRE in name and alone)]
+        missing = tuple(name for name in chosen if (seed, name) not in done and PLACES[seed, name] % among == number)
         if seed not in options.seeds or not missing:
             continue
         done |= {(seed, name) for name in missing}
@@ -109,6 +115,8 @@ def distances(found: Losses, row: str, other: str) -> list[float]:
 
 def described(values: list[float]) -> str:
     """Cells: each value, their mean, and what they vary by between seeds."""
+    if not values:
+        return " | | "
     spread = f"{stdev(values):.4f}" if len(values) > 1 else ""
     return f"{', '.join(f'{value:+.4f}' for value in values)} | {fmean(values):+.4f} | {spread}"
 
@@ -138,12 +146,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("losses.jsonl"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="*", help="shell pattern of rows")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), help="of so many processes, each with its own --out"
+    )
     parser.add_argument("--loss-steps", type=int, default=200)
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of other options of StepConfig")
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+")
     options = parser.parse_args()
     if options.table:
-        print("\n".join(table(read(options.table))))
+        print("\n".join(table([run for path in options.table for run in read(path)])))
         return
     if options.text is None:
         parser.error("a text is needed")

@@ -6,8 +6,8 @@
 Llama's widths and options, 8 layers, gradients reduced in FP32, gathers and reductions beside the passes. Without a recipe weights
 are bf16. Prints the median step of the slowest rank, the mean of steps between which nothing waits, how long the host is within
 `optimizer.step()`, and from a profile what the kernels of the optimizer (norm, Adam, cast), of the cast alone, and of the gathers
-take of a step. Needs megatron-core, TransformerEngine and a GPU a rank. `--cpu` tries it over gloo, with Megatron's own layers and
-without a recipe.
+take of a step. Needs megatron-core, TransformerEngine and a GPU a rank, and has not run on one yet. `--cpu` tries it over gloo,
+with Megatron's own layers and without a recipe.
 """
 
 import argparse

@@ -263,8 +263,13 @@ def test_fsdp_gathers_codes_and_scales():
     assert planned.wire["reduce-scatter"] == 7 * 3 * shard * 2
     # three tensor amaxes in bf16, and the norm; no block is cut
     assert planned.wire["all-reduce"] == 2 * 3 * 2 * 7 // 8 + 2 * 4 * 7 // 8
-    # codes are there for one gather
-    assert planned.memory["weights"] == 3 * (sent - shard // 2) + shard // 2 + 2 * 8 * sent
+    assert planned.memory["weights"] == 3 * sent + 2 * 8 * sent
+    large = footprint([Parameter(f"w{i}", (16384, 32768), True, i) for i in range(3)], "nvfp4", Setup("fsdp2", 8))
+    shard = 16384 * 32768 // 8
+    codes, side = shard // 2, 16 + 16 + shard // 256
+    # more than are kept: codes are there for one gather
+    assert large.memory["weights"] == 3 * side + codes + 2 * 8 * (side + codes)
+    shard = 512 * 256 // 8
     assert planned.memory["moments"] == 8 * 3 * shard
     quantized = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(grad_wire="fp8_1x128")))
     assert quantized.wire["all-to-all"] == 7 * 3 * (shard + shard // 32)

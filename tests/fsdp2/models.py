@@ -89,10 +89,13 @@ def sharded(
     recipe: dict[str, str] | None = None,
     *,
     prepare: bool = True,
-    keep_codes: bool = False,
+    keep_codes: bool | None = False,
     **options: Any,
 ) -> Any:
-    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for."""
+    """`model` prepared and sharded by block and as a whole, in bf16 if nothing else is asked for.
+
+    By default its codes are cast at each gather, few as they are.
+    """
     options = {"mesh": mesh(), "mp_policy": BF16, **options}
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(place())

@@ -9,16 +9,35 @@ from unittest import mock
 import pytest
 import torch
 
+import zerocast
 from tests.fsdp2 import models, test_bits, test_loops
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
-from zerocast.backends import ops
+from zerocast.cast.weight_table import WeightTable
+from zerocast.fsdp2 import manager
 from zerocast.fsdp2.gather_cast import GatherCast
 
 
 @pytest.mark.parametrize(("world", "formats"), [(3, FEW), *(models.slow(world, FORMATS) for world in (2, 3))], ids=str)
 def test_kept_codes_are_the_unsharded_cast(ranks: Ranks, world: int, formats: tuple[str, ...]) -> None:
     test_bits.check(ranks, world, formats, 64, 96, {"keep_codes": True})
+
+
+def kept_by_default(most: int) -> list[bool]:
+    """Whether codes are kept where all may take so many bytes, by what prepare is told."""
+    found = []
+    with mock.patch.object(manager, "MOST_KEPT", most):
+        for keep_codes in (None, False, True):
+            model = models.sharded(Net(("nvfp4",), 64, 96), keep_codes=keep_codes)
+            zerocast.fsdp2.refresh(model)
+            found += [not group.gather_casts for group in models.manager(model).cast_groups]
+    return found
+
+
+def test_few_codes_are_kept_by_default(ranks: Ranks) -> None:
+    codes = 2 * 64 * 96 // 2 // 2  # of two weights, half a byte an element, on two ranks
+    assert ranks(2)(kept_by_default, codes) == [[True, False, True]] * 2
+    assert ranks(2)(kept_by_default, codes - 1) == [[False, False, True]] * 2
 
 
 def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
@@ -29,10 +48,11 @@ def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
     for step in range(3):
-        with mock.patch.object(ops, "partial_cast", wraps=ops.partial_cast) as made:
+        made = mock.patch.object(WeightTable, "partial_cast", autospec=True, side_effect=WeightTable.partial_cast)
+        with made as launched:
             for index in range(micro_batches):
                 model(models.batch(10 * step + index, 64).requires_grad_()).float().square().mean().backward()
-        counts.append(made.call_count)
+        counts.append(launched.call_count)
         optimizer.step()
         optimizer.zero_grad()
     gc.collect()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,3 +151,27 @@ def test_no_more_parameter_groups():
     with pytest.raises(RuntimeError, match="build a new one"):
         trainer.optimizer.add_param_group({"params": [("z", nn.Parameter(torch.zeros(1)))]})
     assert len(trainer.optimizer.param_groups) == 2
+
+
+def said_of_frozen(alike: bool) -> list[str]:
+    """What is logged where ranks have other frozen parameters, quantized ones among them."""
+    torch.manual_seed(0 if alike else dist.get_rank())
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32, bias=False) for name in "abc"}).bfloat16()
+    zerocast.quantize_(model, zerocast.Recipe({"b.weight": "nvfp4"}, default="identity"))
+    for name in "ab":
+        model[name].requires_grad_(False)
+    with mock.patch("zerocast.optim.frozen.logger.warning") as warning:
+        ZeroAdamW({"params": group} for group in [model.named_parameters()])
+    return [call.args[0] % call.args[1:] for call in warning.mock_calls]
+
+
+@pytest.mark.notices(
+    "frozen parameters have other values on other ranks",
+    where="ZeroAdamW",
+    answer="warns once, when it is built, and names them",
+)
+def test_frozen_parameters_that_differ(ranks):
+    assert ranks(2)(said_of_frozen, True) == [[], []]
+    (said,), nothing = ranks(2)(said_of_frozen, False)
+    assert said.startswith("2 frozen parameters have other values on other ranks, among them a.weight, b.weight:")
+    assert nothing == []

@@ -18,6 +18,7 @@ from tests.optim.flight import slow_gathers
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.undistributed import Undistributed
+from tests.workers import error_of
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim import EMA
 
@@ -343,3 +344,27 @@ def test_an_average_without_memory_follows_no_step(monkeypatch):
     averaged.step(0)
     averaged.check("a step later")
     assert caught.value.__traceback__ is not None
+
+
+def averaged_otherwise(how: str) -> str:
+    """One rank averages otherwise: what the step says."""
+    trainer = Trainer(Run(config=EAGER))
+    ema = EMA(trainer.optimizer, 0.9)
+    trainer.step(0)
+    if dist.get_rank() == 1:
+        if how == "decay":
+            ema.decay = 0.8
+        else:
+            ema.reset()
+    return error_of(lambda: trainer.step(1))
+
+
+@pytest.mark.notices(
+    "ranks average with other decays, or one resets its average alone",
+    where="ZeroAdamW",
+    answer="the next step raises on all ranks",
+)
+@pytest.mark.parametrize("how", ["decay", "reset"])
+def test_ranks_that_average_otherwise(ranks, how):
+    for said in ranks(2)(averaged_otherwise, how):
+        assert "ranks make different calls" in said and "averaged by 0.9 since reset 0" in said

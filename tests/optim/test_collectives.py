@@ -148,8 +148,8 @@ def construction() -> dict[str, int]:
 def test_construction(ranks):
     for calls in ranks(2)(construction):
         assert calls["broadcast"] == 5 + 1, "one a bucket, and the delayed scales with their histories"
-        assert calls["all-reduce"] == 1 + 2 + 3, (
-            "a cast; what ranks must have alike; the same of the plan, and who owns what"
+        assert calls["all-reduce"] == 1 + 3 + 3, (
+            "a cast; what ranks must have alike, frozen values among it; the same of the plan, and who owns what"
         )
         assert calls["all-gather"] == 5 + 1
 

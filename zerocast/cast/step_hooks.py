@@ -50,6 +50,11 @@ class StepHooks:
         handle: RemovableHandle = optimizer.register_step_post_hook(hook)
         return handle
 
+    @property
+    def has_one_optimizer(self) -> bool:
+        """Whether one optimizer steps over all masters of the plan, as far as it is attached."""
+        return len(self._hooks) == 1
+
     def claim(self, who: str) -> Claim:
         """Hold the weights for an owner. ValueError, on this rank alone, while another owner
         writes any of these elements.
@@ -62,7 +67,7 @@ class StepHooks:
         check_unclaimed(self._held(), self.gives_way)
 
     def gives_way(self, claim: Claim) -> bool:
-        """Whether a claim is of the plan itself, or of the owner that it casts for."""
+        """True if a claim is of the plan itself, or of the owner that it casts for."""
         return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:

@@ -9,8 +9,9 @@ FSDP2 and HSDP: every parameter is cut along its first dimension, as torch's `fu
 Every block is a unit that is resharded after its forward pass and gathered again for its backward
 pass; parameters outside of blocks form the root, gathered once. The FP32 shard is the parameter;
 next to it lie the scales of its blocks, and the codes of the unit that is being gathered, or all
-codes where a shard group has one rank. At the peak the root and two blocks are unsharded, the one
-that computes and the next one, with one columnwise copy, and the gradients of two units.
+codes where they are kept: few of them, or a shard group of one rank. At the peak the root and two
+blocks are unsharded, the one that computes and the next one, with one columnwise copy, and the
+gradients of two units.
 
 Traffic is that of a step with one micro-batch and with the norm of gradients; norms of
 `zerocast.fsdp2` are torch's.
@@ -30,7 +31,7 @@ from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import ROOT
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, exchange_unit, round_up
-from zerocast.fsdp2.gather_layout import GatherLayout
+from zerocast.fsdp2.gather_layout import MOST_KEPT, GatherLayout
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, Slot, fill_buckets, flat_numel
@@ -159,9 +160,10 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
     reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in held) for held in units.values()]
     packed = _cut_amaxes(weights, shards)
-    in_flight = max(sum(_sent(w, shards) - _kept(w, shards) for w in _quantized(held)) for held in units.values())
+    codes = [sum(_codes(weight, shards) for weight in _quantized(held)) for held in units.values()]
+    keep = shards == 1 or sum(codes) <= MOST_KEPT
     memory = {
-        "weights": sum(_kept(weight, shards) for weight in weights) + in_flight + whole,
+        "weights": sum(_sent(w, shards) for w in weights) + (0 if keep else max(codes) - sum(codes)) + whole,
         "columnwise copies": max(map(_copied, weights), default=0),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
@@ -209,9 +211,9 @@ def _sent(tensor: Tensor, shards: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept(weight: QuantizedWeight, shards: int) -> int:
-    """The bytes of these that are there between two gathers."""
-    return GatherLayout(_geometry(weight, shards), keep_codes=shards == 1).kept_bytes
+def _codes(weight: QuantizedWeight, shards: int) -> int:
+    """The bytes of these that are codes."""
+    return GatherLayout(_geometry(weight, shards)).codes_nbytes
 
 
 def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:

@@ -30,6 +30,9 @@ from zerocast.fsdp2.shard import RowShards, ShardGeometry
 
 ALIGNMENT = 16  # bytes: where a GEMM wants an operand and its scale to begin
 HEADER = ALIGNMENT  # bytes: two int32 and room
+# bytes: codes of a rank that are kept unless somebody decides; for so few the launches of casts for
+# each gather cost more than the memory is worth
+MOST_KEPT = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,9 @@ class GatherLayout:
             self.scales.append(replace(self.scales[0], name="columnwise_scale_inv", repeat=repeat))
         self._side_bytes = max(self._sides)
         self.code_slot = round_up(self.code_bytes, ALIGNMENT)
-        side_bytes = len(self._sides) * self._side_bytes
-        self.nbytes = self.directions * self.code_slot + side_bytes
-        self.kept_bytes = self.nbytes if keep_codes else side_bytes
+        self.codes_nbytes = self.directions * self.code_slot
+        self.nbytes = self.codes_nbytes + len(self._sides) * self._side_bytes
+        self.kept_bytes = self.nbytes if keep_codes else self.nbytes - self.codes_nbytes
 
     def _reserve(self, side: int, nbytes: int) -> int:
         """The offset of a region of a side channel."""

@@ -26,6 +26,7 @@ from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_reduction import CastGroup, ReductionGroup
+from zerocast.fsdp2.gather_layout import MOST_KEPT
 from zerocast.fsdp2.gather_status import ParamGroups, StatusExchange, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
 from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
@@ -60,9 +61,10 @@ def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
 class CastManager:
     """The casts of `model`, whose prepared `weights` are cast together."""
 
-    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool = False) -> None:
+    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None = None) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
-        # whether codes are kept from one cast to the next, and whether those of this one are held
+        # whether codes are kept from one cast to the next (None: by their size), and whether those
+        # of this one are held
         self.keep_codes, self._holds_codes = keep_codes, False
         self.weights: list[FSDPWeight] = []
         self.plain: list[str] = []  # the other parameters of two or more dimensions
@@ -292,12 +294,20 @@ class CastManager:
             for weight in self.weights:
                 # buffers to send are new ones: a cast fills them, or the next gather says so
                 weight.mark_written()
-            keep = self.keep_codes or any(weight.must_keep_codes for weight in self.weights)
             for index, weight in enumerate(self.weights):
-                weight.locate(index, keep)
+                weight.locate(index)
+            keep = self._keeps_codes()
+            for weight in () if keep else self.weights:
+                weight.let_go_of_codes()
             record.addresses = MasterAddresses([weight.param for weight in self.weights])
             self.cast_groups = [CastGroup(weights, reduction, keep) for reduction, weights in self._reductions]
         record.rewrapped = False
+
+    def _keeps_codes(self) -> bool:
+        if any(weight.must_keep_codes for weight in self.weights):
+            return True
+        few = sum(weight.layout.codes_nbytes for weight in self.weights) <= MOST_KEPT
+        return few if self.keep_codes is None else self.keep_codes
 
     def _moved(self) -> bool:
         """True if masters lie elsewhere than when they were bound. It takes a new wrapper; debug

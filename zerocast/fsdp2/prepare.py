@@ -65,7 +65,7 @@ def prepare(
     weight_mesh: DeviceMesh | None = None,
     one_direction: bool = False,
     verify_every: int | None = None,
-    keep_codes: bool = False,
+    keep_codes: bool | None = None,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
@@ -84,11 +84,12 @@ def prepare(
     every rank of the shard group if any differ.
 
     A gather casts the codes that it sends from the masters, by the scales of the last cast, and
-    reads 4 bytes an element of the shard for it. With `keep_codes` a cast makes all codes at once,
-    and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8. That is
-    what pays where few tokens are computed between two gathers (`zerocast/fsdp2/README.md`), and
-    what happens anyway over shard groups of one rank, under CPUOffloadPolicy, with `one_direction`,
-    and once an optimizer has stepped within a backward pass.
+    reads 4 bytes an element of the shard for it. With `keep_codes=True` a cast makes all codes at
+    once, and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8.
+    By default they are kept where all of a rank take at most 64 MiB. To keep more pays where few
+    tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are kept anyway over
+    shard groups of one rank, under CPUOffloadPolicy, with `one_direction`, and once an optimizer
+    has stepped within a backward pass.
 
     With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered
     rowwise for a forward pass and columnwise for a backward pass, half the bytes each time. A pass

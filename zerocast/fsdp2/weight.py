@@ -191,7 +191,7 @@ class FSDPWeight:
         """
         return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param()) or self.one_direction
 
-    def locate(self, index: int, keep_codes: bool) -> None:
+    def locate(self, index: int) -> None:
         """Find the rows of this rank where they lie now; `index` is the place among the
         addresses of all masters.
         """
@@ -201,11 +201,15 @@ class FSDPWeight:
         shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
         self.master = self.local.plain
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
-        self.layout, self.gather_cast = GatherLayout(self.geometry, self.one_direction, keep_codes), None
+        self.layout, self.gather_cast = GatherLayout(self.geometry, self.one_direction), None
         self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
         self.freshness.watch([self.master], sharded=False)
         first = self.master.data_ptr()
         self._addresses = range(first, first + self.master.nbytes)
+
+    def let_go_of_codes(self) -> None:
+        """Keep no codes between gathers, from the coming `bind` on."""
+        self.layout = GatherLayout(self.geometry, self.one_direction, keep_codes=False)
 
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
         """Make the small weight over `buffer`, `layout.kept_bytes` zero bytes, and buffers

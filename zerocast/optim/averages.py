@@ -28,6 +28,11 @@ BACKWARD = (
 class Average(ABC):
     """Something that follows the masters of an optimizer, which calls it."""
 
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What all ranks have alike."""
+
     @abstractmethod
     def before_step(self) -> None:
         """RuntimeError where a step would be wrong, such as for an average of other masters."""
@@ -72,6 +77,11 @@ class Averages:
                 f"{what} within `with average.swapped()`, where masters and weights are those of an average: leave it first"
             )
 
+    @property
+    def description(self) -> str:
+        """What all ranks have alike of all of them."""
+        return "".join(sorted(f", averaged {average.description}" for average in self._all))
+
     def before_step(self) -> None:
         """RuntimeError, with nothing changed, where a step would be wrong."""
         self.check_not_swapped("an optimizer stepped")
@@ -98,6 +108,8 @@ class Averages:
         check_owns(self._claim)
         self._reducer.check_same_call("swaps an average in")
         self._weights.ready()
+        freshness = self._weights.plan.freshness
+        version = freshness.version
         with torch.no_grad(), self._weights.plan.transaction("swapping an average in"):
             exchange()
             try:
@@ -105,6 +117,7 @@ class Averages:
             except BaseException:
                 exchange()
                 raise
+        freshness.change()
         self._swapped, self._reducer.refusal = True, BACKWARD
         try:
             yield
@@ -114,3 +127,4 @@ class Averages:
             with torch.no_grad(), self._weights.plan.transaction("swapping an average out"):
                 exchange()
                 self._weights.recast()
+            freshness.version = version

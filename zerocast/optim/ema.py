@@ -42,6 +42,7 @@ class EMA(Average):
         self._average = self._averages.masters.clone()
         self._count = self._averages.count.clone()
         self._outdated = self._loaded = False
+        self._resets = 0
         self._averages.add(self)  # whole: steps call it from now on
 
     @property
@@ -54,6 +55,11 @@ class EMA(Average):
         if not (math.isfinite(decay) and 0 <= decay <= 1):
             raise ValueError(f"the decay of an average lies between 0 and 1, got {decay}")
         self._decay = decay
+
+    @property
+    def description(self) -> str:
+        """What all ranks have alike: they average elements of the same weights."""
+        return f"by {self._decay:.9g} since reset {self._resets}"
 
     def before_step(self) -> None:
         """The optimizer calls this. RuntimeError for an average of other masters than those that
@@ -79,6 +85,7 @@ class EMA(Average):
         """Start anew from the masters as they are."""
         self._averages.check_not_swapped("an average was reset")
         self._average.copy_(self._averages.masters)
+        self._resets += 1
         self._outdated = self._loaded = False
 
     @contextlib.contextmanager

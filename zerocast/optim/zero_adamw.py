@@ -28,6 +28,7 @@ from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
 from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.frozen import frozen, listed, warn_where_ranks_differ
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
@@ -70,7 +71,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         config: how to communicate.
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial
-    values are everyone's. Raises ValueError for doubly named parameters, for values out of range
+    values are everyone's; of frozen parameters, which stay as they are, it logs where ranks have
+    others. Raises ValueError for doubly named parameters, for values out of range
     and for settings that differ between ranks, TypeError for unnamed parameters, RuntimeError for a
     QuantizedWeight that was never cast and for one that another owner writes, such as an attached
     CastPlan, on every rank if on any. The last ZeroAdamW that is built over a parameter takes it
@@ -91,9 +93,11 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._config = config or ZeroConfig()
         self._caller = Caller("ZeroAdamW")
         self._group = Group.of(group).called_by(self._caller)
+        given: list[Any] = []
         named, settings, company, problem = [], {}, False, None
         try:
-            super().__init__(trainable(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+            given = listed(params)
+            super().__init__(trainable(given), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             named = validated(self.param_groups, stage)
             check_owners(named)
             backends.choose(named[0][1].device, self._config.backend)
@@ -103,6 +107,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             problem = error
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, "builds a ZeroAdamW", settings)
+        warn_where_ranks_differ(self._group, frozen(given))
         free = groups_free_on_all(self._group, company)
         self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
@@ -195,7 +200,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._weights.gathers.check_unwritten()
         self._reduce_gradients()
         self._hyperparameters.refresh(self.param_groups)
-        self._weights.ready(f"{clipped or self._clipped} with {self._hyperparameters.description}")
+        detail = f"{clipped or self._clipped} with {self._hyperparameters.description}{self.averages.description}"
+        self._weights.ready(detail)
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
@@ -213,6 +219,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         bytes are verified.
         """
         self.averages.after_step()
+        self._plan.freshness.change()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
@@ -243,7 +250,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         return norm
 
     def _apply_clip(self) -> None:
-        """What was clipped already has the norm that it was clipped to."""
+        """Apply a clip that is due; the gradients then have the norm they were clipped to."""
         if self._device.apply_clip():
             self._reducer.gradients.everything_changed()
 
@@ -348,8 +355,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """What `state_dict` gives, for a reader that fills it: whatever it holds now, also after
-        a step that raised half-way.
+        """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
+        raised half-way.
         """
         return self._state.as_dict()
 
@@ -367,6 +374,7 @@ class ZeroAdamW(torch.optim.Optimizer):
             self._plan.forget_call()
         with self._plan.transaction("loading a checkpoint"):
             yield
+        self._plan.freshness.change()
         if not nested:
             self.averages.masters_loaded()
 

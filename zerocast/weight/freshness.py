@@ -10,6 +10,7 @@ ones move no counter. Neither sees writes of masters through `.data` or by forei
 Weights whose last write broke off are not read either: `guard` knows (`write_guard.py`).
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.weight.write_guard import WriteGuard
 
 CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
+
+
+_versions = itertools.count()
 
 
 @dataclass(eq=False)
@@ -47,6 +51,8 @@ class Freshness:
     )
     sharded: bool = False
     advice: str = CAST
+    # of the values of the weights, as far as an owner says when it changes them
+    version: int = field(default_factory=lambda: next(_versions))
     _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
     # of the masters at a cast in debug mode
     _versions: list[int] | None = field(default=None, init=False)
@@ -64,8 +70,23 @@ class Freshness:
         self.cast += 1
         self._note()
 
+    def change(self) -> None:
+        """The weights have other values than before: an optimizer has stepped, or loaded."""
+        self.version = next(_versions)
+
+    def check_recorded(self, recorded: "tuple[Freshness, int] | None") -> None:
+        """RuntimeError in a backward pass through a product of a forward pass, whose (freshness,
+        version) were these, if the weight has changed since. None for one that a compiler records.
+        """
+        if recorded is not None and recorded[0] is self and recorded[1] != self.version:
+            raise RuntimeError(
+                "a backward pass through a forward pass of before the last change of its weights (an optimizer step, a load, or "
+                "an average that was swapped): the gradients of inputs would be those of other weights, so run it before that, "
+                "or run the forward pass again"
+            )
+
     def stale_masters(self) -> str | None:
-        """What has happened to the masters since their last cast, as far as debug mode has seen."""
+        """The change of the masters since their last cast that debug mode has seen, or None."""
         if self._stepped:
             return "an optimizer has stepped over its masters since its last cast"
         for master, version in zip(self._masters, self._versions or (), strict=False):
@@ -75,7 +96,7 @@ class Freshness:
         return None
 
     def is_cast_from(self, places: set[int]) -> bool:
-        """Whether a master lies in one of these storages."""
+        """True if a master lies in one of these storages."""
         held = [reference() for reference in self._masters]
         return any(master is not None and _place(master) in places for master in held)
 
@@ -99,7 +120,7 @@ _hooks: list[RemovableHandle] = []  # the hooks of debug mode, while it is on
 
 
 def debugging() -> bool:
-    """Whether debug mode is on."""
+    """True if debug mode is on."""
     return bool(_hooks) and not torch.compiler.is_compiling()
 
 

@@ -23,6 +23,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
+        ctx.recorded = weight.state.recorded()
         return multiply(x, weight, offs, columnwise=False)
 
     @staticmethod
@@ -31,6 +32,7 @@ class _Grouped(torch.autograd.Function):
         x, weight, offs = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
+            weight.state.freshness.check_recorded(ctx.recorded)
             grad_x = multiply(grad, weight, offs, columnwise=True)
         if ctx.needs_input_grad[1]:
             grad_weight = torch._grouped_mm(grad.t(), x, offs=offs)

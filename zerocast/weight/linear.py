@@ -36,7 +36,7 @@ class _Product(torch.autograd.Function):
         way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
         read = weight.of_direction(columnwise=False)
         operands, kept = gemm.of_input(path, x, read.format, way) if x.numel() else ((), (x,))
-        ctx.quantized = way != "nominal"
+        ctx.quantized, ctx.recorded = way != "nominal", weight.state.recorded()
         ctx.save_for_backward(*kept, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
         ctx.backward_path = _backward_path(path, weight, x.dtype, transposed)
@@ -59,6 +59,7 @@ class _Product(torch.autograd.Function):
             if needs_x and grad.numel() and (read is not weight or not ctx.quantized):
                 operands = gemm.PATHS[ctx.backward_path].quantize(grad, read.format, gradient=True)
             if needs_x:
+                weight.state.freshness.check_recorded(ctx.recorded)
                 grad_x = _multiplied(ctx.backward_path, operands, grad, read, True, ctx.transposed, None)
             if ctx.quantized:
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))

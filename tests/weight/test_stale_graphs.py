@@ -1,0 +1,129 @@
+"""A backward pass through a forward pass of before a step: input gradients would be those of other weights."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from zerocast import CastPlan, Recipe, ZeroAdamW
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.optim import EMA
+
+SAID = "a backward pass through a forward pass of before the last change of its weights"
+
+
+class Trained:
+    """Two quantized layers and their optimizer."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).bfloat16()
+        zerocast.quantize_(self.model, Recipe({"*.weight": "nvfp4"}))
+        self.optimizer = ZeroAdamW(self.model.named_parameters(), lr=0.1)
+        self.average = EMA(self.optimizer, 0.5)
+        self.step()
+
+    def loss(self, x: Tensor | None = None) -> Tensor:
+        return self.model(torch.randn(4, 32).bfloat16() if x is None else x).float().square().mean()
+
+    def load(self) -> None:
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        self.average.reset()
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+
+
+def swapped(trained: Trained) -> Tensor:
+    with trained.average.swapped():
+        return trained.loss()
+
+
+def changed(change: Callable[[Trained], object]) -> Callable[[Trained], Tensor]:
+    def run(trained: Trained) -> Tensor:
+        loss = trained.loss()
+        change(trained)
+        return loss
+
+    return run
+
+
+STALE: dict[str, Callable[[Trained], Tensor]] = {
+    "a step": changed(Trained.step),
+    "a load": changed(Trained.load),
+    "an average": swapped,
+    "an average, and a step": changed(lambda trained: (swapped(trained), trained.step())),
+}
+
+
+@pytest.mark.notices(
+    "a backward pass runs through a forward pass of before a step, a load, or within a swap",
+    where=("ZeroAdamW", "CastPlan"),
+    answer="raises where a quantized weight has been changed and is read again; not in compiled graphs",
+)
+@pytest.mark.parametrize("case", STALE)
+def test_a_graph_of_other_weights(case: str) -> None:
+    trained = Trained()
+    loss = STALE[case](trained)
+    with pytest.raises(RuntimeError, match=SAID):
+        loss.backward()
+    trained.optimizer.zero_grad()
+    trained.step()
+
+
+def test_an_average_that_is_looked_at_in_between() -> None:
+    """The weights are those of before again, to the bit."""
+    trained, grads = Trained(), []
+    for look in (False, True):
+        x = torch.ones(4, 32).bfloat16().requires_grad_()
+        loss = trained.loss(x)
+        if look:
+            with trained.average.swapped(), torch.no_grad():
+                trained.loss()
+        loss.backward()
+        trained.optimizer.zero_grad()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+def test_what_another_optimizer_trains() -> None:
+    """As two networks that train against each other: what one has made is used once more after a step of the other."""
+    maker, judge = Trained(), Trained()
+    made = maker.model(torch.randn(4, 32).bfloat16())
+    judge.model(made.detach()).float().mean().backward()
+    judge.optimizer.step()
+    judge.model(made).float().mean().backward()
+    maker.optimizer.step()
+
+
+def test_a_product_that_does_not_read_the_weight_again() -> None:
+    trained = Trained()
+    loss = trained.model[0](torch.randn(4, 32).bfloat16()).float().square().mean()
+    trained.step()
+    loss.backward()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan(split: bool) -> None:
+    """Of several optimizers none says which weights it has changed, so nothing is said of any."""
+    weights = [casts.cast_whole("fp8_current", torch.randn(32, 32)) for _ in range(2)]
+    masters = [nn.Parameter(torch.randn(32 * 32)) for _ in weights]
+    plan = CastPlan(weights, [master.detach() for master in masters], [0, 0], ONE_PROCESS)
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in ([masters[:1], masters[1:]] if split else [masters])]
+    handles = [plan.attach(optimizer) for optimizer in optimizers]
+    plan.cast()
+    plan.post_all_gather()
+    x = torch.randn(4, 32).bfloat16().requires_grad_()
+    loss = nn.functional.linear(x, weights[0]).float().sum()
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizers[-1].step()
+    plan.post_all_gather()
+    with contextlib.nullcontext() if split else pytest.raises(RuntimeError, match=SAID):
+        loss.backward()
+    for handle in handles:
+        handle.remove()
