@@ -26,17 +26,16 @@ __device__ float tensor_amax(const Format& format, const Weight& w, int64_t inde
 }
 
 // The stored scale of a block: f32 bits, or a byte.
-template <ScaleRule kRule>
+template <ScaleRule kGivenRule, bool kChosen>
 struct StoredScale {
+  static constexpr ScaleRule kRule = kGivenRule;
+  using Two = std::conditional_t<kChosen, FourOverSixScale, TwoLevel>;
   const Format& format;
-  TwoLevel two_level;
-  FourOverSixScale chosen;
+  Two two_level;
 
   __device__ uint32_t of(float amax) const {
     if constexpr (kRule == ScaleRule::kE8M0) return format.power_of_two_scale().code(amax);
-    if constexpr (kRule == ScaleRule::kTwoLevel) {
-      return format.four_over_six == FourOverSix::kNone ? two_level.stored(amax) : chosen.stored(amax);
-    }
+    if constexpr (kRule == ScaleRule::kTwoLevel) return two_level.stored(amax);
     return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
   }
 };
@@ -76,10 +75,10 @@ __device__ float group_amax(const Amaxes& packed, int64_t first_amax, const Grid
 // Four columns of some rows of a buffer, including padding. With repeated columns all four are of
 // one block. The code for scales that depend on each other (kGrouped) would slow down all others:
 // it takes 14 of 46 registers.
-template <class Packed, bool kGrouped, ScaleRule kRule>
+template <class Packed, bool kGrouped, class Stored>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
-                     const StoredScale<kRule>& scale, uint8_t* out) {
-  constexpr uint32_t kPadding = kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u;
+                     const Stored& scale, uint8_t* out) {
+  constexpr uint32_t kPadding = Stored::kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u;
   const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer), row_bytes = buffer.row_bytes();
   const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
@@ -118,11 +117,13 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
   }
 }
 
-template <class Packed, Grid kGrid, bool kGrouped>
+// `kSpecial` is for scales of groups, or those that blocks choose: neither costs all others registers.
+template <class Packed, Grid kGrid, bool kSpecial>
 __global__ void __launch_bounds__(kScaleThreads)
     scale_kernel(Format given, const int64_t* table, const Item* items, Amaxes packed, ScaleOutputs out, const bool* skip) {
   if (holds(skip)) return;
   constexpr ScaleRule kRule = rule_of(kGrid);
+  constexpr bool kGrouped = kSpecial && kGrid == Grid::kSquare32, kChosen = kSpecial && kGrid == Grid::kSquare16;
   Format format = known<kGrid>(given);
   format.scale_rule = kRule;
   const Item item = items[blockIdx.x];
@@ -134,7 +135,13 @@ __global__ void __launch_bounds__(kScaleThreads)
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
   const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
-  const StoredScale<kRule> scale{format, TwoLevel(amax), FourOverSixScale(amax, format.top())};
+  const auto two_level = [&] {
+    if constexpr (kChosen)
+      return FourOverSixScale(amax, format.top());
+    else
+      return TwoLevel(amax);
+  }();
+  const StoredScale<kRule, kChosen> scale{format, two_level};
   const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     if (thread == 0) {
@@ -163,15 +170,18 @@ void compute_scales(const Format& format, Array packed, const Work& work, Device
     if (format.scale_rule != rule_of(kGrid)) {
       throw std::invalid_argument("the CUDA kernels have no such scales for these blocks");
     }
-    const auto start = [&](auto grouped) {
-      constexpr bool kGrouped = decltype(grouped)::value;
-      const auto kernel = packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kGrid, kGrouped>
-                                                           : scale_kernel<Float32, kGrid, kGrouped>;
+    const auto start = [&](auto special) {
+      constexpr bool kSpecial = decltype(special)::value;
+      const auto kernel = packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kGrid, kSpecial>
+                                                           : scale_kernel<Float32, kGrid, kSpecial>;
       launch(kernel, work.blocks, kScaleThreads, stream, format, table_of(work), items_of(work), amaxes_of(packed), out,
              flag_of(skip));
     };
     if constexpr (kGrid == Grid::kSquare32) {
       if (format.scale_group) return start(std::true_type{});
+    }
+    if constexpr (kGrid == Grid::kSquare16) {
+      if (format.four_over_six != FourOverSix::kNone) return start(std::true_type{});
     }
     start(std::false_type{});
   });

@@ -1,4 +1,4 @@
-"""What torchtitan's JobConfig gains: the section `quantize.linear.zerocast`, and one more
+"""Additions to torchtitan's JobConfig: the section `quantize.linear.zerocast`, and one more
 implementation of AdamW.
 
 torchtitan merges this class into its own, and reads types and defaults from it, so that everything

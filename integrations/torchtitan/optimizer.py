@@ -57,7 +57,7 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> Any:
-    """What torchtitan's `build_optimizers` does, and `implementation="zerocast"`.
+    """Replaces torchtitan's `build_optimizers` and also takes `implementation="zerocast"`.
 
     ValueError for that with another optimizer than AdamW, with a step in the backward pass or with
     TorchFT.

@@ -1,5 +1,5 @@
-"""What is not taken, and why: options of torchtitan that would give wrong weights, or fail later
-with less of a reason.
+"""Refuses options of torchtitan that would give wrong weights, or fail later with less of a
+reason.
 """
 
 from collections.abc import Iterator

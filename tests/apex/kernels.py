@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.stages import adamw
+from zerocast.backends.reference.adam import adamw
 from zerocast.cast.hyperparameters import Hyperparameters
 
 Lists = Sequence[Sequence[Tensor]]  # masters, both moments, gradients, results: a tensor a fragment

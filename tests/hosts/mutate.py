@@ -67,8 +67,8 @@ MUTANTS = [
     _mutant(
         "what is partial is refused",
         GUARD,
-        "        if self.is_partial:\n            raise",
-        "        if False:\n            raise",
+        "            raise RuntimeError(self.partial)\n",
+        "            pass\n",
     ),
     _mutant(
         "a complete write makes whole",
@@ -81,7 +81,7 @@ MUTANTS = [
     _mutant(
         "partial weights are not read",
         WEIGHT,
-        "        self.state.freshness.guard.check_complete()\n",
+        "        guard.check_complete()\n",
         "",
         "ZeroAdamW",
         "Megatron-Core",
@@ -118,8 +118,8 @@ MUTANTS = [
         "a state that does not fit changes nothing", ZERO, "        self._state.check(state_dict)\n", "", "ZeroAdamW"
     ),
     # FSDP2
-    _mutant("a step that raises", FUSED, 'with transaction(guards, "an optimizer step"):', NO_GUARD, "FSDP2"),
-    _mutant("a load that raises", STATE, 'with transaction(guards, "loading a checkpoint"):', NO_GUARD, "FSDP2"),
+    _mutant("a step that raises", FUSED, 'with transaction(self.guards, "an optimizer step"):', NO_GUARD, "FSDP2"),
+    _mutant("a load that raises", STATE, "with transaction(guards, what):", NO_GUARD, "FSDP2"),
     _mutant(
         "no partial model is saved",
         PREPARE,

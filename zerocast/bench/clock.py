@@ -114,10 +114,3 @@ def launches(run: Run, device: torch.device) -> int | None:
         run()
         torch.cuda.synchronize(device)
     return len([event for event in profile.events() or () if event.device_type.name == "CUDA"]) or None
-
-
-def copy_rate(clock: Clock, device: torch.device, nbytes: int) -> float:
-    """GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes written."""
-    source = torch.full((nbytes,), 1, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * nbytes / clock.time(lambda: target.copy_(source)).device_ms / 1e6

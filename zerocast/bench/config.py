@@ -77,7 +77,7 @@ class StepConfig:
     row, as in 'fsdp2:nvfp4 compiled'. By default all that are installed.
     """
     modes: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
-    """Whether blocks run through torch.compile."""
+    """Run blocks through torch.compile."""
     shape: Literal["llama3-1b", "llama3-8b", "llama3-70b", "tiny"] = "llama3-8b"
     """Widths of a block."""
     layers: int = 8

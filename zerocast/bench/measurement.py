@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from zerocast.bench.clock import Times
+import torch
+
+from zerocast.bench.clock import Clock, Times
 from zerocast.bench.row import Row, Target
 
 
@@ -89,3 +91,10 @@ def judge(measurement: Measurement, target: Target, copy_rate: float, other_ms: 
         text += f", host < {target.host_ms:g} ms"
         met = met and measurement.times.host_ms < target.host_ms
     return Verdict(text, target.limit, reached, met)
+
+
+def copy_rate(clock: Clock, device: torch.device, nbytes: int) -> float:
+    """GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes written."""
+    source = torch.full((nbytes,), 1, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / clock.time(lambda: target.copy_(source)).device_ms / 1e6

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.bench import machine
-from zerocast.bench.clock import Clock, copy_rate, launches
+from zerocast.bench.clock import Clock, launches
 from zerocast.bench.config import CPU_SCALE, BenchConfig
-from zerocast.bench.measurement import Failure, Measurement
+from zerocast.bench.measurement import Failure, Measurement, copy_rate
 from zerocast.bench.peers import usable
 from zerocast.bench.report import CopyRate, Report, today
 from zerocast.bench.row import Build, Row, select

@@ -73,7 +73,7 @@ class StepBench:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What a row depends on; rows of reports with other settings are not compared."""
+        """The settings that rows depend on; reports with other settings are not compared."""
         left_out = ("variants", "modes", "out", "compare", "threshold", "json", "profile", "text")
         settings = {name: value for name, value in asdict(self._config).items() if name not in left_out}
         if self._text:
@@ -95,7 +95,7 @@ class StepBench:
             return StepFailure(row.name, str(error))
 
     def _together(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns; RuntimeError on every rank where it raised on any."""
+        """The result of `work`; RuntimeError on every rank where it raised on any."""
         result: Result | None = None
         said: str | None = None
         try:

@@ -46,7 +46,7 @@ FULL = {"shape": "llama3-8b", "layers": 8, "vocabulary": 32768, "seq": 8192, "ba
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step spends its time on, on the rank that reports.
+    """The time of a step by kernel and by call, on the rank that reports.
 
     Attributes:
         kernels: (name, milliseconds a step, calls a step), the longest first.

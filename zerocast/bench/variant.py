@@ -88,7 +88,7 @@ class Variant:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the package of the host can be imported here."""
+        """True if the package of the host can be imported here."""
         return importlib.util.find_spec(self.host.package) is not None
 
     def products(self) -> ExitStack:

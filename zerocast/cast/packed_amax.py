@@ -148,7 +148,7 @@ class PackedAmax(AmaxReduction):
         return offsets, size
 
     def _has_amaxes(self, index: int) -> bool:
-        """Whether any rank has, so that all agree."""
+        """True if any rank has, so that all agree."""
         return self._shards[index].weight.format.amax_policy is not AmaxPolicy.NONE
 
     def _dtype(self, index: int) -> torch.dtype:

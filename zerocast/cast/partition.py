@@ -65,7 +65,7 @@ class Partition:
     backend: str
 
     def owned_anywhere(self, index: int) -> bool:
-        """Whether any rank holds a part of the master; a weight without one is frozen and stays
+        """True if any rank holds a part of the master; a weight without one is frozen and stays
         as it is.
         """
         return self.ownership.owned[index] > 0

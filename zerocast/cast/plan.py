@@ -347,9 +347,7 @@ class CastPlan:
             raise
 
     def forget_call(self) -> None:
-        """What the last cast did no longer matters: masters are about to be overwritten on every
-        rank.
-        """
+        """Forget which call the last cast was, since every rank overwrites its masters now."""
         self._detail = ""
         if self.packed.same_call:
             self.packed.same_call.forget()
@@ -369,7 +367,7 @@ class CastPlan:
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _lay_out(self) -> None:
-        """What a cast needs of the partition and the formats."""
+        """Derive from the partition and the formats all that a cast needs."""
         # what ranks compare; the caller knows its step
         self._call = _numbered(self.group) + self._step_of_caller
         device = self._partition.device
@@ -422,8 +420,8 @@ class CastPlan:
 
 
 def _numbered(group: Group) -> str:
-    """What a cast of the plan that is being built will be. All ranks build their plans together,
-    so they number them alike.
+    """The call, for comparison among ranks, of a cast by the plan that is being built. All ranks
+    build their plans together, so they number them alike.
     """
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1

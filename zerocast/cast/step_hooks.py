@@ -67,7 +67,7 @@ class StepHooks:
         check_unclaimed(self._held(), self.gives_way)
 
     def gives_way(self, claim: Claim) -> bool:
-        """Whether a claim is of the plan itself, or of the owner that it casts for."""
+        """True if a claim is of the plan itself, or of the owner that it casts for."""
         return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:

@@ -27,8 +27,8 @@ CALL = "switches to another recipe"
 
 @dataclass(frozen=True)
 class SwitchPart:
-    """What one owner of masters does in a switch. Its calls are given the new formats by name, of
-    the weights that change.
+    """The part of one owner of masters in a switch. Its calls are given the new formats, by name,
+    of the weights that change.
 
     Attributes:
         groups: the ranks that switch together.

@@ -42,7 +42,7 @@ _BUFFER_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class TableKey:
-    """What the weights of a table have in common."""
+    """The properties that all weights of a table share."""
 
     backend: str
     fmt: FormatSpec
@@ -158,11 +158,11 @@ class WeightTable:
         return self
 
     def moved(self) -> bool:
-        """Whether a storage was replaced since the table was made."""
+        """True if a storage was replaced since the table was made."""
         return [tensor.data_ptr() for tensor in self._first] != self._addresses
 
     def lies_like(self, other: "WeightTable") -> bool:
-        """Whether both tables describe the same weights in the same memory."""
+        """True if both tables describe the same weights in the same memory."""
         return (self.key, self._rows, self._groups, self._bases()) == (
             other.key,
             other._rows,

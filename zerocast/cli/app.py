@@ -42,7 +42,7 @@ def needs_library() -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """What a command line asks for; `function` is None if that is no command."""
+    """The request of a command line; `function` is None if that is no command."""
 
     name: str
     words: Sequence[str]

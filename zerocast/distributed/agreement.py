@@ -19,8 +19,8 @@ WORDS = 4  # of 62 bits: the digest of a text
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank tells the others where they differ: its call, (class, text) of its problem, a
-    digest of its lines and its settings.
+    """One rank's message to the others where they differ: its call, (class, text) of its problem,
+    a digest of its lines and its settings.
     """
 
     what: str

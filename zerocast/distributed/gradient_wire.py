@@ -51,7 +51,7 @@ class QuantizedReduceScatter:
             self._work = group.all_to_all(self._received, self._sent, async_op=True, what=what)
 
     def is_complete(self) -> bool:
-        """Whether `land` would not wait."""
+        """True if `land` would not wait."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:

@@ -56,7 +56,7 @@ class Ownership:
     pieces: dict[int, list[Piece]]
 
     def covers(self, index: int) -> bool:
-        """Whether every element has an owner."""
+        """True if every element has an owner."""
         return self.owned[index] == self.items[index].numel
 
     def spans(self, index: int) -> list[Span]:

@@ -1,4 +1,4 @@
-"""What the collectives of a step take on a network: the alpha-beta model. It measures nothing.
+"""Time of the collectives of a step on a network, by the alpha-beta model. Nothing is measured.
 
 A call takes the latency of its hops, and its bytes take the time that a rank needs to send them.
 An all-gather and a reduce-scatter go round a ring of their ranks, one hop for each other rank. An

@@ -131,7 +131,7 @@ class FormatSpec:
 
     @property
     def is_exact_in_fp8(self) -> bool:
-        """Whether stage `upcast` turns its codes into E4M3 ones of the same values."""
+        """True if stage `upcast` turns its codes into E4M3 ones of the same values."""
         return self.scale_group is not None
 
     def scale_repeat(self, columnwise: bool = False) -> Block:

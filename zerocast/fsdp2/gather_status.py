@@ -119,7 +119,7 @@ class GatherStatus:
 
     @staticmethod
     def reads_late(headers: Tensor) -> bool:
-        """Whether the host would have to wait for these headers."""
+        """True if the host would have to wait for these headers."""
         return headers.is_cuda
 
     def note(self, names: tuple[str, ...], headers: Sequence[Tensor]) -> None:

@@ -50,7 +50,7 @@ def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
 
 
 class _ReduceScatter:
-    """What FSDP2 calls; it keeps nothing between calls."""
+    """The reduce-scatter that FSDP2 calls; it keeps nothing between calls."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is reduced, and for the result."""

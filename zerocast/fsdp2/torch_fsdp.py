@@ -51,7 +51,7 @@ def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:
 
 
 def default_reduce_scatter() -> Any:
-    """What FSDP2 reduces gradients with until it is told otherwise."""
+    """The reduce-scatter that FSDP2 uses by default."""
     collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     return collectives.DefaultReduceScatter()
 

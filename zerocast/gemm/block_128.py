@@ -70,8 +70,8 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 def quantize_both_ways(
     x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What `quantize` gives, and for the weight gradient, which sums over tokens, groups of 128
-    tokens; if `is_square`, blocks of 128x128.
+    """The result of `quantize`, and for the weight gradient, which sums over tokens, groups of
+    128 tokens; if `is_square`, blocks of 128x128.
 
     These are (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column, or
     `[L4, k / 128]`), padded with zeros alike.

@@ -54,7 +54,7 @@ class Case:
         return ".".join(map(str, self.capability or ()))
 
     def unsupported_reasons(self, multiple: int) -> Iterator[str]:
-        """What keeps any path but dequantize from running, one sentence each.
+        """The reasons why no path but dequantize can run, one sentence each.
 
         `multiple` is what both extents of the weight must be divisible by: either is the inner
         dimension of one product and the outer one of the other, since a path serves forward and
@@ -71,7 +71,7 @@ class Case:
 
 
 def _aligned(tensor: torch.Tensor | None) -> bool:
-    """Whether a buffer, if there is one, begins well inside its storage, which every allocator
+    """True if a buffer, if there is one, begins well inside its storage, which every allocator
     aligns to more than `ALIGNMENT`.
     """
     return tensor is None or tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0

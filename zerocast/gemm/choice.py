@@ -22,10 +22,10 @@ Operands = tuple[Tensor, ...]
 
 
 class Path(Protocol):
-    """What a path module defines; see README.md."""
+    """The functions of a path module; see README.md."""
 
     def supports(self, fmt: FormatSpec) -> bool:
-        """Whether this is the path of weights of this format."""
+        """True if this is the path of weights of this format."""
 
     def hardware(self, case: Case) -> Iterator[str]:
         """Why the device cannot run it, one sentence each; none if it can."""
@@ -34,9 +34,7 @@ class Path(Protocol):
         """Why it cannot run on a device that could, one sentence each; none if it can."""
 
     def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> Operands:
-        """What a product makes of an input `[..., k]` or of an output gradient before it
-        multiplies.
-        """
+        """Quantize an input `[..., k]` or an output gradient for a product."""
 
     def multiply(
         self,
@@ -56,13 +54,13 @@ class Path(Protocol):
 
 
 class GradientPath(Protocol):
-    """What a path defines besides if it computes weight gradients on tensor cores too."""
+    """The further functions of a path that computes weight gradients on tensor cores too."""
 
     def quantize_both_ways(
         self, x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
     ) -> tuple[Operands, Operands]:
-        """What `quantize` gives, and what a weight gradient on tensor cores, which sums over
-        tokens, makes of the same input or output gradient.
+        """The result of `quantize`, and the operand that a weight gradient on tensor cores, which
+        sums over tokens, takes in place of the same input or output gradient.
 
         `is_square` allows the input the square blocks of a weight in place of groups of tokens.
         """
@@ -72,8 +70,8 @@ class GradientPath(Protocol):
 
 
 class OperatorPath(Protocol):
-    """What a path defines besides if its product is one operator of torch, which a graph then holds
-    as it is: a compiler calls it with less host work than an op of ours.
+    """The further functions of a path whose product is one operator of torch. A graph holds it as
+    it is: a compiler calls it with less host work than an op of ours.
     """
 
     def multiply_codes(
@@ -150,12 +148,12 @@ def _set(wish: str, weight_gradients: str) -> None:
 
 
 def wishes() -> tuple[str, str]:
-    """What `use` was told last."""
+    """The last arguments of `use`."""
     return _wish, _weight_gradients
 
 
 def ways(weight: Any) -> tuple[Any, ...]:
-    """What a graph with a product of this weight depends on besides the weight."""
+    """The settings that a graph with a product of this weight depends on."""
     return _weight_gradients, choice_of(weight, weight.dtype).path
 
 
@@ -234,7 +232,7 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
 
 
 def falls_back(case: Case, wish: str) -> bool:
-    """Whether a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
+    """True if a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
     name, reason = _path_of(case)
     able = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
     return able and wish == "auto" and decide(case, wish).path == "dequantize"

@@ -20,7 +20,7 @@ GROUP = _C.cuda.INPUT_GROUP
 
 
 def serves(device: torch.device) -> bool:
-    """Whether the kernels were built for this GPU."""
+    """True if the kernels were built for this GPU."""
     return why_no_kernels(_C.cuda.targets(), device) is None
 
 

@@ -187,9 +187,7 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """What a product of NVFP4 codes and E4M3 scales is multiplied by: f32[1], from the tensor
-    amax.
-    """
+    """The factor f32[1], from the tensor amax, of a product of NVFP4 codes and E4M3 scales."""
     return amax.view(1) * ONE_OVER_TOP[fmt.scale_max]
 
 

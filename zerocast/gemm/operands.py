@@ -1,5 +1,5 @@
-"""What products make of their inputs, shared: one quantization of an input serves all that read it
-(q, k and v; gate and up).
+"""Operands of products, shared: one quantization of an input serves all that read it (q, k and v;
+gate and up).
 
 The last one is kept, for the object it was made of, while autograd's own count of writes to it
 stands. It is dropped with the object, by the next input and by the next backward pass, so that it
@@ -30,8 +30,8 @@ _last: _Shared | None = None
 
 
 def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nominal") -> tuple[Operands, Operands]:
-    """What the product makes of an input with elements, and what its weight gradient does; the
-    nominal one takes the input as it is.
+    """The operands of the product and of its weight gradient, made of an input with elements; the
+    nominal weight gradient takes the input as it is.
     """
     global _last  # noqa: PLW0603
     if not _is_shareable(x):
@@ -64,7 +64,7 @@ def _drop(x: "weakref.ref[Tensor]") -> None:
 
 
 def _is_shareable(x: Tensor) -> bool:
-    """Whether autograd recorded it, and with that relies on the same count of writes."""
+    """True if autograd recorded it, and with that relies on the same count of writes."""
     return x.grad_fn is not None and not is_traced(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

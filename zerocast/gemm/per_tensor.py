@@ -58,8 +58,8 @@ def _element(fmt: FormatSpec, gradient: bool) -> Element:
 def quantize_both_ways(
     x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What `quantize` gives, and for the weight gradient, which sums over tokens, the same codes as
-    `[k, tokens]`, padded with zeros to a multiple of 16.
+    """The result of `quantize`, and for the weight gradient, which sums over tokens, the same codes
+    as `[k, tokens]`, padded with zeros to a multiple of 16.
     """
     if scaling.is_traced(x) and not gradient:
         # plain operations, which the backward pass of a graph repeats: their codes need not be kept

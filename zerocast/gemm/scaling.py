@@ -20,7 +20,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, as while a compiler traces, which it does not
+    """True if a tensor has no memory of its own, as while a compiler traces, which it does not
     say of itself in every version.
     """
     return type(x) is not Tensor and is_fake(x)

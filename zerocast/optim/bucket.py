@@ -111,7 +111,7 @@ class Bucket:
 
     @property
     def is_one_gradient(self) -> bool:
-        """Whether one parameter fills it without padding: its gradient is sent as it lies."""
+        """True if one parameter fills it without padding: its gradient is sent as it lies."""
         return self.slots[0].numel == self.numel
 
     def shard(self, rank: int) -> Span:

@@ -49,12 +49,12 @@ class BucketBytes:
         return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
 
     def gathers(self, name: str) -> bool:
-        """Whether the weights' buffers `name` lie in a flat buffer here."""
+        """True if the weights' buffers `name` lie in a flat buffer here."""
         return any(flat.name == name for flat in self.bucket.storage.gathered)
 
     @property
     def is_plain(self) -> bool:
-        """Whether these are ordinary parameters."""
+        """True if these are ordinary parameters."""
         return bool(self._plain)
 
     def start(self, group: Group, what: str = "weight bytes") -> None:

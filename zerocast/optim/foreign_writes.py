@@ -61,7 +61,7 @@ class QuantizedPlace:
         self.state.move_to(self.places)
 
     def differs(self) -> bool:
-        """Whether it holds other bytes than its place."""
+        """True if it holds other bytes than its place."""
         if self.weight.state is not self.state:
             _check_alike(self.weight.rowwise_data, self.state.rowwise_data)
             return self.weight.state.differs(self.state)
@@ -114,7 +114,7 @@ class ForeignWrites:
             raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
 
     def check_moved(self) -> bool:
-        """Whether parameters have other storage than ours; RuntimeError if that holds other
+        """True if parameters have other storage than ours; RuntimeError if that holds other
         values.
         """
         plain = [p for p in self._plain if not p.is_home]

@@ -49,7 +49,7 @@ ROUND = "reduces the gradients of a backward pass"
 
 
 class _End:
-    """What autograd calls when a backward pass is over; lives as long as the pass."""
+    """The callback for the end of a backward pass; autograd keeps it as long as the pass."""
 
     def __init__(self, reducer: "GradientReducer") -> None:
         self._reducer = reducer
@@ -127,12 +127,12 @@ class GradientReducer:
             other._company.add(self)
 
     def stands_beside(self, group: Group, parameters: Iterable[Tensor]) -> bool:
-        """Whether this reduces other parameters over the same group."""
+        """True if this reduces other parameters over the same group."""
         others = self._place.keys().isdisjoint(id(parameter) for parameter in parameters)
         return others and not self._taken_over and self._group.handle is group.handle
 
     def hold(self, synchronise: bool) -> bool:
-        """Whether backward passes are rounds from now on; returns what held before."""
+        """Let backward passes be rounds from now on, or not; returns what held before."""
         before, self.synchronise = self.synchronise, synchronise
         self._unreduced |= not (synchronise and before)
         self._look()
@@ -155,7 +155,7 @@ class GradientReducer:
 
     @property
     def _adds(self) -> bool:
-        """Whether rounds add to what was reduced; else they reduce the sum of all backward
+        """True if rounds add to what was reduced; else they reduce the sum of all backward
         passes anew.
         """
         return self._adds_from == 2
@@ -164,8 +164,8 @@ class GradientReducer:
         self.gradients.keeps_local = not (self.synchronise and self._adds)
 
     def changed_by_hand(self) -> None:
-        """What was reduced is no longer what another reduction would give: later rounds add to
-        it.
+        """Note that reduced gradients were changed since, so that another reduction would not give
+        them: later rounds add to them.
         """
         if not self._adds:
             self._adds_from = 2

@@ -168,8 +168,8 @@ def _parts(shard: Tensor) -> tuple[Tensor, ...]:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of f32[] `norm` are multiplied by: `min(1, max_norm / (norm + 1e-6))`,
-    f32[1], as in torch.
+    """The factor, f32[1], that clips gradients of f32[] `norm`: `min(1, max_norm / (norm + 1e-6))`,
+    as in torch.
     """
     # a tensor above: torch's `scalar / tensor` rounds twice
     factor = torch.full_like(norm, max_norm) / (norm + 1e-6)

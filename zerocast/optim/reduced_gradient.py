@@ -52,7 +52,7 @@ class OwnsGradients(Protocol):
 
     @property
     def keeps_local(self) -> bool:
-        """Whether gradients of this rank outlive the arrival at their parameter."""
+        """True if gradients of this rank outlive the arrival at their parameter."""
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class ReducedGradient(Tensor):
 
     @staticmethod
     def of(part: GradientPart, parameter: Tensor) -> "ReducedGradient":
-        """What is put on a parameter, in the dtype that its gradients have."""
+        """The gradient to put on a parameter, in the dtype that its gradients have."""
         return ReducedGradient(part, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
 
     @staticmethod
@@ -146,7 +146,7 @@ class ReducedGradient(Tensor):
         return self.part.owner().gathered(self.part).view(self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """What it is, without its elements."""
+        """Name, shape, dtype and span, without the elements."""
         name, span = self.part.name, self.part.span
         return (
             f"ReducedGradient({name}, shape={tuple(self.shape)}, dtype={self.dtype}, here=[{span.start}, {span.stop}))"
@@ -158,8 +158,8 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What asks for shape, dtype and the like, or ends in operators, goes on to the
-        dispatcher; what reads memory raises.
+        """Let queries of shape, dtype and the like, and functions that end in operators, go on to
+        the dispatcher; functions that read memory raise.
         """
         name = getattr(func, "__name__", "")
         if func in _HIDDEN or not (name in _ASKED or name == "__get__" or _has_operator(func, name)):
@@ -169,7 +169,7 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What the table below defines; everything else raises."""
+        """Run the handler of the table below; an operator without one raises."""
         handler = _HANDLERS.get(func)
         if handler is None:
             raise undefined(func, args, kwargs)
@@ -213,7 +213,7 @@ _HIDDEN = {Tensor.__cuda_array_interface__.__get__}
 
 
 def _has_operator(func: Any, name: str) -> bool:
-    """Whether the dispatcher will be asked, and can refuse."""
+    """True if the dispatcher will be asked, and can refuse."""
     written_with_operators = getattr(func, "__module__", "") in ("torch.functional", "torch.nn.functional")
     is_operator = isinstance(
         func, torch._ops.OpOverload | torch._ops.OpOverloadPacket
@@ -232,7 +232,7 @@ def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
 
 
 def define(op: Any, handler: Callable[..., Any]) -> None:
-    """What an operator does when a ReducedGradient is among its arguments."""
+    """Register what an operator does when a ReducedGradient is among its arguments."""
     _HANDLERS[op] = handler
 
 

@@ -35,7 +35,7 @@ class Filling:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter of the bucket has a gradient."""
+        """True if every parameter of the bucket has a gradient."""
         return len(self.gradients) == len(self.bucket.slots)
 
     def put(self, part: GradientPart, gradient: Tensor, more: bool) -> None:
@@ -91,7 +91,7 @@ def _check_unchanged(slot: Slot, gradient: Tensor, version: int) -> None:
 
 
 def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a collective can read the memory of a gradient as it lies."""
+    """True if a collective can read the memory of a gradient as it lies."""
     return gradient.dtype is dtype and gradient.is_contiguous() and not gradient.is_neg()
 
 
@@ -130,7 +130,7 @@ class Reduction:
         self._work = collective(self._result, full, async_op=True, what=what)
 
     def is_complete(self) -> bool:
-        """Whether `land` would not wait."""
+        """True if `land` would not wait."""
         if self._quantized:
             return self._quantized.is_complete()
         return self._work is None or self._work.is_completed()

@@ -31,7 +31,7 @@ class _Lease:
         self.owner: weakref.ref[Any] | None = None  # None while nobody is known to have it
 
     def is_free(self) -> bool:
-        """Whether its owner is gone."""
+        """True if its owner is gone."""
         return self.owner is not None and self.owner() is None
 
 
@@ -66,7 +66,7 @@ def group_of_its_own(parent: Group, owner: Any, free: Sequence[int]) -> Group:
 
 
 def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """Whether another optimizer of other parameters reduces over this group; one that nobody
+    """True if another optimizer of other parameters reduces over this group; one that nobody
     keeps is collected first.
     """
 

@@ -134,7 +134,7 @@ class ShardedWeights:
         self.plan.ready(detail)
 
     def tables(self) -> list[WeightTable]:
-        """What a step works by, after `ready`: where everything lies."""
+        """The tables that a step works by, after `ready`."""
         return [*self.plan.tables, *self.gathers.tables()]
 
     def recast(self) -> None:

@@ -249,7 +249,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         return norm
 
     def _apply_clip(self) -> None:
-        """What was clipped already has the norm that it was clipped to."""
+        """Apply a clip that is due; the gradients then have the norm they were clipped to."""
         if self._device.apply_clip():
             self._reducer.gradients.everything_changed()
 
@@ -349,8 +349,8 @@ class ZeroAdamW(torch.optim.Optimizer):
         return self._state.as_dict()
 
     def state_to_overwrite(self) -> dict[str, Any]:
-        """What `state_dict` gives, for a reader that fills it: whatever it holds now, also after
-        a step that raised half-way.
+        """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
+        raised half-way.
         """
         return self._state.as_dict()
 

@@ -11,7 +11,7 @@ from zerocast.weight.state import WeightState
 
 
 class WeightBuffers(Tensor):
-    """What lies in `state`, by name. Bytes that a gather is bringing are waited for."""
+    """The buffers of `state` by name. Bytes that a gather is bringing are waited for."""
 
     state: WeightState
 

@@ -86,7 +86,7 @@ class Freshness:
             )
 
     def stale_masters(self) -> str | None:
-        """What has happened to the masters since their last cast, as far as debug mode has seen."""
+        """The change of the masters since their last cast that debug mode has seen, or None."""
         if self._stepped:
             return "an optimizer has stepped over its masters since its last cast"
         for master, version in zip(self._masters, self._versions or (), strict=False):
@@ -96,7 +96,7 @@ class Freshness:
         return None
 
     def is_cast_from(self, places: set[int]) -> bool:
-        """Whether a master lies in one of these storages."""
+        """True if a master lies in one of these storages."""
         held = [reference() for reference in self._masters]
         return any(master is not None and _place(master) in places for master in held)
 
@@ -120,7 +120,7 @@ _hooks: list[RemovableHandle] = []  # the hooks of debug mode, while it is on
 
 
 def debugging() -> bool:
-    """Whether debug mode is on."""
+    """True if debug mode is on."""
     return bool(_hooks) and not torch.compiler.is_compiling()
 
 

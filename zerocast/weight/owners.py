@@ -60,7 +60,7 @@ class Claim:
         _claims.discard(self)
 
     def overlaps(self, held: Held, parameters: Iterable[Tensor] = ()) -> bool:
-        """Whether any of these elements or parameters are in this claim."""
+        """True if any of these elements or parameters are in this claim."""
         if any(id(parameter) in self._parameters for parameter in parameters):
             return True
         return any(
@@ -71,7 +71,7 @@ class Claim:
         )
 
     def is_by(self, owner: object) -> bool:
-        """Whether this owner has taken the claim."""
+        """True if this owner has taken the claim."""
         return self._by() is owner
 
 

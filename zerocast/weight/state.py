@@ -30,7 +30,7 @@ def moved() -> None:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU
+    """True if two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU
     the host waits for it.
     """
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
@@ -92,14 +92,14 @@ class WeightState:
 
     @property
     def external_scaling_state(self) -> bool:
-        """Whether a host keeps the amax history: `amax` then grows by what casts see, and
+        """True if a host keeps the amax history: `amax` then grows by what casts see, and
         `scale` is the host's to set.
         """
         return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
     @property
     def ever_cast(self) -> bool:
-        """Whether the bytes come from a cast, from loading or copying a weight that was cast, or
+        """True if the bytes come from a cast, from loading or copying a weight that was cast, or
         were there before the weight.
         """
         return self.was_cast or (self.is_cast and self.freshness.cast > 0)
@@ -128,13 +128,13 @@ class WeightState:
         return None if torch.compiler.is_compiling() else (self.freshness, self.freshness.version)
 
     def columnwise_is_fresh(self) -> bool:
-        """Whether there is a columnwise copy, made from the last cast."""
+        """True if there is a columnwise copy, made from the last cast."""
         shared = self.format.columnwise is Columnwise.SHARED
         present = self.buffers["columnwise_scale_inv" if shared else "columnwise_data"] is not None
         return present and (self.format.columnwise is not Columnwise.TRANSPOSE or self.is_gathered())
 
     def is_gathered(self) -> bool:
-        """Whether post-all-gather processing has followed the last cast."""
+        """True if post-all-gather processing has followed the last cast."""
         return max(self.freshness.columnwise, self.columnwise_cast) == self.freshness.cast
 
     def mark_columnwise(self) -> None:
@@ -236,8 +236,8 @@ class WeightState:
             self.drop_columnwise()  # it was the copy of the old bytes
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` derives from the bytes of the last cast, kept until the next cast or until
-        the bytes change or move.
+        """The value that `make` derives from the bytes of the last cast, kept until the next cast
+        or until the bytes change or move.
         """
         cast, value = self._derived.get(name, (-1, None))
         if value is None or cast != self.freshness.cast:
@@ -251,7 +251,7 @@ class WeightState:
         self._derived.clear()
 
     def differs(self, other: "WeightState") -> bool:
-        """Whether two weights of one format and shape hold other bytes; columnwise copies, which
+        """True if two weights of one format and shape hold other bytes; columnwise copies, which
         derive from these, aside.
 
         Reads them, so the host waits for the device.

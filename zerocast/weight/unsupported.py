@@ -75,7 +75,7 @@ _NAMED = (
 
 
 def advice(operator: Any, written: bool) -> str:
-    """What to do instead of an operator; `written` is whether a weight is among what it writes."""
+    """Advice in place of an operator; `written` is True if it writes a weight."""
     name = operator._schema.name.partition("::")[2]
     rules = (
         (operator.namespace in _COLLECTIVES, COLLECTIVE),
@@ -99,7 +99,7 @@ def refusal(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any], kind:
 
 
 def _is_written(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any], kind: type) -> bool:
-    """Whether a tensor of `kind` is among the arguments that the operator writes."""
+    """True if a tensor of `kind` is among the arguments that the operator writes."""
     arguments = operator._schema.arguments
     given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
     values = (given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write)

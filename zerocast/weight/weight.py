@@ -106,7 +106,7 @@ class QuantizedWeight(WeightBuffers):
 
     @property
     def is_traced(self) -> bool:
-        """Whether its buffers stand for those of a later call, as while a compiler traces."""
+        """True if its buffers stand for those of a later call, as while a compiler traces."""
         return scaling.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
@@ -233,7 +233,7 @@ class QuantizedWeight(WeightBuffers):
 
     @property
     def _makes_columnwise(self) -> bool:
-        """Whether a columnwise copy is made at each use and not kept."""
+        """True if a columnwise copy is made at each use and not kept."""
         return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
 
     def gemm_choice(self) -> gemm.Choice:
@@ -402,7 +402,7 @@ class QuantizedWeight(WeightBuffers):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What `define` was told of; everything else raises, and says what to do instead."""
+        """Run the handler given to `define`; an operator without one raises and says what to do."""
         handler = _HANDLERS.get(func)
         if handler is None:
             raise unsupported.refusal(func, args, kwargs or {}, cls)
@@ -433,10 +433,10 @@ torch.serialization.add_safe_globals([_restore])
 
 
 def define(op: Any, handler: Callable[..., Any]) -> None:
-    """What an operator does when a QuantizedWeight is among its arguments."""
+    """Register what an operator does when a QuantizedWeight is among its arguments."""
     _HANDLERS[op] = handler
 
 
 def define_function(function: Any, handler: Callable[..., Any]) -> None:
-    """What a function of torch that is no operator does, above the dispatcher."""
+    """Register a function of torch that is no operator, above the dispatcher."""
     _FUNCTIONS[function] = handler

@@ -74,17 +74,17 @@ class WriteGuard:
 
     @property
     def is_open(self) -> bool:
-        """Whether this thread is within a transaction, of which another would be a part."""
+        """True if this thread is within a transaction, of which another would be a part."""
         return self._writer == threading.get_ident()
 
     @property
     def is_open_elsewhere(self) -> bool:
-        """Whether another thread is within a transaction."""
+        """True if another thread is within a transaction."""
         return self._writer not in (None, threading.get_ident())
 
     @property
     def is_partial(self) -> bool:
-        """Whether a write broke off, and no other has completed since; False inside a
+        """True if a write broke off, and no other has completed since; False inside a
         transaction.
         """
         return self.partial is not None and not self.is_open

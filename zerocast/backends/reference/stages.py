@@ -1,4 +1,4 @@
-"""The stages of a cast and of an Adam step in plain torch, in the order in which a step runs them.
+"""The stages of a cast in plain torch, in the order in which a step runs them; then of its readers.
 
 This file is the specification: ../README.md says what each stage reads and writes, and every other
 backend gives these bytes.
@@ -10,7 +10,6 @@ from torch import Tensor
 from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.codec import (
     decode,
-    decode_e4m3,
     decode_e8m0,
     encode,
     encode_e4m3,
@@ -32,46 +31,8 @@ from zerocast.backends.reference.scales import (
 )
 from zerocast.backends.reference.window import Window
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
-from zerocast.formats.layout import GradientMessage, amax_grid, columnwise_scale_inv, rowwise_scale_inv, upcast_operand
+from zerocast.formats.layout import amax_grid, columnwise_scale_inv, rowwise_scale_inv, upcast_operand
 from zerocast.formats.spec import UPCAST_EXPONENT
-
-
-def adam_step(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    segments: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    skip: Tensor | None,
-) -> None:
-    """Stage adam_step: run Adam in place over the segments of one flat shard."""
-    if skip is not None and bool(skip):
-        return
-    for offset, numel, group in segments.tolist():
-        s = slice(offset, offset + numel)
-        p, m, v = adamw(master[s], grad[s].float(), exp_avg[s].float(), exp_avg_sq[s].float(), scalars[group], clip)
-        master[s], exp_avg[s], exp_avg_sq[s] = p, m, v  # bf16 moments are rounded here
-
-
-def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The AdamW update of f32 tensors as a pure function; returns the new (p, m, v).
-
-    Each line is one f32 operation on an element, in the order that ../README.md fixes.
-    """
-    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_c2, eps = scalars.unbind()
-    g = g * clip
-    p = p * decay
-    m = beta1 * m + one_minus_beta1 * g
-    v = beta2 * v + (one_minus_beta2 * g) * g
-    p = p - step_size * (m / (_sqrt(v) / root_c2 + eps))
-    return p, m, v
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded f32 square root; torch.sqrt on the CPU is often off by one ulp."""
-    return x.double().sqrt().float()
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
@@ -85,31 +46,6 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
         if fmt.columnwise is Columnwise.OWN_GRID:
             amaxes = block_amax(canvas, fmt.columnwise_block)
             window.grid(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block).copy_(amaxes)
-
-
-def adam_amax(
-    fmt: FormatSpec,
-    nominal: torch.dtype,
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    table: Tensor,
-    groups: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    packed: Tensor,
-    skip: Tensor | None,
-) -> None:
-    """Stage adam_amax: run Adam over the owned spans, then take the amaxes of the new masters."""
-    if skip is not None and bool(skip):
-        return
-    owned = table[:, Column.NUMEL] > 0
-    segments = torch.stack((table[:, Column.MASTER_OFFSET], table[:, Column.NUMEL], groups), 1)
-    for base, state in enumerate(zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        here = owned & (table[:, Column.MASTER_BASE] == base)
-        adam_step(*state, segments[here], scalars, clip, None)
-    partial_amax(fmt, nominal, masters, table, packed)
 
 
 def choose_scales(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
@@ -364,36 +300,3 @@ def upcast(
     codes.copy_(encode_e4m3(value))
     buffer = upcast_operand(fmt, *value.shape)[1]
     group_scale_inv.copy_(fill_scales(group_scale, (1, 1), buffer))
-
-
-def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
-    """Stage quantize_gradient: write the message of each of `parts` equal parts of a gradient."""
-    layout = GradientMessage(grad.numel() // parts)
-    groups = torch.zeros(parts, layout.groups * layout.GROUP, device=grad.device)
-    groups[:, : layout.numel] = grad.view(parts, -1)
-    groups = groups.view(parts, layout.groups, layout.GROUP)
-    amax = groups.abs().amax(2)  # NaN if any element is
-    scale = divide(448.0, amax).clamp(max=FLT_MAX).masked_fill(amax == 0, 1.0)
-    scale = scale.masked_fill(~amax.isfinite(), torch.nan)
-    codes = encode_e4m3(groups * scale.unsqueeze(2)).view(parts, -1)
-    scale_inv = divide(1.0, scale).masked_fill(scale.isnan(), torch.nan)  # of one bit pattern
-    rows = messages.view(parts, layout.nbytes).zero_()
-    rows[:, : layout.numel] = codes[:, : layout.numel]
-    rows[:, layout.scales_at :][:, : 4 * layout.groups] = scale_inv.view(torch.uint8)
-
-
-def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
-    """Stage add_gradients: the sum of what `parts` ranks sent, in their order, over `divisor`."""
-    layout = GradientMessage(out.numel())
-    if not layout.numel:
-        return
-    values = []
-    for message in messages.view(parts, layout.nbytes):
-        scale_inv = message[layout.scales_at :][: 4 * layout.groups].view(torch.float32)
-        of_elements = scale_inv.repeat_interleave(layout.GROUP)[: layout.numel]
-        values.append(decode_e4m3(message[: layout.numel]) * of_elements)
-    total, *others = values
-    for value in others:
-        total = total + value
-    mean = total / torch.full_like(total, divisor)
-    out.copy_(out + mean if adds else mean)

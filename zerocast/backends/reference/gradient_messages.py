@@ -1,0 +1,41 @@
+"""The messages of gradients that travel as FP8 (docs/formats/fp8_1x128.md) in plain torch."""
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.reference.codec import decode_e4m3, encode_e4m3
+from zerocast.backends.reference.scales import FLT_MAX, divide
+from zerocast.formats.layout import GradientMessage
+
+
+def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
+    """Stage quantize_gradient: write the message of each of `parts` equal parts of a gradient."""
+    layout = GradientMessage(grad.numel() // parts)
+    groups = torch.zeros(parts, layout.groups * layout.GROUP, device=grad.device)
+    groups[:, : layout.numel] = grad.view(parts, -1)
+    groups = groups.view(parts, layout.groups, layout.GROUP)
+    amax = groups.abs().amax(2)  # NaN if any element is
+    scale = divide(448.0, amax).clamp(max=FLT_MAX).masked_fill(amax == 0, 1.0)
+    scale = scale.masked_fill(~amax.isfinite(), torch.nan)
+    codes = encode_e4m3(groups * scale.unsqueeze(2)).view(parts, -1)
+    scale_inv = divide(1.0, scale).masked_fill(scale.isnan(), torch.nan)  # of one bit pattern
+    rows = messages.view(parts, layout.nbytes).zero_()
+    rows[:, : layout.numel] = codes[:, : layout.numel]
+    rows[:, layout.scales_at :][:, : 4 * layout.groups] = scale_inv.view(torch.uint8)
+
+
+def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
+    """Stage add_gradients: the sum of what `parts` ranks sent, in their order, over `divisor`."""
+    layout = GradientMessage(out.numel())
+    if not layout.numel:
+        return
+    values = []
+    for message in messages.view(parts, layout.nbytes):
+        scale_inv = message[layout.scales_at :][: 4 * layout.groups].view(torch.float32)
+        of_elements = scale_inv.repeat_interleave(layout.GROUP)[: layout.numel]
+        values.append(decode_e4m3(message[: layout.numel]) * of_elements)
+    total, *others = values
+    for value in others:
+        total = total + value
+    mean = total / torch.full_like(total, divisor)
+    out.copy_(out + mean if adds else mean)
