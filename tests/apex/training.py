@@ -158,7 +158,7 @@ def traffic() -> tuple[int, list[int], list[int]]:
 
 def _bytes(bucket: Bucket) -> int:
     codes = bucket.numel * bucket.storage.dtype.itemsize // bucket.storage.elements_per_byte
-    return codes * (2 if bucket.storage.both_directions else 1)
+    return codes * len(bucket.storage.codes)
 
 
 def started_apart(named: bool) -> tuple[list[str], list[bool], list[str]]:

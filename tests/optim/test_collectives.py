@@ -50,7 +50,7 @@ def one_step(run: Run, clip: bool) -> tuple[dict[str, int], dict[str, int], int,
             _ = parameter.rowwise_data if hasattr(parameter, "rowwise_data") else parameter
     buckets = buckets_of(trainer)
     counts = Counter(str(op).split(".")[-1].strip("_") for op, n in below.get_comm_counts().items() for _ in range(n))
-    two = sum(bucket.storage.both_directions for bucket in buckets)
+    two = sum(len(bucket.storage.codes) == 2 for bucket in buckets)
     return dict(Counter(kind for kind, _ in log)), dict(counts), len(buckets), two
 
 
