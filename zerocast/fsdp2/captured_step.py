@@ -7,18 +7,17 @@ where the gradients lie, which FSDP2 allocates anew. The rest stays outside: bac
 their reductions, clipping, and the gathers.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.manager import CastManager
 from zerocast.optim.device_step import Work, cuda_graph
-from zerocast.weight.write_guard import transaction
-
-if TYPE_CHECKING:
-    from zerocast.fsdp2.fused_adamw import FusedAdamW
+from zerocast.weight.write_guard import WriteGuard, transaction
 
 MOVED = (
     "parameters, their gradients, states, formats or shards are not those that the step was captured with, and the graph would "
@@ -38,6 +37,32 @@ class StandIns(Protocol):
         """Let the next replay use these, as many and as large as before."""
 
 
+class CapturableOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step has two parts: `prepare` on the host, `launch` on the device."""
+
+    @abstractmethod
+    def prepare(self) -> object:
+        """The host's part; returns another object once anything lies elsewhere."""
+
+    @property
+    @abstractmethod
+    def managers(self) -> Sequence[CastManager]:
+        """Who casts the masters."""
+
+    @property
+    @abstractmethod
+    def guards(self) -> list[WriteGuard]:
+        """Those of masters and moments."""
+
+    @abstractmethod
+    def passes(self) -> Sequence[Any]:
+        """The launches of a step, with their `gradients()`."""
+
+    @abstractmethod
+    def launch(self, gradients: Mapping[Any, list[Tensor]]) -> None:
+        """The device's part of a step, with other `gradients` for some of its passes."""
+
+
 class CapturedStep:
     """Call it in place of `step()`: the same bits. `FusedAdamW.capture` makes one.
 
@@ -54,7 +79,7 @@ class CapturedStep:
 
     def __init__(
         self,
-        optimizer: "FusedAdamW",
+        optimizer: CapturableOptimizer,
         stand_ins: Callable[[Sequence[Tensor]], StandIns] | None,
         record: Callable[[Work], Work] = cuda_graph,
     ) -> None:

@@ -18,7 +18,7 @@ from zerocast.cast.weight_table import TableKey, WeightTable
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2.amax_reduction import CastGroup
-from zerocast.fsdp2.captured_step import CapturedStep
+from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
@@ -82,7 +82,7 @@ class AdamPass:
         self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed)
 
 
-class FusedAdamW(torch.optim.Optimizer):
+class FusedAdamW(CapturableOptimizer):
     """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a
     weight format.
 
