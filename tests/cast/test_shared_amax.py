@@ -206,8 +206,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "finds no two",
     ),
     "an unknown preset": (
-        lambda: recipe("nvfp4", "lama"),
-        "share_amax is one of llama, or groups of patterns; got 'lama'",
+        lambda: recipe("nvfp4", "gpt"),
+        "share_amax is one of llama, or groups of patterns; got 'gpt'",
     ),
     "a group of one": (lambda: recipe("nvfp4", [["*.q_proj.weight"]]), "has two patterns or more"),
     "a switch": (_switched, "share_amax is settled when weights are quantized"),
