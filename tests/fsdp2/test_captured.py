@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zerocast
 from tests.fsdp2 import models
@@ -21,6 +24,30 @@ from zerocast.optim.device_step import Work, cuda_graph
 ORDINARY, WRITTEN = 3, 4  # a step that both take with step(); one before which masters are written
 
 
+class Allocations(TorchDispatchMode):
+    """What torch's operators allocate: in a graph's own memory, which goes with the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[str, StorageWeakRef]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the storages that an operator returns and was not given."""
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        made = (tensor.untyped_storage() for tensor in _tensors(result))
+        self._made += [(str(func), StorageWeakRef(storage)) for storage in made if storage._cdata not in given]
+        return result
+
+    def kept(self) -> list[str]:
+        """The operators of which somebody still holds a result."""
+        return [f"{name} outlives a graph" for name, storage in self._made if not storage.expired()]
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(of) if isinstance(leaf, Tensor) and not hasattr(leaf, "_local_tensor")]
+
+
 class Trainee:
     """A model whose optimizer takes captured steps, or ordinary ones."""
 
@@ -28,6 +55,7 @@ class Trainee:
         self.model = models.sharded(Net(formats, WIDTH, HIDDEN))
         self.optimizer: Any = FusedAdamW(self.model.parameters(), lr=1e-2)
         self.recorded: list[Work] = []
+        self.kept: list[str] = []  # of what was allocated for a graph
         self.captured: Any = None
         if captured:
             self.capture()
@@ -41,7 +69,13 @@ class Trainee:
     def _record(self, work: Work) -> Work:
         """In place of a CUDA graph where there is none; recording launches nothing there either."""
         self.recorded.append(work)
-        return work if models.place() == "cpu" else cuda_graph(work)
+
+        def watched() -> None:
+            with Allocations() as allocations:
+                work()
+            self.kept += allocations.kept()
+
+        return watched if models.place() == "cpu" else cuda_graph(watched)
 
     def step(self, number: int) -> None:
         """With other gradients and another learning rate at each."""
@@ -71,7 +105,7 @@ def compared() -> list[str]:
         found += [f"{name} after step {number}" for name in held[0] if held[0][name] != held[1][name]]
     generations = {models.manager(trainee.model).record.generation for trainee in (ordinary, captured)}
     kept = sum(any(pointers) for is_captured, *pointers in addresses if is_captured)
-    return [*found, f"{len(captured.recorded)} graphs, casts {generations}, works at {kept} addresses"]
+    return [*found, *captured.kept, f"{len(captured.recorded)} graphs, casts {generations}, works at {kept} addresses"]
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -88,8 +122,8 @@ def loaded(trainee: Trainee) -> None:
 
 
 def grown(trainee: Trainee) -> None:
-    other = nn.Parameter(torch.ones(4))
-    other.grad = torch.ones(4)
+    other = nn.Parameter(torch.ones(4, device=models.place()))
+    other.grad = torch.ones_like(other)
     trainee.optimizer.add_param_group({"params": [other]})
 
 
@@ -102,7 +136,7 @@ CHANGES: tuple[Callable[[Trainee], None], ...] = (switched, loaded, grown, witho
 
 def after_changes() -> list[str]:
     """What a captured step says after each change, whether masters are as before, and whether
-    another one then goes on.
+    another one then goes on, by a graph of its own.
     """
     found = []
     for change in CHANGES:
@@ -123,9 +157,11 @@ def after_changes() -> list[str]:
         after = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
         found += [name for name in before if not torch.equal(before[name], after[name])]
         trainee.capture()
-        for number in range(2, 4):
+        for number in (2, 5, 6):  # an ordinary step, one that is recorded, and its replay
             trainee.step(number)
             found += models.complaints(trainee.model, change.__name__)
+        found += [f"{len(trainee.recorded)} graphs"] if len(trainee.recorded) != 2 else []
+        found += trainee.kept
     return found
 
 

@@ -208,6 +208,18 @@ def test_masters_are_fp32_on_one_device() -> None:
         FusedAdamW([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
 
 
+def test_added_parameters_are_like_the_others() -> None:
+    """A kernel that is given addresses of the host reads memory that is not there."""
+    optimizer = FusedAdamW([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="lie on one device"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device="meta"))]})
+    with pytest.raises(TypeError, match="masters are float32"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 2
+
+
 class Scalars(TorchDispatchMode):
     """Counts how often the host waits for a number."""
 

@@ -104,20 +104,23 @@ class FusedAdamW(CapturableOptimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for parameter in parameters:
-            if parameter.dtype != torch.float32:
-                raise TypeError(
-                    f"masters are float32, a parameter is {parameter.dtype}: leave precision to FSDP2's policy"
-                )
-        devices = {parameter.device for parameter in parameters}
-        if len(devices) > 1:
-            raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
         self._bound: list[list[int]] = []  # what the tables were made for
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
         # here, since it imports the compiler
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.AdamW's. TypeError for parameters that are not FP32 and ValueError for
+        those on another device, with nothing added: one launch takes all by their addresses.
+        """
+        super().add_param_group(param_group)
+        try:
+            taken = [parameter for group in self.param_groups[:-1] for parameter in group["params"]]
+            _check([*taken[:1], *self.param_groups[-1]["params"]])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -294,6 +297,16 @@ class FusedAdamW(CapturableOptimizer):
         ]
         self._plain = [plain.freeze()] if len(plain) else []
         self._unread = torch.zeros(len(plain), device=device)
+
+
+def _check(parameters: Sequence[Tensor]) -> None:
+    """TypeError and ValueError for parameters that one launch does not take."""
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            raise TypeError(f"masters are float32, a parameter is {parameter.dtype}: leave precision to FSDP2's policy")
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
 
 
 def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
