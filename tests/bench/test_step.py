@@ -79,6 +79,15 @@ def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
     assert all(host.compiles for host in {v.host for v in variant.VARIANTS} - {variant.TRANSFORMER_ENGINE})
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block"])
+def test_masters_start_from_the_same_values_under_every_host(ranks: Ranks, fmt: str) -> None:
+    """Steps that are smaller than the rounding of a bf16 weight add up, from the first one on."""
+    config = replace(TINY, variants=(f"fsdp2:{fmt}", f"zero_adamw:{fmt}"), warm_up=8)
+    fsdp2, zero_adamw = (row["losses"] for row in ranks(1)(ran, config)[0]["rows"])
+    assert fsdp2[0] - fsdp2[-1] > 0.02
+    assert zero_adamw == pytest.approx(fsdp2, abs=0.002)
+
+
 def _with_one_that_raises(config: StepConfig) -> tuple[dict[str, Any], list[bool], bool]:
     models: list[weakref.ref[Llama]] = []
     alive: list[bool] = []
