@@ -43,7 +43,7 @@ def test_variants_train_the_same_model(ranks: Ranks) -> None:
     assert list(rows) == [name.replace("*", "fp8_wgrad") for name in chosen]
     for name, row in rows.items():
         assert row["losses"] == pytest.approx(rows["fsdp2:bf16"]["losses"], abs=0.02), name
-        assert row["losses"] != rows["fsdp2:bf16"]["losses"] or name == "fsdp2:bf16"  # the weights are quantized
+        assert row["losses"] != rows["fsdp2:bf16"]["losses"] or ":bf16" in name  # other weights are quantized
         assert len(row["losses"]) == TINY.warm_up and min(row["losses"]) > 0.9 * math.log(256)
         assert len(row["step_ms"]) == TINY.steps and 0 < row["host_ms"] <= max(row["step_ms"])
         assert row["tokens_per_s"] == pytest.approx(report["tokens"] / row["free_ms"] * 1e3)
