@@ -16,6 +16,7 @@ STEPS = {
     "FSDP2, torchao's float8, tensorwise, FP8 all-gather": "torchao:tensorwise",
     "FSDP2, `fp8_current`, FP8 weight gradients": "fsdp2:fp8_current+fp8_wgrad",
     "FSDP2, `fp8_block`, FP8 weight gradients": "fsdp2:fp8_block+fp8_wgrad",
+    "FSDP2, `mxfp4`, FP8 weight gradients": "fsdp2:mxfp4+fp8_wgrad",
     "FSDP2, `nvfp4` (Hopper has no FP4 product)": "fsdp2:nvfp4",
     "ZeroAdamW, bf16": "zero_adamw:bf16",
     "ZeroAdamW, `fp8_current`, FP8 weight gradients": "zero_adamw:fp8_current+fp8_wgrad",
@@ -41,7 +42,7 @@ def stored(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_training_steps(name: str) -> None:
-    (row,) = (row for row in stored("2026-11-22-nvidia-h200-step-x2.json") if row["row"] == f"{STEPS[name]} compiled")
+    (row,) = (row for row in stored("2026-11-23-nvidia-h200-step-x2.json") if row["row"] == f"{STEPS[name]} compiled")
     ratio = row["over_bf16"] or 1.0
     sent = sum(row["wire_bytes"].values()) / 1e9
     assert cells(name) == [
@@ -55,7 +56,7 @@ def test_training_steps(name: str) -> None:
 
 def test_no_row_of_a_training_step_is_left_out() -> None:
     """What does not hold stays visible."""
-    rows = {row["variant"] for row in stored("2026-11-22-nvidia-h200-step-x2.json") if row["mode"] == "compiled"}
+    rows = {row["variant"] for row in stored("2026-11-23-nvidia-h200-step-x2.json") if row["mode"] == "compiled"}
     assert set(STEPS.values()) == rows
 
 

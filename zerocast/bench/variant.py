@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zerocast import fsdp2, gemm
 from zerocast.bench.llama import Llama
 from zerocast.formats.recipe import Recipe
-from zerocast.optim import ZeroAdamW, ZeroConfig
+from zerocast.optim import ZeroAdamW, ZeroConfig, load_masters
 from zerocast.quantize import quantize_
 
 BF16 = "bf16"
@@ -101,12 +101,15 @@ class Variant:
 
 
 def _zero_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None) -> Training:
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.bfloat16()
     if fmt != BF16:
         quantize_(model, Recipe({WEIGHTS: fmt}))
     for block in model.blocks:
         compile_block(block)
     optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=grad_wire))
+    # masters on the grid of bf16 would not move it by steps of less than half its spacing
+    load_masters(optimizer, initial)
     return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM))
 
 
