@@ -2,6 +2,7 @@
 CPU a function that runs again plays the graph; NCCL and CUDA: tests/nccl/test_captured.py.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,33 @@ def after_changes() -> list[str]:
 
 def test_what_has_changed_is_captured_again(ranks: Ranks) -> None:
     assert ranks(1)(after_changes) == [[" capture the step again"] * len(CHANGES)]
+
+
+def tables_of_a_graph() -> tuple[list[str], int, int]:
+    """What is made while a graph is recorded and outlives it, how many tables the graph reads of
+    weights that its step does not measure, and how many are left once optimizers over other weights
+    have stepped.
+    """
+    trainee = Trainee(captured=False, formats=("nvfp4", DELAYED))
+    named = dict(trainee.model.named_parameters())
+    trainee.optimizer = FusedAdamW([p for name, p in named.items() if "blocks.0" in name], lr=1e-2)
+    trainee.capture()
+    put_gradients(trainee.model, 0)
+    FusedAdamW([p for name, p in named.items() if "blocks.1" in name]).step()
+    for number in range(2):
+        trainee.step(number)
+    manager = models.manager(trainee.model)
+    (group,) = manager.cast_groups
+    read = [weakref.ref(table) for names, tables in group._unmeasured.items() if names for table in tables]
+    weights = [parameter for parameter in named.values() if parameter.dim() == 2]
+    for chosen in range(1, 2 ** len(weights)):
+        FusedAdamW([weight for i, weight in enumerate(weights) if chosen >> i & 1]).step()
+        manager.before_gather()
+    return trainee.kept, len(read), sum(table() is not None for table in read)
+
+
+def test_tables_live_as_long_as_a_graph(ranks: Ranks) -> None:
+    assert ranks(1)(tables_of_a_graph) == [([], 1, 1)]
 
 
 def within_backward() -> str:

@@ -209,6 +209,7 @@ class CastGroup:
         self._tables = self._tables_of(self.shards)
         self._cut_blocks = self.amaxes.cut_blocks.tables(self.shards, self.amaxes.offsets, self._device, self._backend)
         self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
+        self._in_graphs = self._unmeasured.copy()
         for weight in weights:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
         self._free_scales()
@@ -278,6 +279,12 @@ class CastGroup:
         self._holds_scales = True
         self._allocate_scales()
 
+    def hold_tables(self) -> None:
+        """Keep those of the coming cast as long as this group: a graph is going to hold their
+        addresses.
+        """
+        self._in_graphs[self.amaxes.measured] = self._tables_without(self.amaxes.measured)
+
     def _allocate_scales(self) -> None:
         for storage, nbytes in self._scales:
             if storage.nbytes() != nbytes:
@@ -311,8 +318,8 @@ class CastGroup:
     def _tables_without(self, measured: frozenset[str]) -> list[WeightTable]:
         """Tables of the weights that no step has measured."""
         if measured not in self._unmeasured:
-            if len(self._unmeasured) > MOST_TABLES:
-                self._unmeasured = {frozenset(): self._tables}
+            if len(self._unmeasured) - len(self._in_graphs) >= MOST_TABLES:
+                self._unmeasured = self._in_graphs.copy()
             self._unmeasured[measured] = self._tables_of(name for name in self.shards if name not in measured)
         return self._unmeasured[measured]
 

@@ -104,10 +104,10 @@ class CapturedStep:
         managers = self._optimizer.managers
         if self._bound is None or any(manager.must_seed for manager in managers):
             for manager in managers:
-                manager.hold_scales()
+                manager.before_first_step()
             self._optimizer.step()
             for manager in managers:
-                manager.before_gather()
+                manager.cast_first_step()
             self._bound = self._optimizer.prepare()
             return
         for manager in managers:

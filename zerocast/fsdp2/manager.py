@@ -180,10 +180,19 @@ class CastManager:
         """True if the next cast finds first scales of delayed scaling, which takes the host."""
         return any(group.delayed.unseeded for group in self.cast_groups)
 
-    def hold_scales(self) -> None:
-        """Leave what casts work in where it is, before the ordinary step that a graph repeats."""
+    def before_first_step(self) -> None:
+        """Before the ordinary step that a graph repeats: leave what casts work in where it is, and
+        let only that step's amaxes count, as in the graph.
+        """
+        self._forget_amaxes()
         for group in self.cast_groups:
             group.hold_scales()
+
+    def cast_first_step(self) -> None:
+        """Cast after that step, and keep the tables by which it is cast."""
+        for group in self.cast_groups:
+            group.hold_tables()
+        self.before_gather()
 
     def before_captured_cast(self, by: Optimizer) -> None:
         """The host's part before a graph of a step and its cast; RuntimeError as at a gather."""
