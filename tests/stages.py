@@ -10,7 +10,7 @@ from torch import Tensor
 from tests import devices
 from zerocast import get_format
 from zerocast.backends.descriptor import WIDTH, Column
-from zerocast.formats import layout
+from zerocast.formats import ScaleRule, layout
 
 
 def row(**columns: int) -> list[int]:
@@ -87,7 +87,9 @@ def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
     unused, amax, one = torch.empty(own.shape, dtype=own.dtype), torch.empty(1), torch.ones(1)
     packed = torch.zeros(sum(layout.amax_counts(spec, rows, columns)))
     packed[: amaxes.numel()] = amaxes
-    where = {"rows": rows, "columns": columns, "row_amax": 0, "column_amax": down * across}
+    where = {"rows": rows, "columns": columns, "row_amax": 0}
+    if spec.scale_rule is not ScaleRule.TWO_LEVEL:
+        where["column_amax"] = down * across
     names = ("row_scale", "column_scale", "amax", "scale")
     where |= {f"{name}_base": 0 for name in names} | {f"{name}_offset": 0 for name in names}
     bases = [stored.view(-1)], [unused.view(-1)], [amax], [one], None

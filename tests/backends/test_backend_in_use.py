@@ -29,19 +29,32 @@ def test_the_extension_is_built_and_chosen() -> None:
 
 
 def test_a_cast_enters_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerocast.backends import _C
+    stages = ["partial_amax", "compute_scales", "partial_cast", "transpose", "dequantize"]
+    from zerocast.backends import _C, cpu, ops
 
     entered: list[str] = []
-    real = _C.cpu
 
     class Watched:
-        def __getattr__(self, name: str) -> Any:
-            entered.append(name)
-            return getattr(real, name)
+        ARGUMENTS = _C.cpu.ARGUMENTS
 
-    monkeypatch.setattr(_C, "cpu", Watched())
-    casts.cast_whole("nvfp4", torch.ones(16, 16), backend="cpu").dequantize()
-    assert entered == ["partial_amax", "compute_scales", "partial_cast", "transpose", "dequantize"]
+        def __getattr__(self, name: str) -> Any:
+            real = getattr(_C.cpu, name)
+
+            def enter(*arguments: Any) -> None:
+                entered.append(name)
+                real(*arguments)
+
+            enter.__doc__ = real.__doc__
+            return enter
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu, "_C", SimpleNamespace(cpu=Watched()))
+        for name in stages:
+            patched.setattr(cpu, name, cpu._stage(name))
+        ops._implementation.cache_clear()
+        casts.cast_whole("nvfp4", torch.ones(16, 16), backend="cpu").dequantize()
+    ops._implementation.cache_clear()
+    assert entered == stages
 
 
 def test_the_extension_was_built_from_these_sources() -> None:

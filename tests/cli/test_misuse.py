@@ -14,7 +14,7 @@ from zerocast.cli import main
 
 COMMANDS = {
     "plna": "no command 'plna': did you mean 'plan'?",
-    "fly": "no command 'fly': there are doctor, plan, inspect, convert, bench, bench step",
+    "fly": "no command 'fly': there are doctor, plan, inspect, convert, export, bench, bench step",
     "bench stepp": "no command 'bench stepp': did you mean 'bench step'?",
     "--verison": "did you mean '--version'?",
     "": "usage: zerocast COMMAND",

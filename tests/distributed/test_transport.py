@@ -37,6 +37,7 @@ SILENT = {
 THEIRS = {
     ("zerocast/fsdp2/torch_fsdp.py", "Work"),  # FSDP2's own gathers
     ("zerocast/fsdp2/torch_fsdp.py", "redistribute"),  # DTensor's, which a prepared model has wrapped
+    ("zerocast/serve/weight_source.py", "full_tensor"),  # DTensor's, of plain parameters under FSDP2
     ("zerocast/cli/bench.py", "barrier"),
 }
 SUBMODULES = {"checkpoint", "device_mesh", "fsdp", "tensor", "distributed_c10d", "algorithms", "nn"}

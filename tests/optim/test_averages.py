@@ -347,7 +347,7 @@ def test_an_average_without_memory_follows_no_step(monkeypatch):
 
 
 def averaged_otherwise(how: str) -> str:
-    """One rank averages otherwise: what the step says."""
+    """One rank averages otherwise: what the step says, or, since digests of 7 bits meet once in 128 calls, the one after it."""
     trainer = Trainer(Run(config=EAGER))
     ema = EMA(trainer.optimizer, 0.9)
     trainer.step(0)
@@ -356,7 +356,7 @@ def averaged_otherwise(how: str) -> str:
             ema.decay = 0.8
         else:
             ema.reset()
-    return error_of(lambda: trainer.step(1))
+    return error_of(lambda: trainer.step(1)) or error_of(lambda: trainer.step(2))
 
 
 @pytest.mark.notices(

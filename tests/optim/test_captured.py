@@ -179,7 +179,7 @@ class Tables(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "zerocast":
-            given = (kwargs or {}).values()
+            given = [*args, *(kwargs or {}).values()]
             self.found += [arg for arg in given if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64]
         return func(*args, **(kwargs or {}))
 
