@@ -47,7 +47,7 @@ class CapturableOptimizer(torch.optim.Optimizer):
     @property
     @abstractmethod
     def managers(self) -> Sequence[CastManager]:
-        """Who casts the masters."""
+        """The managers of the prepared models whose masters it steps."""
 
     @property
     @abstractmethod

@@ -188,7 +188,7 @@ class FusedAdamW(CapturableOptimizer):
 
     @property
     def managers(self) -> Sequence[CastManager]:
-        """Who casts the masters."""
+        """The managers of the prepared models whose masters it steps."""
         return self._managers
 
     @property

@@ -24,7 +24,7 @@ class Piece:
 
 
 def whole(name: str, shape: Sequence[int]) -> Piece:
-    """All of a tensor."""
+    """The piece that is a whole tensor."""
     rows = torch.Size(shape[:-1]).numel() if len(shape) > 1 else torch.Size(shape).numel()
     return Piece(name, (range(rows),), tuple(shape))
 

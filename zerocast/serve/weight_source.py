@@ -35,7 +35,7 @@ class WeightSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Logical shapes by name."""
+        """The logical shape of each weight by name."""
         ...
 
     @property
@@ -94,12 +94,12 @@ class WholeModel:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Logical shapes by name."""
+        """The logical shape of each weight by name."""
         return {name: tuple(tensor.shape) for name, tensor in tensors_of(self.model)}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
-        """Formats of quantized weights."""
+        """The format of each quantized weight by name."""
         return {name: tensor.format for name, tensor in tensors_of(self.model) if isinstance(tensor, QuantizedWeight)}
 
     @property
@@ -122,12 +122,12 @@ class ShardedModel:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Logical shapes by name."""
+        """The logical shape of each weight by name."""
         return {name: tuple(tensor.shape) for name, tensor in tensors_of(self._model)}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
-        """Formats of quantized weights."""
+        """The format of each quantized weight by name."""
         prepared = {name: _prepared(tensor) for name, tensor in tensors_of(self._model)}
         return {
             name: weight.format for name, weight in prepared.items() if weight is not None and weight.format.element
