@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "codec.h"
@@ -94,11 +96,35 @@ struct Format {
   ZC_HD bool has_tensor_amax() const {
     return scale_rule == ScaleRule::kTwoLevel || (amax_policy != AmaxPolicy::kNone && !block);
   }
+  // The elements that the scale of a block depends on; of local scales.
+  ZC_HD Block exchange_block() const { return scale_group ? scale_group : block; }
+  bool casts_in_one_pass() const {
+    const bool local = scale_rule == ScaleRule::kFP32 || scale_rule == ScaleRule::kE8M0;
+    return local && amax_policy == AmaxPolicy::kCurrent && block && !columnwise_block;
+  }
   ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
   ZC_HD PowerOfTwoScale power_of_two_scale() const { return {element == Element::kE2M1, scale_rounds_down}; }
   ZC_HD float top() const { return 6.0f * scale_max; }
   ZC_HD float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
 };
+
+// For stage adam_cast: throws unless scales depend on nothing but whole rows of blocks that are owned.
+inline void check_whole_blocks(const Format& format, const Table& table) {
+  if (!format.casts_in_one_pass()) {
+    throw std::invalid_argument(
+        "the scales of this format depend on more than their own blocks: adam_amax, then partial_cast");
+  }
+  for (int64_t i = 0; i < table.size; ++i) {
+    const Weight w = table[i];
+    const int64_t unit = format.exchange_block().rows * w.columns();
+    if (w.start() == w.stop()) continue;
+    if (w.start() % unit != 0 || (w.stop() % unit != 0 && w.stop() != w.rows() * w.columns())) {
+      throw std::invalid_argument("row " + std::to_string(i) + ": elements " + std::to_string(w.start()) + " to " +
+                                  std::to_string(w.stop()) + " of " + std::to_string(w.rows()) + "x" +
+                                  std::to_string(w.columns()) + " cut a block");
+    }
+  }
+}
 
 // A tensor of a floating dtype.
 struct Array {

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +63,10 @@ class Weight:
         return weight
 
 
-def every_format(world: int, seed: int) -> tuple[Weight, ...]:
-    """A weight of every format and nominal dtype, cut after an odd element, the parts with the ranks in any order."""
+def every_format(world: int, seed: int, formats: Sequence[str] = casts.FORMATS) -> tuple[Weight, ...]:
+    """A weight of every one of the formats and nominal dtype, cut after an odd element, the parts with the ranks in any order."""
     draw, cases = random.Random(seed), []
-    for fmt in casts.FORMATS:
+    for fmt in formats:
         for nominal in casts.NOMINAL:
             row, column = get_format(fmt).multiple
             shape = 147 // row * row, 77 // column * column

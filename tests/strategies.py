@@ -1,6 +1,7 @@
 """Hypothesis strategies: weights of every format, cut over ranks in every way that a shard can be cut."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from hypothesis import settings
@@ -92,9 +93,11 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> tuple[Cut, ...]
 
 
 @st.composite
-def weights(draw: st.DrawFn, world: int, nominal: torch.dtype | None = None) -> Weight:
-    """Any weight of any format on `world` ranks."""
-    fmt = draw(st.sampled_from(FORMATS))
+def weights(
+    draw: st.DrawFn, world: int, nominal: torch.dtype | None = None, formats: Sequence[str] = FORMATS
+) -> Weight:
+    """Any weight of any of the formats on `world` ranks."""
+    fmt = draw(st.sampled_from(formats))
     shape = draw(shapes(fmt))
     return Weight(
         fmt=fmt,
@@ -108,7 +111,7 @@ def weights(draw: st.DrawFn, world: int, nominal: torch.dtype | None = None) -> 
 
 
 @st.composite
-def models(draw: st.DrawFn, world: int) -> tuple[Weight, ...]:
+def models(draw: st.DrawFn, world: int, formats: Sequence[str] = FORMATS) -> tuple[Weight, ...]:
     """A few weights of mixed formats; often all bf16, so that the packed buffer is."""
     nominal = torch.bfloat16 if draw(st.booleans()) else None
-    return tuple(draw(st.lists(weights(world, nominal), min_size=1, max_size=4)))
+    return tuple(draw(st.lists(weights(world, nominal, formats), min_size=1, max_size=4)))

@@ -38,9 +38,14 @@ context.set_forkserver_preload(_preloaded)
 
 
 def preload(module: str) -> None:
-    """Fork the ranks with `module` imported as well; before the first of them starts."""
-    _preloaded.insert(-1, module)
-    context.set_forkserver_preload(_preloaded)
+    """Fork the ranks with `module` imported as well; before the first of them starts. Not where there is a GPU: hosts ask whether
+    there is one as they are imported, and a process that was forked from one that asked cannot use it.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        _preloaded.insert(-1, module)
+        context.set_forkserver_preload(_preloaded)
 
 
 def error_of(call: Callable[[], object]) -> str:

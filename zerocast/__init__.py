@@ -11,7 +11,8 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
     post_all_gather_processing                  TransformerEngine's calls
     QuantizedWeight, set_debug                  a weight in its format; every read of it checked
     verify, VerifyReport, VerificationError     live bytes against an unsharded cast
-    export, metrics                             files for inference; what a run measures
+    export, serve                               files, and live bytes, for inference
+    metrics                                     what a run measures
     backends, gemm                              who casts here; how products are computed
 """
 

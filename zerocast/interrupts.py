@@ -9,17 +9,19 @@ not the command line keeps its own handler.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 STATUS = 128 + signal.SIGINT
 GRACE_SECONDS = 10.0
+AGAIN_SECONDS = 0.01  # until a KeyboardInterrupt that a finaliser has swallowed is raised again
 LINE = "zerocast: interrupted"
 
 _first: float | None = None  # when the first Ctrl-C came
@@ -47,11 +49,15 @@ def raised() -> Iterator[None]:
     if not _ours_to_handle(signal.default_int_handler, _end):
         yield
         return
-    before = signal.signal(signal.SIGINT, _raise)
+    before = signal.signal(signal.SIGINT, _raise), sys.unraisablehook
+    sys.unraisablehook = functools.partial(_lost, sys.unraisablehook)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if came():
+            _end_after_grace()
+        sys.unraisablehook = before[1]
+        signal.signal(signal.SIGINT, before[0])
 
 
 def over() -> None:
@@ -74,13 +80,32 @@ def _raise(*_: object) -> None:
     now = time.monotonic()
     if _first is None:
         _first = now
-        # a finaliser or a library may take the error for itself
-        if COMMAND_LINE and hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, _end)
-            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
+        _end_after_grace()  # a library may take the error for itself
         raise KeyboardInterrupt
     if now - _first > GRACE_SECONDS:
         _end()
+
+
+def _lost(before: Callable[[Any], object], unraisable: Any) -> None:
+    """Raise a KeyboardInterrupt again that came within a finaliser, of which Python would print a
+    traceback and go on.
+    """
+    if not (came() and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+        before(unraisable)
+    elif COMMAND_LINE and hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, _raise_again)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+
+
+def _raise_again(*_: object) -> NoReturn:
+    _end_after_grace()
+    raise KeyboardInterrupt
+
+
+def _end_after_grace() -> None:
+    if COMMAND_LINE and hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, _end)
+        signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
 
 
 def _end(*_: object) -> NoReturn:

@@ -123,19 +123,21 @@ def _cast_initially(new: Mapping[Tensor, nn.Parameter]) -> None:
             member.high_precision_init_val = value
 
 
-def cast_whole(weight: QuantizedWeight, value: Tensor, *, seed: bool = False, claim: Claim | None = None) -> None:
+def cast_whole(weight: QuantizedWeight, value: Tensor, *, claim: Claim | None = None) -> None:
     """Cast a whole weight from its unsharded value on this process, columnwise copies included.
 
-    With `seed`, the amax of this value also gives the delayed scale. A weight that has an owner is
-    written only for it, with its `claim`.
+    A weight that has an owner is written only for it, with its `claim`.
     """
-    cast_together([weight], [value], seed=seed, claim=claim)
+    cast_together([weight], [value], claim=claim)
 
 
 def cast_together(
     weights: Sequence[QuantizedWeight], values: Sequence[Tensor], *, seed: bool = False, claim: Claim | None = None
 ) -> None:
-    """Cast whole weights like `cast_whole`, all of those that share a tensor amax."""
+    """Cast whole weights like `cast_whole`, all of those that share a tensor amax.
+
+    With `seed`, the amaxes of these values also give delayed scales.
+    """
     has_masters = weights[0].state.freshness.has_masters
     masters = [value.reshape(-1).float() for value in values]
     plan = CastPlan(weights, masters, [0] * len(masters), ONE_PROCESS, claim=claim)

@@ -79,9 +79,8 @@ void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& 
   cpu::adam_step(state, table_of(segments).rows, segments.second, reinterpret_cast<const float*>(scalars), clip, threads);
 }
 
-void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
-               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
-               uintptr_t scalars, float clip, const TypedBase& packed, int threads) {
+std::vector<AdamState> states_of(const TypedBases& masters, const TypedBases& grads, const TypedBases& exp_avgs,
+                                 const TypedBases& exp_avg_sqs) {
   const size_t n = masters.size();
   if (grads.size() != n || exp_avgs.size() != n || exp_avg_sqs.size() != n) {
     throw std::invalid_argument("as many gradients and moments as masters are needed");
@@ -90,8 +89,23 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
   for (size_t i = 0; i < n; ++i) {
     states.push_back({masters[i].first, array_of(grads[i]), array_of(exp_avgs[i]), array_of(exp_avg_sqs[i])});
   }
-  cpu::adam_amax(format, dtype_of(nominal), states, table_of(table), reinterpret_cast<const int64_t*>(groups),
-                 reinterpret_cast<const float*>(scalars), clip, array_of(packed), threads);
+  return states;
+}
+
+void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
+               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
+               uintptr_t scalars, float clip, const TypedBase& packed, int threads) {
+  cpu::adam_amax(format, dtype_of(nominal), states_of(masters, grads, exp_avgs, exp_avg_sqs), table_of(table),
+                 reinterpret_cast<const int64_t*>(groups), reinterpret_cast<const float*>(scalars), clip, array_of(packed),
+                 threads);
+}
+
+void adam_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
+               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
+               uintptr_t scalars, float clip, const TypedBase& packed, const Bases& row_data, int threads) {
+  cpu::adam_cast(format, dtype_of(nominal), states_of(masters, grads, exp_avgs, exp_avg_sqs), table_of(table),
+                 reinterpret_cast<const int64_t*>(groups), reinterpret_cast<const float*>(scalars), clip, array_of(packed),
+                 row_data, threads);
 }
 
 void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, int threads) {
@@ -125,6 +139,8 @@ void register_cpu(py::module_& m) {
              "threads");
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
              "groups", "scalars", "clip", "packed", "threads");
+  bind_stage(cpu, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
+             "groups", "scalars", "clip", "packed", "row_data", "threads");
   bind_stage(cpu, "quantize_gradient", &quantize_gradient, "grad", "parts", "messages", "threads");
   bind_stage(cpu, "add_gradients", &add_gradients, "messages", "parts", "divisor", "adds", "out", "threads");
 }

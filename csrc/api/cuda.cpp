@@ -40,6 +40,7 @@ cuda::Stream stream_of(const StreamArgument& stream) { return {stream.first, str
 cuda::Stage stage_of(const std::string& name) {
   if (name == "amax") return cuda::Stage::kAmaxPanels;
   if (name == "cast") return cuda::Stage::kCastPanels;
+  if (name == "adam_cast") return cuda::Stage::kOnePass;
   if (name == "scales") return cuda::Stage::kScales;
   if (name == "transpose") return cuda::Stage::kTranspose;
   if (name == "transpose_scales") return cuda::Stage::kTransposeScales;
@@ -50,6 +51,7 @@ cuda::Stage stage_of(const std::string& name) {
 std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format,
                                                   const TableArgument& table) {
   const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};
+  if (stage_of(stage) == cuda::Stage::kOnePass) check_whole_blocks(format, rows);
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t i = 0; i < rows.size; ++i) {
     if (format.block && (rows[i].rows() > INT32_MAX || rows[i].columns() > INT32_MAX)) {
@@ -128,6 +130,14 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
                   {scalars, clip, skip}, array_of(packed), stream_of(stream));
 }
 
+void adam_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& grads,
+               const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, uintptr_t groups, uintptr_t scalars, uintptr_t clip,
+               const TypedBase& packed, cuda::DeviceBases row_data, cuda::Flag skip, const WorkArgument& work,
+               const StreamArgument& stream) {
+  cuda::adam_cast(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
+                  {scalars, clip, skip}, array_of(packed), row_data, stream_of(stream));
+}
+
 void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, const StreamArgument& stream) {
   const auto& [address, dtype, numel] = grad;
   cuda::quantize_gradient({address, dtype_of(dtype)}, numel, parts, messages, stream_of(stream));
@@ -202,6 +212,8 @@ void register_cuda(py::module_& m) {
              "stream");
   bind_stage(cuda, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
              "scalars", "clip", "packed", "skip", "work", "stream");
+  bind_stage(cuda, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
+             "scalars", "clip", "packed", "row_data", "skip", "work", "stream");
   bind_stage(cuda, "quantize_gradient", &quantize_gradient, "grad", "parts", "messages", "stream");
   bind_stage(cuda, "add_gradients", &add_gradients, "messages", "parts", "divisor", "adds", "out", "stream");
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;

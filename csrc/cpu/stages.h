@@ -52,6 +52,10 @@ void adam_step(const AdamState& state, const int64_t* segments, int64_t count, c
 void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, int threads);
 
+// The same for spans of whole rows of blocks, and their codes.
+void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
+               const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data, int threads);
+
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h).
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, int threads);

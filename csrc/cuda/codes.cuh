@@ -80,11 +80,13 @@ struct Encoder;
 
 template <class E>
 struct Fp8Encoder {
-  // `y` are eight products.
+  using Word4 = uint32_t;
+  // `y`, and likewise the pairs, are products.
   __device__ static uint2 encode8(const float2 (&y)[4]) {
     return {encode_fp8_pair<E>(y[0]) | encode_fp8_pair<E>(y[1]) << 16, encode_fp8_pair<E>(y[2]) | encode_fp8_pair<E>(y[3])
                                                                                                       << 16};
   }
+  __device__ static Word4 encode4(float2 a, float2 b) { return encode_fp8_pair<E>(a) | encode_fp8_pair<E>(b) << 16; }
 };
 template <>
 struct Encoder<E4M3> : Fp8Encoder<E4M3> {};
@@ -104,6 +106,14 @@ struct Encoder<E2M1> {
 #endif
     }
     return codes;
+  }
+  using Word4 = uint16_t;
+  __device__ static Word4 encode4(float2 a, float2 b) {
+#if defined(ZC_HARDWARE_E2M1)
+    return static_cast<Word4>(encode_e2m1_pair(a) | encode_e2m1_pair(b) << 8);
+#else
+    return static_cast<Word4>(push_e2m1(push_e2m1(push_e2m1(push_e2m1(0, a.x), a.y), b.x), b.y) >> 16);
+#endif
   }
 };
 

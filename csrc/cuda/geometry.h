@@ -13,7 +13,7 @@
 namespace zerocast::cuda {
 
 // Kinds of work; each counts its thread blocks in its own way.
-enum class Stage : int { kAmaxPanels, kCastPanels, kScales, kTranspose, kTransposeScales };
+enum class Stage : int { kAmaxPanels, kCastPanels, kOnePass, kScales, kTranspose, kTransposeScales };
 
 constexpr int kWarpLanes = 32;
 
@@ -29,6 +29,9 @@ struct PanelShape {
 // bytes.
 constexpr PanelShape kAmaxShape{4, 8}, kCastShape{8, 4};
 constexpr int kPanelRows = 16;
+// Adam and cast in one pass: a thread block takes 128 x 128 elements, a warp some whole rows of them.
+constexpr PanelShape kOnePassShape{4, 16};
+constexpr int kOnePassRows = 128 / kOnePassShape.warps;
 
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
@@ -67,10 +70,10 @@ struct Ordinals {
   int64_t first, count;
 };
 
-inline Ordinals panel_ordinals(const Format& format, const Weight& w, PanelShape shape) {
+inline Ordinals panel_ordinals(const Format& format, const Weight& w, PanelShape shape, int panel_rows) {
   if (w.stop() == w.start()) return {0, 0};
   const PanelGrid grid = panel_grid(format, w, shape);
-  const int64_t height = panel_rows(format) * shape.warps;
+  const int64_t height = panel_rows * shape.warps;
   const int64_t first = (w.start() - grid.origin) / grid.pitch / height,
                 last = (w.stop() - 1 - grid.origin) / grid.pitch / height;
   return {first * grid.across, (last - first + 1) * grid.across};
@@ -112,9 +115,11 @@ inline Ordinals ordinals(Stage stage, const Format& format, const Weight& w) {
   const auto blocks = [](int64_t threads) { return Ordinals{0, (threads + kScaleThreads - 1) / kScaleThreads}; };
   switch (stage) {
     case Stage::kAmaxPanels:
-      return panel_ordinals(format, w, kAmaxShape);
+      return panel_ordinals(format, w, kAmaxShape, panel_rows(format));
     case Stage::kCastPanels:
-      return panel_ordinals(format, w, kCastShape);
+      return panel_ordinals(format, w, kCastShape, panel_rows(format));
+    case Stage::kOnePass:
+      return panel_ordinals(format, w, kOnePassShape, kOnePassRows);
     case Stage::kScales:
       return blocks(static_cast<int64_t>(scale_threads(rowwise_scale_buffer(format, w.rows(), w.columns()))) +
                     own_scale_threads(format, w));

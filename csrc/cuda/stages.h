@@ -87,6 +87,10 @@ void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int6
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);
 
+// The same for spans of whole rows of blocks, and their codes.
+void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
+               const AdamStep& step, Array packed, DeviceBases row_data, Stream stream);
+
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h). Messages are aligned to 16 bytes.
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, Stream stream);

@@ -6,7 +6,19 @@ from typing import Literal
 
 from examples.gpt_pretrain.model import GPTConfig
 
-Format = Literal["bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4"]
+Format = Literal[
+    "bf16",
+    "fp8_current",
+    "fp8_delayed",
+    "fp8_block",
+    "mxfp8",
+    "mxfp8:block=32x32",
+    "mxfp4",
+    "mxfp4:scale_rounding=floor",
+    "nvfp4",
+    "nvfp4:four_over_six=mae",
+    "fp8_current|nvfp4",
+]
 Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 
 
@@ -28,11 +40,15 @@ class TrainConfig:
     """Folder for metrics.jsonl, tensorboard/ and checkpoints/."""
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; by default the source of Python's standard library."""
+    batches: Literal["random", "once"] = "random"
+    """random: sequences from anywhere. once: no byte of the text is trained on twice."""
     model: GPTConfig = field(default_factory=GPTConfig)
     gemm: Literal["auto", "dequantize", "scaled_mm"] = "auto"
     """Path of products with quantized weights: auto takes tensor cores if there are any, which
     also quantizes inputs.
     """
+    weight_gradients: Literal["nominal", "fp8"] = "nominal"
+    """How weight gradients are computed where products run on FP8 tensor cores."""
     keep_masters: bool = True
     """If False, FP32 masters are rounded to the weights after each step: a control that shows
     the use of masters.

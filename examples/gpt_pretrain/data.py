@@ -71,6 +71,7 @@ class Corpus:
                     f"the {name} text has {len(side)} bytes, too few for context {context}: give more --data"
                 )
         self.context = context
+        self._orders: dict[int, list[int]] = {}  # of the windows of `batch_once`, by seed
         self.train, self.validation = _as_tensor(train), _as_tensor(validation)
         self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
 
@@ -85,6 +86,26 @@ class Corpus:
         # every Python agrees.
         places = random.Random(f"{seed}.{step}.{micro_step}.{rank}")  # noqa: S311
         return self._cut(self.train, [places.randrange(len(self.train) - self.context) for _ in range(sequences)])
+
+    def batch_once(self, sequences: int, *, seed: int, index: int) -> Batch:
+        """Cut batch number `index` of a run that sees no byte twice: its own ones of the windows
+        into which the text is cut, in an order that `seed` decides. ValueError past their end.
+        """
+        order = self._order(seed)
+        mine = order[index * sequences : (index + 1) * sequences]
+        if len(mine) < sequences:
+            raise ValueError(
+                f"{len(self.train):,} bytes of text make {len(order):,} sequences of {self.context}, and batch {index} wants "
+                f"those up to {(index + 1) * sequences:,}: give more --data, or fewer --steps"
+            )
+        return self._cut(self.train, mine)
+
+    def _order(self, seed: int) -> list[int]:
+        if seed not in self._orders:
+            starts = list(range(0, len(self.train) - self.context, self.context))
+            random.Random(f"once {seed}").shuffle(starts)  # noqa: S311
+            self._orders[seed] = starts
+        return self._orders[seed]
 
     def validation_batches(self, sequences: int, total: int, *, rank: int, ranks: int) -> Iterator[Batch]:
         """Return this rank's part of `total` sequences that are spread evenly over the

@@ -60,6 +60,14 @@ def bytes_per_parameter(model: nn.Module) -> dict[str, float]:
     return {"forward": forward / count, "resident": resident / count}
 
 
+def products(model: nn.Module) -> list[str]:
+    """How products of the quantized weights run now: `dequantize` rounds weights only, every
+    other path quantizes inputs too (`zerocast.gemm`).
+    """
+    weights = (p for p in parameters_as_read(model) if isinstance(p, zerocast.QuantizedWeight))
+    return sorted({str(weight.gemm_choice().path) for weight in weights})
+
+
 def traffic_counter(model: nn.Module) -> TrafficCounter:
     """Count the bytes of collectives while entered; all-gathers of weights are `weight_gather`."""
     if isinstance(model, FSDPModule):

@@ -18,7 +18,7 @@ class Progress:
         self._bars = Bars(TextColumn("{task.description:>11}"), *columns, console=console)
         self._tasks = {name: self._bars.add_task(name, start=False, total=None, note="waits") for name in names}
         self._console = console
-        self._printed = ("", 0)  # name of the run, tenths of it that were printed
+        self._printed: dict[str, int] = {}  # tenths of each run that were printed
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
@@ -43,9 +43,9 @@ class Progress:
         step, total = losses[-1]["step"], records[0]["config"]["steps"]
         note = f"loss {losses[-1]['loss']:.3f}  {losses[-1]['tokens_per_s']:,.0f} tokens/s"
         self._bars.update(self._tasks[name], completed=step, total=total, note=note)
-        line = (name, 10 * step // total)
-        if not self._console.is_terminal and line != self._printed:
-            self._printed = line
+        tenths = 10 * step // total
+        if not self._console.is_terminal and tenths != self._printed.get(name, 0):
+            self._printed[name] = tenths
             self._console.print(f"{name:>11}  step {step}/{total}  {note}", highlight=False)
 
     def stop(self, name: str) -> None:

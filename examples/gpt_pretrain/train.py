@@ -28,7 +28,7 @@ from examples.gpt_pretrain import checkpoint, interrupt
 from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters, recipe
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, traffic_counter
+from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, products, traffic_counter
 from examples.gpt_pretrain.model import GPT
 from examples.gpt_pretrain.run_log import Record, RunLog
 from examples.gpt_pretrain.world import World
@@ -114,6 +114,7 @@ class Trainer:
     meter: Meter | None = None
 
     def __post_init__(self) -> None:
+        self._batch(self.config.steps - 1, self.config.grad_accum - 1)  # ValueError now for too short a text
         self._make_meter()
 
     def run(self) -> Record:
@@ -145,11 +146,16 @@ class Trainer:
         return self.meter.step() if self.meter else nullcontext(NOT_MEASURED)
 
     def _batches(self) -> list[Batch]:
-        rank = self.world.share(self.config.slices).rank
-        at = {"seed": self.config.seed, "step": self.step, "rank": rank}
-        micro_steps = range(self.config.grad_accum)
-        batches = [self.corpus.train_batch(self.config.batch_size, micro_step=i, **at) for i in micro_steps]
+        batches = [self._batch(self.step, micro_step) for micro_step in range(self.config.grad_accum)]
         return [batch.to(self.world.device) for batch in batches]
+
+    def _batch(self, step: int, micro_step: int) -> Batch:
+        config, place = self.config, self.world.share(self.config.slices)
+        if config.batches == "once":
+            index = (step * config.grad_accum + micro_step) * place.size + place.rank
+            return self.corpus.batch_once(config.batch_size, seed=config.seed, index=index)
+        at = {"seed": config.seed, "step": step, "micro_step": micro_step, "rank": place.rank}
+        return self.corpus.train_batch(config.batch_size, **at)
 
     def _advance(self, measure: bool) -> None:
         """Make one step and time it; traffic is never counted on the first, which builds lazily."""
@@ -204,6 +210,7 @@ class Trainer:
             "traffic_bytes_per_parameter": self.traffic,
             "tokens_per_s": statistics.median(self.speeds),
             "skipped_steps": self.optimizer.skipped_steps,
+            "products": products(self.model),
         }
         self.log.write("end", self.step, **summary)
         return summary
@@ -257,7 +264,7 @@ def main(config: TrainConfig) -> Record:
         }
         log.write("start", step, **facts, **where, text=corpus.fingerprint, config=dataclasses.asdict(config))
         log.say(f"{config.format}: {facts}, {len(corpus.train):,} bytes of text, from step {step} to {config.steps}")
-        with zerocast.gemm.use(config.gemm):
+        with zerocast.gemm.use(config.gemm, weight_gradients=config.weight_gradients):
             summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
         log.close()
         return summary

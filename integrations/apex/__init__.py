@@ -1,6 +1,5 @@
-"""NVIDIA Apex: a DistributedFusedAdam with quantized weights, which zerocast casts after its step.
-
-Apex gathers their bytes.
+"""NVIDIA Apex: a DistributedFusedAdam with quantized weights. zerocast casts them after its step,
+and Apex gathers their bytes.
 
 Importing this package imports Apex; ImportError says what was looked for where it is missing, or
 another project has its name.

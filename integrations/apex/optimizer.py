@@ -31,13 +31,11 @@ _Host: Any = host.optimizer_class()
 
 
 class DistributedFusedAdam(_Host):  # type: ignore[misc]
-    """Apex's ZeRO-2 Adam for models with quantized weights; takes what Apex's class takes.
+    """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
-    `zerocast.quantize_` replaced the weights.
-
-    Give it `model.named_parameters()`, or parameters alone, all of them trainable. Rank 0's initial
-    values, before quantization, become everyone's masters. After a step all ranks hold the bytes of
-    the unsharded cast. Plain parameters are Apex's business as ever.
+    It takes what Apex's class takes: `model.named_parameters()`, or parameters alone, all of them
+    trainable. Rank 0's initial values, before quantization, become everyone's masters. After a step
+    all ranks hold the bytes of the unsharded cast. Plain parameters are Apex's business as ever.
 
     Raises, on every rank if on any: ValueError for options that are not supported, with the reason,
     for a parameter that is listed twice and for a quantized weight that is not trained; TypeError
@@ -93,9 +91,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         return norm
 
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
-        """Apex's state dict, the same on every rank.
-
-        It has full FP32 masters and moments, and delayed scaling beside them.
+        """Apex's state dict, the same on every rank: full FP32 masters and moments, and delayed
+        scaling beside them.
         """
         checkpoint.check_format(state_dict_format)
         with checkpoint.PlainZeros():
@@ -105,9 +102,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same parameters, and cast its masters.
-
-        It may come from any number of ranks and any format.
+        """Take over a state of the same parameters, from any number of ranks and any format, and
+        cast its masters.
 
         Plain parameters are loaded with the model, as ever. After a step that raised half-way this
         makes the optimizer whole again, and forgets the gradients of that step. ValueError, with

@@ -1,6 +1,7 @@
 """Megatron-Core: zerocast casts QuantizedWeights in its byte buffers after its optimizer's step.
 
-`quantized_params()`, or `building()`, is a context around the construction of model, DDP and
+`install(recipe)` before `pretrain()` of megatron.training is all that a run of its needs. For other
+loops, `quantized_params()`, or `building()`, is a context around the construction of model, DDP and
 optimizer; `attach(optimizer, ddp_chunks)` takes over the cast; `dequantize_` prepares a sharded
 state dict for a checkpoint.
 """
@@ -8,5 +9,16 @@ state dict for a checkpoint.
 from .attachment import Attachment, attach
 from .building import building, quantized_params
 from .checkpoint import dequantize_
+from .installation import Installation, add_arguments, install, uninstall
 
-__all__ = ["Attachment", "attach", "building", "dequantize_", "quantized_params"]
+__all__ = [
+    "Attachment",
+    "Installation",
+    "add_arguments",
+    "attach",
+    "building",
+    "dequantize_",
+    "install",
+    "quantized_params",
+    "uninstall",
+]

@@ -38,11 +38,9 @@ class FourBit(metaclass=_FourBitMeta):
 def quantized_params() -> Iterator[None]:
     """Build DistributedDataParallel and the optimizer in here, over a model with quantized weights.
 
-    `zerocast.quantize_` replaced them.
-
-    Or over one whose weights are tensors of TransformerEngine. Masters start from the values before
-    quantization. An optimizer over QuantizedWeights refuses to step and to load until `attach`.
-    `building` is its older name.
+    The model went through `zerocast.quantize_`, or its weights are tensors of TransformerEngine.
+    Masters start from the values before quantization. An optimizer over QuantizedWeights refuses to
+    step and to load until `attach`. `building` is the older name of this context.
 
     RuntimeError for a megatron-core without a name that is needed and for weights that another such
     context laid out, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
@@ -107,7 +105,10 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> list[Patch]:
     return [
         Patch(fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
         Patch(fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
-        Patch(buffer, "modify_nvfp4_rowwise_storage", move_with(buffer.modify_nvfp4_rowwise_storage)),
+        *(
+            Patch(owner, "modify_nvfp4_rowwise_storage", move_with(owner.modify_nvfp4_rowwise_storage))
+            for owner in host.four_bit_moves()
+        ),
         Patch(buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
         *(Patch(place, "group_params_for_buffers", group_by_width) for place in (buffer, ddp, optimizer)),
         Patch(optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(lay_out_by_width)),
@@ -143,9 +144,8 @@ def _initial(weight: QuantizedWeight) -> Tensor:
 
 
 class ConstructionChecks:
-    """The checks of one `quantized_params()`.
-
-    It knows the QuantizedWeights that `moved` into byte buffers, and the optimizers over them.
+    """The checks of one `quantized_params()`, of weights that `moved` into byte buffers and of the
+    optimizers over them.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class ConstructionChecks:
             yield Patch(kind, "__init__", _before(vars(kind)["__init__"], wraps))
         for owner, name, emerging in host.factories():
             builds = self._check_emerging if emerging else self._check_factory
-            yield Patch(owner, name, _before(getattr(owner, name), builds))
+            yield Patch(owner, name, _without_flat_views(_before(getattr(owner, name), builds)))
         for kind in host.layer_wise():
             yield Patch(kind, "__init__", _before(vars(kind)["__init__"], _check_layer_wise))
         for kind in host.optimizer_bases():
@@ -214,6 +214,30 @@ def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callabl
         given = dict(signature.bind(*args, **kwargs).arguments)
         check(**given.pop("kwargs", {}), **given)
         return original(*args, **kwargs)
+
+    return call
+
+
+def _without_flat_views(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory of optimizers that takes no flat views of parameters.
+
+    With `fp8_recipe="delayed"`, which megatron.training sets for any model, Megatron makes them for
+    the attributes of shards, and a QuantizedWeight has none.
+    """
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        config, chunks = given["config"], given["model_chunks"]
+        params = (param for chunk in chunks for param in chunk.parameters())
+        if not any(isinstance(param, QuantizedWeight) for param in params):
+            return factory(*args, **kwargs)
+        before, config.fp8_recipe = config.fp8_recipe, None
+        try:
+            return factory(*args, **kwargs)
+        finally:
+            config.fp8_recipe = before
 
     return call
 

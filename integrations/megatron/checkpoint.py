@@ -24,19 +24,18 @@ from .primary import is_primary, loaded, weight_of
 
 SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
 logger = logging.getLogger(__name__)
-# what every rank asks of every entry before anything is written or read
+# the attribute of an entry that every rank reads before anything is written or loaded
 _ASKED_FIRST = "without_data"
 
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
-    """Replace quantized weights in a sharded state dict by their values; returns the state dict.
+    """Replace quantized weights in a sharded state dict by their values in the nominal dtype.
 
-    The values have the nominal dtype.
-
-    For Megatron's `dist_checkpointing.save` and `load`, which read and write plain tensors. Make
-    the optimizer's part first: it finds parameters by identity. `is_loading` for what a load fills:
-    tensors of any content, made without reading a weight. RuntimeError for weights that a step, a
-    cast or a gather has left partial, unless for a load.
+    Megatron's `dist_checkpointing.save` and `load` read and write plain tensors. Make the
+    optimizer's part of the state dict first: it finds parameters by identity. With `is_loading`
+    the tensors, which a load fills, have any content, and no weight is read. Returns the state
+    dict. RuntimeError for weights that a step, a cast or a gather has left partial, unless they are
+    to be loaded.
     """
     for entry in _entries(sharded_state_dict):
         param = getattr(entry, "data", None)
@@ -112,9 +111,8 @@ def _cast_in(
 
 
 def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
-    """An optimizer's `sharded_state_dict` with an entry for delayed scaling.
-
-    It is one object of the ranks that share the masters.
+    """An optimizer's `sharded_state_dict` with an entry for delayed scaling, one object of the
+    ranks that share the masters.
     """
     method = one.sharded_state_dict
 
@@ -137,9 +135,8 @@ def loading_scaling(
 ) -> Callable[..., Any]:
     """An optimizer's `load_state_dict`, then delayed scaling from the same state.
 
-    The next cast seeds what the state lacks.
-
-    Nothing of it is taken while a load `is_preparing`, when the host loads a state of its own.
+    The next cast seeds what the state lacks. While a load `is_preparing`, the host loads a state of
+    its own, from which nothing is taken.
     """
     method = one.load_state_dict
 

@@ -34,9 +34,8 @@ class MethodGuard:
         self.is_preparing = False  # a load: the host loads of itself what it will overwrite
 
     def check_complete(self) -> None:
-        """RuntimeError while masters or weights are partial.
-
-        Not while a load is prepared, which reads what it will overwrite.
+        """RuntimeError while masters or weights are partial, unless a load is prepared, which reads
+        what it will overwrite.
         """
         if not self.is_preparing:
             self.writes.check_complete()
@@ -50,9 +49,8 @@ class MethodGuard:
     ) -> Iterator[Patch]:
         """Guard whatever steps, saves and loads.
 
-        `optimizer` is the one that was given to `attach`, `distributed` are those inside it.
-
-        `refreshes` cast and gather the weights of one optimizer, by its id.
+        `optimizer` is the one that was given to `attach`, `distributed` are those inside it, and
+        `refreshes` cast and gather the weights of each of these, by its id.
         """
         for one in distributed:
             yield Patch(one, "_set_main_param_and_optimizer_states", keeping_step(one))
@@ -147,9 +145,8 @@ class MethodGuard:
 
 
 def _holds_masters(loaded: Any) -> bool:
-    """True if what is loaded holds the state of the parameters.
-
-    It is a file of it, or a state dict of one or of several optimizers.
+    """True if what is loaded, a file's name or a state dict of one or several optimizers, holds the
+    state of the parameters.
     """
     if isinstance(loaded, dict) and "optimizer" not in loaded:
         loaded = list(loaded.values())

@@ -3,6 +3,7 @@
 Detected by being there, never by version.
 """
 
+import contextlib
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,12 @@ LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
 FACTORIES = "megatron.core.optimizer"
 WRAPPERS = "megatron.core.distributed"
 CHECKPOINT_MAPPING = "megatron.core.dist_checkpointing.mapping"
+CORE = "megatron.core.utils"
+LAYERS = "megatron.core.tensor_parallel.layers"
+TRAINING = "megatron.training.training"
+MODEL_BUILDERS = "megatron.training.models.dist_utils"
+CHECKPOINTING = "megatron.training.checkpointing"
+ARGUMENTS = "megatron.training.arguments"
 
 _UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 and 0.19"
 _OF_ANY_OPTIMIZER = (
@@ -46,6 +53,13 @@ _OF_A_DISTRIBUTED_OPTIMIZER = (
     "shard_fp32_from_float16_groups",
     "shard_fp32_groups",
 )
+_OF_TRAINING = (
+    "get_args",
+    "get_megatron_optimizer",
+    "load_checkpoint",
+    "setup_model_and_optimizer",
+    "train_step",
+)
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
 _OF_A_BUCKET_GROUP = (
     "buckets",
@@ -69,6 +83,42 @@ def module(path: str) -> Any:
         raise RuntimeError(f"looked for {path} of megatron-core (0.16 or 0.19): {error}") from error
 
 
+def training() -> Any:
+    """The module of `pretrain`, with the names that are replaced in it.
+
+    RuntimeError where megatron.training cannot be imported, or has another shape.
+    """
+    try:
+        found, checkpointing, arguments = map(importlib.import_module, (TRAINING, CHECKPOINTING, ARGUMENTS))
+    except ImportError as error:
+        raise RuntimeError(
+            f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with the source "
+            "distribution of megatron-core; that of 0.18 and later needs Python 3.12"
+        ) from error
+    require(found, _OF_TRAINING, TRAINING)
+    require(checkpointing, ("generate_state_dict",), CHECKPOINTING)
+    require(arguments, ("add_megatron_arguments",), ARGUMENTS)
+    return found
+
+
+def model_builders() -> list[Any]:
+    """The modules that build models, and call `correct_amax_history_if_needed` before they wrap
+    them. Older releases have one.
+    """
+    name = "correct_amax_history_if_needed"
+    found = [training()]
+    with contextlib.suppress(ImportError):
+        found.append(importlib.import_module(MODEL_BUILDERS))
+    for one in found:
+        require(one, (name,), one.__name__)
+    return found
+
+
+def unwrapped(chunk: Any) -> Any:
+    """A chunk of a model without its Float16Module."""
+    return module(CORE).unwrap_model(chunk)
+
+
 def has_four_bit_buffers() -> bool:
     """True if this megatron-core knows byte buffers of two elements a byte.
 
@@ -84,13 +134,21 @@ def has_four_bit_buffers() -> bool:
 def _four_bit_names() -> list[tuple[Any, tuple[str, ...]]]:
     buffer, optimizer = module(BUFFER), module(OPTIMIZER)
     return [
-        (module(FP4), ("is_grouped_nvfp4tensor",)),
-        (buffer, ("group_params_for_buffers", "modify_nvfp4_rowwise_storage")),
+        (buffer, ("group_params_for_buffers",)),
         (buffer._ParamAndGradBuffer, ("_compute_nvfp4_packed_layout",)),
         (module(DDP), ("group_params_for_buffers",)),
         (optimizer, ("group_params_for_buffers",)),
         (optimizer.DistributedOptimizer, ("_compute_per_buffer_param_layout",)),
     ]
+
+
+def four_bit_moves() -> list[Any]:
+    """The modules in which the function that moves 4-bit codes is looked up, which older releases
+    import where they call it.
+    """
+    name = "modify_nvfp4_rowwise_storage"
+    require(module(FP4), (name,), FP4)
+    return [owner for owner in (module(FP4), module(BUFFER)) if hasattr(owner, name)]
 
 
 def require(owner: Any, names: Iterable[str], what: str) -> None:
@@ -120,6 +178,11 @@ def factories() -> list[tuple[Any, str, bool]]:
     )
     require(found, (name,), FACTORIES)
     return [(found, name, False), *([(found, emerging, True)] if hasattr(found, emerging) else ())]
+
+
+def embedding() -> Any:
+    """The class of embeddings whose table is cut over tensor-parallel ranks."""
+    return module(LAYERS).VocabParallelEmbedding
 
 
 def layer_wise() -> list[type]:

@@ -1,9 +1,8 @@
 """The state of the inner optimizers around a load.
 
-Megatron expects the state of fused optimizers, and torch's own Adam has another.
-
-torch's Adam has no state before its first step, and a step a parameter, which Megatron neither
-saves apart nor loads; it keeps the one of the parameter groups, so that is what counts.
+Megatron expects the state of fused optimizers. torch's own Adam has another: none before its first
+step, and then a step number for each parameter. Megatron neither saves nor loads these; it keeps
+those of the parameter groups, which therefore count.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +12,8 @@ from torch import Tensor
 
 
 def prepare_states(optimizers: Sequence[Any]) -> None:
-    """Make states that the host can build a template of a load from.
-
-    They are there, complete, and of one step, as the host asserts.
+    """Make states that the host can build a template of a load from: there, complete and of one
+    step, as it asserts.
 
     RuntimeError where an inner optimizer died in its first step, with states for some parameters
     only.
@@ -48,9 +46,8 @@ def copy_group_steps(optimizers: Sequence[Any]) -> None:
 
 
 def keeping_step(one: Any) -> Callable[[Any, dict[str, Any]], None]:
-    """The host's method that fills the state of a parameter, without its step.
-
-    A checkpoint has no step for each parameter.
+    """The host's method that fills the state of a parameter, but for its step, which a checkpoint
+    does not have.
     """
     fill = one._set_main_param_and_optimizer_states
 

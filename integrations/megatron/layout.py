@@ -24,7 +24,8 @@ _ELEMENTS_PER_BLOCK = 32  # no slice cuts a 16-element block, nor sixteen bytes,
 def elements_per_byte(param: Any) -> int:
     """2 for what the host takes for an NVFP4 tensor, else 1."""
     fp4 = host.module(host.FP4)
-    return 2 if fp4.is_nvfp4tensor(param) or fp4.is_grouped_nvfp4tensor(param) else 1
+    is_grouped = getattr(fp4, "is_grouped_nvfp4tensor", fp4.is_nvfp4tensor)  # since 0.19
+    return 2 if fp4.is_nvfp4tensor(param) or is_grouped(param) else 1
 
 
 def by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[list[Any], list[int]]]:

@@ -129,9 +129,8 @@ def _owned_part(optimizer: Any, param: Any, place: Any) -> Tensor:
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
-    """ValueError for a trained quantized weight that no gather brings.
-
-    It was quantized after DistributedDataParallel was built.
+    """ValueError for a trained quantized weight that no gather brings, as one that was quantized
+    after DistributedDataParallel was built.
     """
     gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
     for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
@@ -194,7 +193,7 @@ def elements_without_owner(shards: OptimizerShards) -> str | None:
 def masters_from_model(shards: OptimizerShards, locate: Callable[[], None]) -> Callable[..., None]:
     """The host's method that makes masters of the model, as at the start of a fine-tuning run.
 
-    From a state dict the host makes them; from quantized weights, which `locate` finds, they are
+    The host makes those of a state dict. Those of quantized weights, which `locate` finds, are
     dequantized.
     """
     original = shards.optimizer._copy_model_params_to_main_params

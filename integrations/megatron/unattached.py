@@ -1,11 +1,10 @@
-"""The methods that an optimizer refuses before `attach` and after `detach`.
+"""The methods that an optimizer refuses before `attach` and after `detach`, while nothing casts the
+masters of its quantized weights.
 
-Nothing of zerocast casts the masters of its quantized weights then.
-
-Once `quantized_params()` is over Megatron takes a QuantizedWeight for a plain parameter, and its
+Once `quantized_params()` is over, Megatron takes a QuantizedWeight for a plain parameter, and its
 own copy of masters to parameters would write their values over the codes. So every method that
-writes, loads or prepares to raises, on the optimizer's instance, and the host's classes stay as
-they are.
+writes or loads, or prepares to, raises. It is replaced on the optimizer's instance; the host's
+classes stay as they are.
 """
 
 from collections.abc import Sequence
@@ -42,9 +41,8 @@ class DetachedState:
 
 
 class RefusedMethod:
-    """Stands for a method of one optimizer.
-
-    It raises if the optimizer, or one in its chain, owns weights that are not attached.
+    """Stands for a method of one optimizer, and raises if that, or one in its chain, owns weights
+    that are not attached.
     """
 
     def __init__(self, optimizer: Any, name: str, detached: DetachedState | None) -> None:

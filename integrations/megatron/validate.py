@@ -3,7 +3,7 @@
 Under them Megatron casts or gathers in its own way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn
 
 from zerocast import QuantizedWeight
@@ -27,6 +27,13 @@ SETTINGS = (
         "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take mxfp8:block=32x32",
     ),
 )
+OPTIONS = (  # of megatron.training, which `install` refuses besides
+    ("use_torch_fsdp2", _FSDP),
+    (
+        "moe_use_upcycling",
+        "it builds a second model, and copies that: upcycle in a run without zerocast, then train from its checkpoint",
+    ),
+)
 
 
 def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> None:
@@ -35,16 +42,22 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     ValueError for settings that are not supported, RuntimeError for a host of another shape and for
     a second attachment.
     """
-    if verify_every is not None and verify_every < 1:
-        raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
+    check_verify_every(verify_every)
     check_owns_slices(optimizer)
     for chunk in chunks:
         _check_experts(chunk)
+        check_layers(chunk, {name for name, param in chunk.named_parameters() if isinstance(param, QuantizedWeight)})
     distributed = host.distributed_optimizers(optimizer)
     for one in distributed:
         check_settings([getattr(one, name, None) for name in ("ddp_config", "config")])
     host.check_optimizers(optimizer, distributed)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
+
+
+def check_verify_every(steps: int | None) -> None:
+    """ValueError for a number of steps below one."""
+    if steps is not None and steps < 1:
+        raise ValueError(f"verify_every is None or at least 1, got {steps}")
 
 
 def check_owns_slices(optimizer: Any) -> None:
@@ -60,6 +73,38 @@ def check_settings(settings: Sequence[Any]) -> None:
     for name, reason in SETTINGS:
         if any(getattr(config, name, False) for config in settings):
             raise ValueError(f"{name} is not supported: {reason}")
+
+
+def check_options(options: Any) -> None:
+    """ValueError for arguments of megatron.training with which `install` cannot train."""
+    check_settings([options])
+    check_distributed(options)
+    formats = [getattr(options, name, None) for name in ("ckpt_format", "ckpt_convert_format")]
+    if any(fmt not in (None, "torch_dist") for fmt in formats):
+        raise ValueError(
+            f"--ckpt-format {formats[0]}, --ckpt-convert-format {formats[1]}: quantized weights are saved as torch_dist alone"
+        )
+    for name, reason in OPTIONS:
+        if getattr(options, name, False):
+            raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
+
+
+def check_layers(chunk: Any, weights: Container[str]) -> None:
+    """ValueError for one of `weights` that is a table of Megatron's embedding, or in a layer of
+    TransformerEngine.
+    """
+    for name, module in chunk.named_modules():
+        if isinstance(module, host.embedding()) and f"{name}.weight" in weights:
+            raise ValueError(
+                f"{name}.weight is the table of an embedding and is not quantized: match it with 'identity'"
+            )
+        of_te = any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
+        for weight, _ in module.named_parameters(name, recurse=False) if of_te else ():
+            if weight in weights:
+                raise ValueError(
+                    f"{weight} is a weight of TransformerEngine's {type(module).__name__}, which multiplies by tensors of its own: "
+                    "take --transformer-impl local, or --fp8-param-gather and no format for it in the recipe"
+                )
 
 
 def check_distributed(config: Any) -> None:

@@ -29,9 +29,8 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        self.enabled = (
-            not job_config.checkpoint.create_seed_checkpoint
-        )  # which holds masters, on one rank, and shards nothing
+        # a seed checkpoint holds masters, on one rank, and shards nothing
+        self.enabled = not job_config.checkpoint.create_seed_checkpoint
         self._sliced = parallel_dims.tp > 1
         if not self.enabled:
             return

@@ -14,16 +14,8 @@ NAME = "quantize.linear.zerocast"
 
 
 def recipe_of(entries: list[str]) -> zerocast.Recipe:
-    """The recipe of entries `pattern=format`. ValueError for none, for one that is something
-    else, and for an unknown format.
-    """
-    split = [entry.partition("=") for entry in entries]  # a format may have options
-    wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
-    if wrong or not entries:
-        raise ValueError(
-            f"{NAME}.recipe is a list of pattern=format, as layers.*.weight=nvfp4, got {wrong[0] if wrong else 'nothing'!r}"
-        )
-    return zerocast.Recipe({pattern: fmt for pattern, _, fmt in split})
+    """The recipe of entries `pattern=format`. Raises as `Recipe.parse`."""
+    return zerocast.Recipe.parse(entries, f"{NAME}.recipe")
 
 
 def prepare_model(model: nn.Module, section: Any, weight_mesh: DeviceMesh | None = None) -> None:

@@ -18,16 +18,16 @@ from . import host
 
 
 def nothing(of: Any) -> None:
-    """For what needs nothing done."""
+    """Do nothing, for a format that needs nothing done."""
 
 
 def always() -> bool:
-    """For what does not depend on the GPU."""
+    """True, for copies that every GPU needs."""
     return True
 
 
 def never(tensor: Any) -> bool:
-    """For what no tensor is."""
+    """False, for a state in which no tensor of a format is."""
     return False
 
 

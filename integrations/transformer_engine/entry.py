@@ -1,6 +1,5 @@
-"""Entry: one set of codes that a call casts.
-
-It is a tensor of TransformerEngine, or one direction of a Hybrid one.
+"""Entry: one set of codes that a call casts, a tensor of TransformerEngine or one direction of a
+Hybrid one.
 
 A Hybrid tensor holds two directions, each a tensor with a quantizer of its own. Both are cast from
 one master.

@@ -94,9 +94,8 @@ def cast_master_weights_to_fp8(
 def release(model_weights: Sequence[Any]) -> None:
     """Let go of what is kept between calls, masters included.
 
-    All ranks build it anew together, at the next call of these weights.
-
-    For masters that are cut anew, and for an optimizer that goes before its model.
+    Call it on all ranks when masters are cut anew, or when an optimizer goes before its model. The
+    next call of these weights builds everything anew.
     """
     for weight in model_weights:
         plans.drop(weight)
@@ -115,9 +114,8 @@ def _drop_copies(parts: Sequence[tuple[Any, WeightView]]) -> None:
 
 
 def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[CachedPlan, list[Entry]]:
-    """The plan of these weights, and what it casts.
-
-    Ranks agree only where a list is new, which it is on all of them.
+    """The plan of these weights, and what it casts. Ranks agree on it only for a new list, which is
+    new on all of them.
     """
     entries, problem = [], None
     try:

@@ -19,9 +19,8 @@ from .weight_view import WeightView
 
 
 class CachedPlan:
-    """A CastPlan over the views of some weights.
-
-    Building it is collective; every later cast is one all-reduce.
+    """A CastPlan over the views of some weights. Building it is collective; every later cast is one
+    all-reduce.
 
     A call that finds what the one before it found casts at once: `remember` notes what that was,
     `matches` compares.

@@ -11,9 +11,8 @@ from .entry import directions, is_hybrid
 
 @torch.no_grad()
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
-    """Copy a tensor's rowwise codes into `new_raw_data`, and let the tensor hold that.
-
-    It may be a slice of a flat buffer.
+    """Copy a tensor's rowwise codes into `new_raw_data`, such as a slice of a flat buffer, and let
+    the tensor hold that.
 
     Of a Hybrid tensor the rowwise direction is moved. Raises TypeError for what is no tensor of
     TransformerEngine, ValueError for storage of another dtype, shape or device, NotImplementedError

@@ -1,6 +1,5 @@
-"""redirect: TransformerEngine's own names lead to zerocast's calls.
-
-It serves callers whose import lines are not ours to change.
+"""redirect: TransformerEngine's own names lead to zerocast's calls, for callers whose import lines
+are not ours to change.
 """
 
 import contextlib

@@ -69,9 +69,8 @@ class MastersOf:
 
 
 def masters_of(model_weights: Sequence[Any], group: GroupLike = None) -> MastersOf:
-    """Show the masters of a list of weights to `zerocast.verify` and `zerocast.metrics.Meter`.
-
-    `quantize_master_weights` was called with the same list.
+    """Show the masters of a list of weights, as `quantize_master_weights` was given it, to
+    `zerocast.verify` and `zerocast.metrics.Meter`.
 
         zerocast.verify(masters_of(model_weights, group)).raise_for_differences()
 

@@ -1,4 +1,4 @@
-"""Stage adam_step: the update of the design, operation by operation, on every backend."""
+"""Stage adam_step: the update of zerocast/backends/README.md, operation by operation, on every backend."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def scalars(step: int = 3) -> F32:
 
 
 def update(p: F32, g: F32, m: F32, v: F32, row: F32, clip: np.float32) -> tuple[F32, F32, F32]:
-    """One f32 operation after the other, in the order of design.md."""
+    """One f32 operation after the other, in the order of zerocast/backends/README.md."""
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_c2, eps = row
     with np.errstate(all="ignore"):
         g = g * clip

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests import casts
-from tests.cast.test_collectives import CountOps
+from tests.dispatched import Dispatched
+from tests.fsdp2 import models
+from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, backends
 from zerocast.backends.descriptor import Column
 from zerocast.distributed.group import ONE_PROCESS
@@ -99,9 +102,9 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.choose(CPU) == "reference"
     assert backends.choose(CPU, "cpu") == "cpu", "what a caller says goes first"
     weight = QuantizedWeight.empty((16, 16), "nvfp4")
-    with CountOps() as ops:
+    with Dispatched() as ops:
         CastPlan([weight], [torch.ones(256)], [0], ONE_PROCESS).cast()
-    assert ops.ours == ["partial_amax", "compute_scales", "partial_cast"]
+    assert ops.stages == ["partial_amax", "compute_scales", "partial_cast"]
 
 
 def test_the_fallback_is_loud(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,3 +159,17 @@ def test_report_names_what_is_chosen() -> None:
     assert [(row.name, row.format) for row in found.layers] == [("weight", "nvfp4")]
     assert "chosen" in str(found)
     assert "dequantize to bfloat16" in str(found)
+
+
+def layers_under_fsdp2() -> list[list[str]]:
+    """The formats of the layers that are reported before and while their weights are gathered."""
+    model = models.sharded(models.Net(("fp8_current", "nvfp4"), 64, 96))
+    found = [[row.format for row in backends.report(model).layers]]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    return [*found, [row.format for row in backends.report(model).layers]]
+
+
+def test_a_layer_has_a_path_while_its_weight_is_gathered(ranks: Ranks) -> None:
+    assert ranks(1)(layers_under_fsdp2) == [[[], ["fp8_current", "fp8_current", "nvfp4", "nvfp4"]]]

@@ -17,7 +17,9 @@ def of(workload: Workload, fmt: str) -> Traffic:
 @pytest.mark.parametrize(
     ("fmt", "cast", "step"),
     [
-        ("fp8_block", 9.0, 33.0),
+        ("fp8_block", 9.0, 29.0),
+        ("mxfp8:block=32x32", 9 + 8 * (2 / 32 + 4 / 1024), 29 + 8 * (2 / 32 + 4 / 1024)),  # scales, stored for each row
+        ("mxfp4", 8.5 + 8 * (1 / 32 + 4 / 1024), 28.5 + 8 * (1 / 32 + 4 / 1024)),
         ("fp8_current", 9.0, 33.0),
         ("mxfp8", 10 + 8 * 0.3125, 34 + 8 * 0.3125),
         ("nvfp4", 8.5, 32.5),
@@ -28,9 +30,22 @@ def test_bytes_an_element_of_a_are_those_of_the_targets(fmt: str, cast: float, s
     traffic = of(A, fmt)
     assert traffic.cast / OWNED == pytest.approx(cast + replicated, rel=5e-4)
     assert traffic.step / OWNED == pytest.approx(step + replicated, rel=5e-4)
+    at_once = 4 * OWNED if get_format(fmt).casts_in_one_pass else 0  # no shard of A cuts a block
+    assert traffic.step_in_two_passes == traffic.step + at_once
     assert traffic.adam == 28 * OWNED
     assert traffic.quantize_gradient / OWNED == 2 + 33 / 32
     assert traffic.add_gradients / OWNED == 33 / 32 + 4 / 8
+
+
+def test_cut_blocks_are_read_once_more():
+    """Of 195 rows the shard holds 97.5: three rows of tiles and a part of the fourth, and no row of 128x128 blocks."""
+    third = Workload("third", ((256, 192),), 2, rank=0, world=4)
+    cut = Workload("cut", ((195, 192),), 2, rank=0, world=4)
+    assert third.cut(get_format("fp8_block")) == 0
+    assert cut.owned == cut.cut(get_format("fp8_block")) == 195 * 96
+    assert cut.cut(get_format("mxfp8:block=32x32")) == 195 * 96 - 96 * 192
+    traffic = of(cut, "mxfp8:block=32x32")
+    assert traffic.step_in_two_passes - traffic.step == 4 * 96 * 192
 
 
 @pytest.mark.parametrize(
@@ -42,7 +57,8 @@ def test_bytes_an_element_of_a_are_those_of_the_targets(fmt: str, cast: float, s
         (of(A, "nvfp4").cast, 0.94),
         (of(A, "nvfp4").adam, 2.88),
         (of(A, "nvfp4").step, 3.41),
-        (of(A, "fp8_block").step, 3.40),
+        (of(A, "fp8_block").step, 2.986),
+        (of(A, "fp8_block").step_in_two_passes, 3.40),
         (of(A, "fp8_current").transpose, 1.65),
     ],
 )

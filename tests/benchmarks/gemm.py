@@ -93,9 +93,9 @@ def main() -> None:
     for fmt in options.format:
         layer.weight = nn.Parameter(plain.detach())
         zerocast.quantize_(layer, zerocast.Recipe({"weight": fmt}))
-        wishes = ("dequantize", "auto") if layer.weight.gemm_choice().path != "dequantize" else ("dequantize",)
-        for wish in wishes:
-            with gemm.use(wish):
+        preferences = ("dequantize", "auto") if layer.weight.gemm_choice().path != "dequantize" else ("dequantize",)
+        for preference in preferences:
+            with gemm.use(preference):
                 table.append(measure(fmt, str(layer.weight.gemm_choice().path), layer.weight, x, grad, clock))
     for row in table:
         row.against_bf16 = table[0].forward_and_backward / row.forward_and_backward

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts, sharded
+from tests.dispatched import Dispatched
 from tests.sharded import Cut, Outcome, Sharded, Weight
 from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, get_format, post_all_gather_processing, quantize_master_weights
@@ -57,21 +57,6 @@ def test_identity_needs_no_collective(ranks: Ranks) -> None:
     assert ranks(2)(count_collectives, (Weight("identity", SHAPE, cut(2)),)) == [[{}, {}, {}]] * 2
 
 
-class CountOps(TorchDispatchMode):
-    """Counts every operator that is dispatched, and remembers our own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.ours: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        if func.namespace == "zerocast":
-            self.ours.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 def counted_step(weights: int, backend: str) -> tuple[int, list[str]]:
     flat = torch.randn(weights * 1024)
     model = [QuantizedWeight.empty((32, 32), fmt) for fmt in ("nvfp4", "mxfp8") for _ in range(weights // 2)]
@@ -79,10 +64,10 @@ def counted_step(weights: int, backend: str) -> tuple[int, list[str]]:
     for _ in range(2):  # columnwise copies get their storage at first; the plan then looks where everything lies
         plan.cast()
         plan.post_all_gather()
-    with CountOps() as ops:
+    with Dispatched() as ops:
         plan.cast()
         plan.post_all_gather()
-    return ops.count, ops.ours
+    return len(ops.names), ops.stages
 
 
 def test_ops_a_step_do_not_grow_with_the_weights(backend: str) -> None:

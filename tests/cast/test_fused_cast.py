@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -19,10 +20,11 @@ from tests.selection import examples_on
 from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks
-from zerocast import CastPlan
+from zerocast import CastPlan, get_format
 from zerocast.backends import ops
 from zerocast.backends.descriptor import Column
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.formats.layout import Span, whole_block_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 GROUPS = 3
@@ -136,7 +138,7 @@ class Reads(TorchDispatchMode):
         given = dict(zip(names, args, strict=False))
         if name == "adam_step":
             self._add(name, [given["master"]], [[0, *segment] for segment in given["segments"].tolist()])
-        elif name in ("adam_amax", "partial_amax"):
+        elif name in ("adam_amax", "adam_cast", "partial_amax"):
             columns = [Column.MASTER_BASE, Column.MASTER_OFFSET, Column.NUMEL]
             self._add(name, given["masters"], [line for line in given["table"][:, columns].tolist() if line[2]])
         return func(*args, **(kwargs or {}))
@@ -148,12 +150,46 @@ class Reads(TorchDispatchMode):
 
 
 def test_each_master_is_read_by_one_op() -> None:
-    cases = tuple(Weight(fmt, (32, 64), ((5, 1801),), seed=i) for i, fmt in enumerate(casts.FORMATS))
+    """Of formats with local scales, the rows of blocks that no cut divides by the op that writes their codes too."""
+    cases = tuple(Weight(fmt, (288, 64), ((5, 18001),), seed=i) for i, fmt in enumerate(casts.FORMATS))
     trainee = Trainee(cases, 0, seed=1)
     with Reads(trainee.master) as reads:
         trainee.step(1, True, None)
-    expected = {
-        ("adam_step" if case.fmt.startswith("identity") else "adam_amax", offset, offset + numel)
-        for case, (offset, numel, _) in zip(cases, trainee.segments, strict=True)
-    }
+    expected = set()
+    for case, (offset, numel, _) in zip(cases, trainee.segments, strict=True):
+        fmt, start = get_format(case.fmt), case.spans[0][0]
+        if fmt.casts_in_one_pass:
+            whole = whole_block_rows(fmt, (288, 64), Span(start, start + numel))
+            ends = [offset, offset + whole.start - start, offset + whole.stop - start, offset + numel]
+            expected |= {("adam_amax", *ends[:2]), ("adam_cast", *ends[1:3]), ("adam_amax", *ends[2:])}
+        else:
+            expected.add(("adam_amax" if fmt.element else "adam_step", offset, offset + numel))
+    assert {name for name, _, _ in expected} == {"adam_amax", "adam_cast", "adam_step"}
     assert sorted(reads.found) == sorted(expected)
+
+
+class NoMemory(TorchDispatchMode):
+    """Memory runs out once codes are written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "_opname", "") == "adam_cast":
+            raise torch.OutOfMemoryError("injected")
+        return result
+
+
+def test_a_step_that_ends_between_its_codes_and_its_scales_is_partial() -> None:
+    """Codes are written before amaxes are reduced and scales follow: the weight is not read until all is cast again."""
+    case = Weight("fp8_block", (256, 256), ((0, 65536),), BF16, seed=3)
+    trainee = Trainee((case,), 0, seed=1)
+    trainee.plan.cast()
+    weight, rows = trainee.here.weights[0], torch.from_numpy(scalars(1))
+    before = casts.bytes_of(weight)
+    update = AdamUpdate(trainee.grad_shard, *trainee.moments, rows, torch.ones(1))
+    with pytest.raises(torch.OutOfMemoryError), NoMemory():
+        trainee.plan.cast(update=update)
+    assert not np.array_equal(casts.raw(weight.state.rowwise_data), before["rowwise_data"])
+    with pytest.raises(RuntimeError, match="raised half-way"):
+        trainee.plan.guard.check_complete()
+    with pytest.raises(RuntimeError, match="raised half-way"):
+        weight.dequantize()

@@ -104,13 +104,15 @@ def test_backends_agree(fmt: str, backend_anywhere: str) -> None:
     check(weights, expected(masters, fmt, share=fmt in SHARING))
 
 
-def trained(fmt: str) -> list[str]:
-    model = zerocast.quantize_(Net(), recipe(fmt), dtype=torch.bfloat16)
+def trained(fmt: str, device: str) -> list[str]:
+    masters = {name: p.detach().clone() for name, p in Net().named_parameters()}
+    model = zerocast.quantize_(Net().to(device), recipe(fmt), dtype=torch.bfloat16)
+    check(dict(quantized(model)), expected(masters, fmt))
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=0.1)
     found = []
     for step in range(3):
         torch.manual_seed(step)
-        model(torch.randn(8, 64).bfloat16()).square().mean().backward()
+        model(torch.randn(8, 64).to(device, torch.bfloat16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         found += [str(report) for report in [zerocast.verify(optimizer)] if not report.ok]
@@ -120,8 +122,8 @@ def trained(fmt: str) -> list[str]:
     return found
 
 
-def sharded(fmt: str) -> list[str]:
-    model = Net()
+def sharded(fmt: str, device: str) -> list[str]:
+    model = Net().to(device)
     zerocast.fsdp2.prepare(model, recipe(fmt))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
@@ -131,15 +133,15 @@ def sharded(fmt: str) -> list[str]:
     found = []
     for step in range(3):
         torch.manual_seed(step)
-        model(torch.randn(8, 64)).square().mean().backward()
+        model(torch.randn(8, 64).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         found += [str(report) for report in [zerocast.verify(model)] if not report.ok]
     return found
 
 
-def both(fmt: str) -> list[str]:
-    return trained(fmt) + sharded(fmt)
+def both(fmt: str, device: str = "cpu") -> list[str]:
+    return trained(fmt, device) + sharded(fmt, device)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import zerocast
 from tests.checkpoint.sources.written import KINDS, values
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import train
 from tests.serve.test_export import compressed, compressed_mx, deepseek, modelopt
 from zerocast import QuantizedWeight, optim
 from zerocast.checkpoint.sources import open_source
@@ -100,7 +99,7 @@ def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, f
 def test_a_run_is_exported_with_its_own_formats(capsys: Any, tmp_path: Path) -> None:
     """Dequantized bf16 is what the live weights dequantize to, delayed scales included."""
     trainer = Trainer(Run(tuple(spec for spec in MIXED if spec.dtype is torch.bfloat16)))
-    train(trainer, range(3))
+    trainer.train(range(3))
     optim.save(trainer.optimizer, tmp_path / "c")
     found = converted(capsys, tmp_path / "c", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")

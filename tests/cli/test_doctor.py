@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dispatched import Dispatched
 from zerocast import backends, formats
 from zerocast.backends import ops
 from zerocast.cli import main, self_test
@@ -34,6 +35,13 @@ def test_a_sound_installation(capsys):
         assert name == "identity" or f"  {name}" in said
     assert "\nno GPU was found: torch " in said
     assert said.endswith(f"verdict: right bytes; casts run with {COMPILED} on cpu\n")
+
+
+def test_every_stage_of_a_step_takes_part() -> None:
+    with Dispatched() as operators:
+        self_test._results("reference", CPU, 3)
+    of_products, of_gradients = {"upcast", "transposed"}, {"quantize_gradient", "add_gradients"}
+    assert {*ops.STAGES} - of_products - of_gradients <= {*operators.stages}
 
 
 def test_lines_are_streamed(monkeypatch, capsys):
@@ -68,6 +76,7 @@ def test_the_draw_is_what_the_seed_says(seed):
 
 WRITES = {
     "adam_amax": "masters",
+    "adam_cast": "row_data",
     "compute_scales": "row_scales",
     "partial_cast": "row_data",
     "transpose": "column_data",
@@ -75,11 +84,16 @@ WRITES = {
 }
 
 
+TWO_PASSES = ("adam_amax", "partial_cast")
+
+
 @pytest.mark.skipif(COMPILED == "reference", reason="needs a backend beside the reference")
 @pytest.mark.parametrize("stage", WRITES)
 def test_a_wrong_backend_is_found(monkeypatch, capsys, stage):
     """One bit of what each stage writes; the format is one that nothing else uses, since ops remember which function a stage is."""
-    module, fmt = backends.load(COMPILED), f"fp8_block:amax_epsilon={1 + list(WRITES).index(stage)}e-12,element=e5m2"
+    options = f"amax_epsilon={1 + list(WRITES).index(stage)}e-12,element=e5m2"
+    # one rank casts fp8_block in the pass of Adam
+    module, fmt = backends.load(COMPILED), f"{'fp8_current' if stage in TWO_PASSES else 'fp8_block'}:{options}"
     right = getattr(module, stage)
 
     names = [argument.name for argument in ops.arguments_of(stage)]
@@ -105,7 +119,7 @@ def test_a_backend_that_raises(monkeypatch, capsys):
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(backends.load(COMPILED), "partial_cast", broken)
-    monkeypatch.setattr(self_test, "FORMATS", ("fp8_block:amax_epsilon=9e-13",))
+    monkeypatch.setattr(self_test, "FORMATS", ("fp8_current:amax_epsilon=9e-13",))
     assert main(["doctor", "--seconds", "0"]) == 1
     said = capsys.readouterr().out
     assert "WRONG: RuntimeError: no kernel image (seed " in said

@@ -13,7 +13,6 @@ from tests import casts
 from tests.checkpoint.sources.written import KINDS
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
-from tests.optim.test_resume import train
 from zerocast import QuantizedWeight, get_format, optim
 from zerocast.checkpoint.sources import source
 from zerocast.cli import main
@@ -93,7 +92,7 @@ def test_saturated_is_what_would_round_beyond_the_largest_code(
 def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
     """The recipe of the run, and its delayed scales: the casts that are live."""
     trainer = Trainer(Run())
-    train(trainer, range(3))
+    trainer.train(range(3))
     optim.save(trainer.optimizer, tmp_path / "c", extra={"mine": torch.zeros(4)})
     picture = tmp_path / "histogram.png"
     found = report(capsys, tmp_path / "c", "--png", picture)

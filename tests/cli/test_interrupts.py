@@ -252,6 +252,41 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 
 
+def test_an_interrupt_within_a_finaliser(tmp_path: Path) -> None:
+    """Where Python prints the traceback of whatever is raised and goes on: it is raised again, long before the process would be
+    ended without a cleanup.
+    """
+    (tmp_path / "pressed.py").write_text(FINALISED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pressed"]
+    ended = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "cleaned up\n", "zerocast: interrupted\n")
+
+
+FINALISED = """
+import signal, sys, time
+sys.argv = ["zerocast"]
+from zerocast import cli, interrupts
+
+class Finalised:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def run(_):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with interrupts.raised():
+        try:
+            Finalised()
+            time.sleep(interrupts.GRACE_SECONDS / 2)
+            print("went on")
+        except KeyboardInterrupt:
+            print("cleaned up", flush=True)
+            raise
+
+cli._run = run
+sys.exit(cli.main([]))
+"""
+
 ENDS = {
     "the command line": "sys.argv = ['zerocast']; from zerocast import cli; cli._run = {run}; sys.exit(cli.main([]))",
     "an example": "from examples.gpt_pretrain import interrupt; interrupt.run(lambda: ({run})([]))",

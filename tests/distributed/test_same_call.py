@@ -94,13 +94,35 @@ def is_of_another_step(trained: Trained) -> None:
     trained.optimizer._caller.number += dist.get_rank()
 
 
+def changes_gradients_alone(trained: Trained) -> None:
+    trained.backward()
+    if dist.get_rank() == 1:
+        torch.nn.utils.clip_grad_value_(trained.model.parameters(), 1e-3)
+
+
+def takes_gradients_off_alone(trained: Trained) -> None:
+    trained.backward()
+    if dist.get_rank() == 1:
+        trained.model.zero_grad()
+
+
 MISTAKES: dict[str, Callable[[Trained], None]] = {
-    mistake.__name__: mistake for mistake in (clips_alone, clips_to_another_norm, schedules_alone, is_of_another_step)
+    mistake.__name__: mistake
+    for mistake in (
+        clips_alone,
+        clips_to_another_norm,
+        schedules_alone,
+        is_of_another_step,
+        changes_gradients_alone,
+        takes_gradients_off_alone,
+    )
 }
 TOLD = {
     "clips_alone": ("with lr 0.01, ", "clipped to 1 with lr 0.01, "),
     "clips_to_another_norm": ("clipped to 1 with", "clipped to 2 with"),
     "schedules_alone": ("with lr 0.01, ", "with lr 0.005, "),
+    "changes_gradients_alone": ("with lr 0.01, ", "after 4 changes of gradients, with lr 0.01, "),
+    "takes_gradients_off_alone": ("with lr 0.01, ", "after 4 changes of gradients, with lr 0.01, "),
     "is_of_another_step": ("in step 3 of ZeroAdamW", "in step 4 of ZeroAdamW"),
 }
 
@@ -164,7 +186,7 @@ def _travels(trained: Trained) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.notices(
-    "ranks step with other learning rates, clip otherwise, or are of different steps",
+    "ranks step with other learning rates, clip, change or take off gradients otherwise, or are of different steps",
     where="ZeroAdamW",
     answer="raises on all ranks, names both calls",
 )

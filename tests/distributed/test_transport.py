@@ -39,6 +39,7 @@ THEIRS = {
     ("zerocast/fsdp2/torch_fsdp.py", "redistribute"),  # DTensor's, which a prepared model has wrapped
     ("zerocast/serve/weight_source.py", "full_tensor"),  # DTensor's, of plain parameters under FSDP2
     ("zerocast/cli/bench.py", "barrier"),
+    ("integrations/megatron/installation.py", "allreduce"),  # Megatron's mark on parameters, no call
 }
 SUBMODULES = {"checkpoint", "device_mesh", "fsdp", "tensor", "distributed_c10d", "algorithms", "nn"}
 BELOW = {

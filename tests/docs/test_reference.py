@@ -11,7 +11,7 @@ from zerocast.cli import app
 
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 HOSTS = ("integrations.apex", "integrations.megatron", "integrations.torchtitan", "integrations.transformer_engine")
-SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", *HOSTS)
+SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", "zerocast.serve", *HOSTS)
 ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
 
 

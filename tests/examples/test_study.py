@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from examples.gpt_pretrain import train
 from examples.gpt_pretrain.build import build_model, build_optimizer, forget_masters
 from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.data import Corpus
+from examples.gpt_pretrain.launch import RunFailedError
 from examples.gpt_pretrain.model import GPTConfig
 from examples.gpt_pretrain.run_log import Record
 from examples.gpt_pretrain.study import __main__ as command
 from examples.gpt_pretrain.study import plan, runs, show
 from examples.gpt_pretrain.study.outcome import collect
-from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, VARIANTS, Job, Size, jobs
+from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, TRAINING, WEIGHTS, Job, Size, jobs
 from tests.selection import worlds
 from tests.workers import Ranks
 
@@ -52,6 +55,7 @@ def records_of(job: Job, validation_loss: float = 2.0, **changes: Any) -> list[R
         {"event": "train", "step": step, "loss": validation_loss + 1 / step, "tokens_per_s": 5.0} for step in steps
     ]
     end = {"validation_loss": validation_loss, "train_loss": 3.0, "skipped_steps": 0, "tokens_per_s": 5.0}
+    end["products"] = [] if job.config.format == "bf16" else ["dequantize"]
     return [start, *curve, {"event": "end", "step": job.config.steps, **end}]
 
 
@@ -62,17 +66,53 @@ def put(job: Job, out: Path, records: Sequence[Record]) -> None:
 
 
 def test_the_plan_compares_like_with_like() -> None:
-    for size in SIZES.values():
+    for size, rows, ways in ((SIZES["cpu"], 6, "dequantize"), (SIZES["gpu"], 13, "auto")):
         planned = list(jobs(size))
-        assert len(planned) == len({job.name for job in planned}) == len(VARIANTS) * len(SEEDS) == 18
+        assert len(planned) == len({job.name for job in planned}) == rows * len(SEEDS)
         for seed in SEEDS:
             of_seed = [job.config for job in planned if job.seed == seed]
-            alike = {dataclasses.replace(config, format="nvfp4", keep_masters=True) for config in of_seed}
+            same = {"format": "nvfp4", "keep_masters": True, "weight_gradients": "nominal", "late_share": 0.0}
+            alike = {dataclasses.replace(config, **same, batch_size=1, grad_accum=1) for config in of_seed}  # type: ignore[arg-type]
             assert len(alike) == 1
-            assert next(iter(alike)).gemm == "dequantize"
-        formats = {job.config.format for job in planned if job.config.keep_masters}
-        assert formats == {"bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"}
-        assert {job.variant for job in planned if not job.config.keep_masters} == {CONTROL}
+            assert next(iter(alike)).gemm == ways
+            assert len({config.batch_size * config.grad_accum for config in of_seed}) == 1
+    formats = {job.config.format for job in jobs(SIZES["cpu"]) if job.config.keep_masters}
+    assert formats == {"bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"}
+    assert {job.variant for job in jobs(SIZES["cpu"]) if not job.config.keep_masters} == {CONTROL}
+    by_row = [(job.variant, job.seed) for job in jobs(SIZES["gpu"])]
+    assert by_row == [(variant, seed) for variant in TRAINING for seed in SEEDS]
+
+
+def test_a_slice_sees_no_byte_twice() -> None:
+    """However the batches are cut; each seed has an order of its own, and the held-out text is no part of it."""
+    corpus = Corpus(bytes(range(256)) * 80, 32)
+
+    def seen(sequences: int, batches: int, seed: int = 0) -> list[bytes]:
+        cut = (corpus.batch_once(sequences, seed=seed, index=index) for index in range(batches))
+        return [bytes(row.tolist()) for batch in cut for row in batch.tokens]
+
+    starts = {bytes(corpus.train[i : i + 32].tolist()) for i in range(0, len(corpus.train) - 32, 32)}
+    whole = len(range(0, len(corpus.train) - 32, 32))
+    every = corpus._order(0)
+    assert len(set(every)) == len(every) == whole and not any(start % 32 for start in every)
+    assert set(seen(4, 10)) <= starts and seen(4, 10) == seen(2, 20) != seen(4, 10, seed=1)
+    with pytest.raises(ValueError, match="give more --data, or fewer --steps"):
+        corpus.batch_once(whole, seed=0, index=1)
+
+
+def test_a_text_that_is_too_short_is_said_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"a text of no length " * 80)
+    config = dataclasses.replace(
+        TINY.config, batches="once", steps=100, data=(tmp_path / "text",), out=tmp_path / "out"
+    )
+    with pytest.raises(ValueError, match="bytes of text make 47 sequences of 32, and batch 99 wants those up to 200"):
+        train.main(config)
+
+
+def test_another_text_than_the_plans_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("another")
+    with pytest.raises(SystemExit, match=r"the plan has a text of SHA-256 8e6a.*, and --data gives 7 bytes of ae448"):
+        command.main(["--size", "gpu", "--data", str(tmp_path / "text"), "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -103,7 +143,7 @@ def test_nothing_is_trained_twice(
 ) -> None:
     trained: list[str] = []
 
-    def train(job: Job, out: Path, _: Any) -> list[Record]:
+    def train(job: Job, out: Path, *_: Any) -> list[Record]:
         trained.append(job.name)
         put(job, out, records_of(job, 2.0 + 0.1 * len(trained)))
         return records_of(job, 2.0 + 0.1 * len(trained))
@@ -141,7 +181,46 @@ def test_gaps_are_those_of_the_same_seed() -> None:
     assert nvfp4["gap"] == pytest.approx(0.11)
     assert nvfp4["gap_deviation"] == pytest.approx(0.01)
     row = next(line for line in show.table(found).splitlines() if line.startswith("| `nvfp4` "))
-    assert row == "| `nvfp4` | 2.1500 ± 0.0500 | +0.1100 ± 0.0100 | +0.1000 | +0.1100 | +0.1200 | 0 |"
+    assert (
+        row == "| `nvfp4` | weights | 2.1500 ± 0.0500 | +0.1100 ± 0.0100 | +5.39 % | +0.1000 | +0.1100 | +0.1200 | 0 |"
+    )
+
+
+GPU = dataclasses.replace(SIZES["gpu"], config=TINY.config)
+
+
+def test_slices_on_several_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs at once, a time limit, a run that fails; the next machine takes over what is finished and shows what is not run."""
+    trained: list[str] = []
+
+    def made(job: Job, out: Path, _: Any, ended: Any) -> list[Record] | None:
+        if job.name == "nvfp4-1":
+            raise RunFailedError("nvfp4-1 failed")
+        if ended() or len(trained) >= 8:
+            return None
+        trained.append(job.name)
+        return records_of(job, losses(job))
+
+    monkeypatch.setattr(command, "train", made)
+    monkeypatch.setattr(command, "SIZES", {"gpu": dataclasses.replace(GPU, text=None)})
+    arguments = ["--size", "gpu", "--at-once", "2", "--results"]
+    assert command.main([*arguments, str(tmp_path / "a"), "--out", str(tmp_path / "1"), "--minutes", "0"]) == 0
+    assert not trained and not (tmp_path / "a").exists()
+    assert command.main([*arguments, str(tmp_path / "a"), "--out", str(tmp_path / "1")]) == 1
+    said = capsys.readouterr().out
+    assert "nvfp4-1 failed" in said and "8 of 39 runs are finished" in said
+    assert len(trained) == 8 and {name[-1] for name in trained} == {"0", "1", "2"}
+    row = next(line for line in said.splitlines() if line.startswith("| `nvfp4` "))
+    assert row.split(" | ")[5:8] == ["+0.1000", "not run", "+0.1200"]
+    monkeypatch.setattr(command, "train", lambda job, *_: trained.append(job.name) or records_of(job, losses(job)))
+    before = list(trained)
+    known = ["--known", str(tmp_path / "a" / "gpu" / "runs.jsonl")]
+    assert command.main([*arguments, str(tmp_path / "b"), "--out", str(tmp_path / "2"), *known]) == 0
+    assert sorted(trained) == sorted(job.name for job in jobs(GPU)) and trained[: len(before)] == before
+    picture, stored = (tmp_path / "b" / "gpu" / name for name in ("gap.png", "runs.jsonl"))
+    assert picture.exists() and len(runs.read_store(stored)) == 39
 
 
 @pytest.mark.parametrize("change", [{"text": "xyz"}, {"machine": {"torch": "1"}}, {"ranks": 9}])
@@ -197,9 +276,9 @@ def test_bf16_has_no_masters_to_forget() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "SIZES", {"cpu": dataclasses.replace(TINY, ranks=2)})
+    variants = {name: WEIGHTS[name] for name in (BASELINE, "nvfp4", CONTROL)}
+    monkeypatch.setattr(command, "SIZES", {"cpu": dataclasses.replace(TINY, ranks=2, variants=variants)})
     monkeypatch.setattr(plan, "SEEDS", (0,))
-    monkeypatch.setattr(plan, "VARIANTS", {name: VARIANTS[name] for name in (BASELINE, "nvfp4", CONTROL)})
     assert command.main(["--out", str(tmp_path), "--limit", "2"]) == 0
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     assert len(made) == 2

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, SMALL, Net, slow
 from tests.workers import Ranks
+from zerocast.fsdp2.gather_layout import RowFill
 
 PLACES = [(3, 96), (4, 32)]  # ranks and rows: boundaries on blocks and in them, empty shards of scales
 MORE_PLACES = [(world, hidden) for hidden in (32, 96, 160) for world in (1, 2, 3, 4) if (world, hidden) not in PLACES]
@@ -56,6 +57,31 @@ def test_any_shape(ranks: Ranks, world: int, data: st.DataObject) -> None:
     unit = 32 if fmt not in SMALL else 1
     width, hidden = (unit * data.draw(st.integers(1, 320 // unit)) for _ in range(2))
     check(ranks, world, (fmt,), width, hidden, {}, 1)
+
+
+def filled_by_rows(mixed: bool) -> tuple[list[str], set[int]]:
+    """Complaints where scale buffers have no padding, and the lengths of the rows that indexed
+    copies fill; `mixed` gives the two weights of a block different formats.
+    """
+    net = Net(("nvfp4", "fp8_block", "mxfp8:block=32x32", "mxfp4"), 512, 384)
+    turned = dict(zip(net.recipe, reversed(net.recipe.values()), strict=True))
+    recipe = {
+        name.replace("*", place): fmt for place, of in (("1", net.recipe), ("3", turned)) for name, fmt in of.items()
+    }
+    model = models.sharded(net, recipe if mixed else net.recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    models.train(model, optimizer, range(2), 512)
+    found = models.complaints(model, "without padding")
+    fills = [fill for _, weight in models.masters(model).values() for fill in weight.group.fill.fills]
+    return found, {fill.buffer.shape[1] for fill in fills if isinstance(fill, RowFill)}
+
+
+@pytest.mark.parametrize(("world", "mixed"), [(2, True), (3, False), slow(2, False), slow(3, True)])
+def test_scales_without_padding(ranks: Ranks, world: int, mixed: bool) -> None:
+    """On two ranks a boundary cuts blocks of 128 rows, on three it does not."""
+    for complaints, lengths in ranks(world)(filled_by_rows, mixed):
+        assert complaints == []
+        assert lengths == {16, 24, 32}  # those of 12 are no multiple of 8
 
 
 @pytest.mark.parametrize(

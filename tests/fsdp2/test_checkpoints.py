@@ -169,8 +169,23 @@ def test_plain_fsdp2_loads_ours(ranks: Ranks, tmp_path: Path) -> None:
         assert casts.sha(found) == expected["model.blocks.0.1.weight"]
 
 
-def test_prepared_modules_pickle_as_plain_ones() -> None:
-    model = zerocast.fsdp2.prepare(nn.Linear(32, 32), zerocast.Recipe({"weight": "nvfp4"}))
-    copy = pickle.loads(pickle.dumps(model))
+@pytest.mark.notices(
+    "a prepared model is pickled, as an argument of a spawned process is, and trained as it comes out: in plain FP32",
+    where="FSDP2",
+    answer="warns at the first forward pass with gradients, unless it was prepared again",
+)
+def test_prepared_modules_pickle_as_plain_ones(recwarn: pytest.WarningsRecorder) -> None:
+    recipe = zerocast.Recipe({"weight": "nvfp4"})
+    model = zerocast.fsdp2.prepare(nn.Linear(32, 32), recipe)
+    copy, again = (pickle.loads(pickle.dumps(model)) for _ in range(2))
     assert type(copy.weight.data) is Tensor
     assert torch.equal(copy.weight, model.weight.plain)
+    with torch.no_grad():
+        copy(torch.ones(1, 32))
+    with pytest.raises(RuntimeError, match="call fully_shard"):
+        zerocast.fsdp2.prepare(again, recipe)(torch.ones(1, 32))
+    assert not recwarn.list
+    for _ in range(2):
+        copy(torch.ones(1, 32))
+    (said,) = recwarn.list
+    assert str(said.message).startswith("this Linear was pickled after zerocast.fsdp2.prepare")

@@ -56,9 +56,12 @@ def memory_runs_out(formats: tuple[str, ...], change: Callable[[Any], None], eve
     for afterwards in (False, True):
         at = every // 2 * afterwards
         while True:
-            (model, optimizer), (other, twin) = trained(formats), trained(formats)
+            model, other = (trained(formats)[0] for _ in range(2))
             for one in (model, other):
                 change(one)
+            optimizers = [
+                torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, other)
+            ]  # of what is there now
             manager = models.manager(model)
             memory = OutOfMemory(at, afterwards)
             try:
@@ -66,8 +69,8 @@ def memory_runs_out(formats: tuple[str, ...], change: Callable[[Any], None], eve
                     manager.refresh(repeat=True)
             except torch.OutOfMemoryError:
                 died += 1
-            for one, its in ((model, optimizer), (other, twin)):
-                models.train(one, its, range(3, 4), 64)
+            for one, optimizer in zip((model, other), optimizers, strict=True):
+                models.train(one, optimizer, range(3, 4), 64)
             try:
                 casts.assert_same_bytes(weight_bytes(model), weight_bytes(other), f"operator {at}, {afterwards}")
             except BaseException as error:  # pytest's failure is none of Exception

@@ -110,7 +110,6 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 def changed(name: str, width: int, hidden: int, formats: tuple[str, ...], reshard: bool) -> list[str]:
     """Complaints after a change of all masters, before the first forward pass and after one, and after a step."""
     model = models.sharded(Net(formats, width, hidden), reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for when in ("first", "later"):
         before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
@@ -123,6 +122,7 @@ def changed(name: str, width: int, hidden: int, formats: tuple[str, ...], reshar
             with torch.no_grad():
                 model(models.batch(0, width))
         found += models.complaints(model, f"{name}, {when}")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of the parameters that a change may have replaced
         models.train(model, optimizer, range(1), width)
         found += models.complaints(model, f"a step after {name}, {when}")
         with torch.no_grad():

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
 from tests import casts
+from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
 from tests.optim.runs import ADAM
@@ -85,18 +85,6 @@ def test_one_step_from_one_checkpoint(ranks: Ranks, tmp_path: Any, world: int) -
             casts.assert_same_bytes(held, {key: weights[name][key] for key in held}, name)
 
 
-class Stages(TorchDispatchMode):
-    """Counts calls of a stage."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.op, self.calls = getattr(torch.ops.zerocast, name).default, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is self.op
-        return func(*args, **(kwargs or {}))
-
-
 def fused_step(model: Any, optimizer: Any, step: int) -> None:
     put_gradients(model, step)
     optimizer.step()
@@ -161,25 +149,62 @@ CASES: dict[str, tuple[Callable[[Any, Any, int], None], bool]] = {
 }
 
 
-def stepped() -> list[str]:
+def stepped(keep_codes: bool) -> list[str]:
     """Complaints about bytes after each case."""
-    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN))
+    model = models.sharded(Net(FORMATS, WIDTH, HIDDEN), keep_codes=keep_codes)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
     found = models.complaints(model, "at the start")
     for step, (name, (case, measured)) in enumerate(CASES.items()):
         before = {key: p.full_tensor() for key, (p, _) in models.masters(model).items()}
         case(model, optimizer, step)
-        with Stages("partial_amax") as stages:
+        with Dispatched() as operators:
             found += models.complaints(model, name)
-        found += [] if (stages.calls == 0) == measured else [f"{name}: {stages.calls} passes over masters for amaxes"]
+        passes = operators.stages.count("partial_amax")
+        found += [] if (passes == 0) == measured else [f"{name}: {passes} passes over masters for amaxes"]
         moved = [key for key, (p, _) in models.masters(model).items() if not torch.equal(p.full_tensor(), before[key])]
         found += [] if moved else [f"{name}: nothing moved"]
     return found
 
 
-def test_amaxes_come_from_the_step(ranks: Ranks) -> None:
-    """And are taken again where something else wrote since."""
-    assert ranks(2)(stepped) == [[], []]
+@pytest.mark.parametrize("keep_codes", [False, True])
+def test_amaxes_come_from_the_step(ranks: Ranks, keep_codes: bool) -> None:
+    """And, where they are kept, codes of whole rows of blocks; all are made again where something else wrote since."""
+    assert ranks(2)(stepped, keep_codes) == [[], []]
+
+
+def ops_of_a_step(keep_codes: bool, within: bool) -> tuple[list[str], list[int], int]:
+    """Complaints about bytes, the ops of the second step, with codes and without, and those that write codes in its cast."""
+    model = models.sharded(Net(("fp8_block", "mxfp8:block=32x32", "mxfp4"), 128, 256), keep_codes=keep_codes)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    fused_step(model, optimizer, 0)
+    found = models.complaints(model, "first")
+    put_gradients(model, 1)
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(lambda _: optimizer.step())
+    with Dispatched() as step:
+        if within:
+            (2 * x).backward()
+        else:
+            optimizer.step()
+    with Dispatched() as cast:
+        models.manager(model).before_gather()
+    found += models.complaints(model, "second")
+    stages = [step.stages.count(name) for name in ("adam_cast", "adam_amax")]
+    return found, stages, cast.stages.count("partial_cast")
+
+
+@pytest.mark.parametrize(
+    ("keep_codes", "within", "expected"),
+    [
+        (True, False, ([], [3, 3], 2)),  # two ranks cut the 128 rows of one weight of a format: its 128x128 blocks
+        (False, False, ([], [0, 4], 0)),  # each gather casts its codes
+        (True, True, ([], [0, 4], 3)),  # the rest of a backward pass would gather codes by other scales than theirs
+    ],
+)
+def test_codes_come_from_the_step_where_they_are_kept(
+    ranks: Ranks, keep_codes: bool, within: bool, expected: Any
+) -> None:
+    assert ranks(2)(ops_of_a_step, keep_codes, within) == [expected] * 2
 
 
 def trained_as_torch() -> float:
@@ -220,17 +245,6 @@ def test_added_parameters_are_like_the_others() -> None:
     assert len(optimizer.param_groups) == 2
 
 
-class Scalars(TorchDispatchMode):
-    """Counts how often the host waits for a number."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operator that gives a number."""
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def numbers_read(layers: int) -> int:
     """How many numbers a step reads whose tables are made anew, after a load."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
@@ -239,9 +253,9 @@ def numbers_read(layers: int) -> int:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    with Scalars() as scalars:
+    with Dispatched() as operators:
         optimizer.step()
-    return scalars.count
+    return operators.counts["aten::_local_scalar_dense"]
 
 
 def test_step_numbers_are_read_at_once() -> None:

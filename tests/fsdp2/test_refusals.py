@@ -1,6 +1,7 @@
 """What cannot work is refused with words that help, on every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,6 +93,12 @@ def cast_later() -> None:
     models.sharded(Net(("nvfp4",), 64, 96)).to(torch.bfloat16)(models.batch(0, 64))
 
 
+def cast_after_steps(dtype: torch.dtype) -> None:
+    model = models.sharded(Net(("nvfp4",), 64, 96))
+    models.train(model, torch.optim.SGD(model.parameters(), lr=1e-3), range(1), 64)
+    model.to(dtype)(models.batch(0, 64))
+
+
 def not_sharded() -> None:
     model = Net(("nvfp4",), 64, 96)
     prepare(model, Recipe(model.recipe))
@@ -126,6 +133,14 @@ ON_RANKS: dict[str, tuple[Callable[[], None], str]] = {
     "sharding by columns": (by_columns, "Shard(0)"),
     "nominal dtype": (other_nominal, "not in torch.float64"),
     "model.to(bf16)": (cast_later, "masters are float32, this is torch.bfloat16"),
+    "model.to(fp16) after steps": (
+        partial(cast_after_steps, torch.float16),
+        "blocks.0.1.weight: masters are float32, this is torch.float16",
+    ),
+    "model.to(fp64) after steps": (
+        partial(cast_after_steps, torch.float64),
+        "blocks.0.1.weight: masters are float32, this is torch.float64",
+    ),
     "mixed nominal dtypes": (mixed_nominal, "make both float32 and leave precision to its MixedPrecisionPolicy"),
     "mixed in a group": (mixed_group, "FSDP expects uniform original parameter dtype"),
     "not sharded": (not_sharded, "no FSDP module inside the prepared model manages it"),

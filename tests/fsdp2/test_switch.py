@@ -87,6 +87,21 @@ def test_before_the_first_pass(ranks):
     assert ranks(2)(before_the_first_pass) == [[], []]
 
 
+def one_of_two() -> list[str]:
+    """One weight of each block gets another format; the one that is gathered with it stays."""
+    model, adam = started()
+    models.train(model, adam, range(2), WIDTH)
+    other = {f"blocks.{i}.{layer}.weight": FORMATS[(i + (layer == 3)) % 3] for i in range(3) for layer in (1, 3)}
+    zerocast.switch(model, Recipe(other))
+    found = models.complaints(model, "one of two switched")
+    models.train(model, adam, range(2, 4), WIDTH)
+    return found + models.complaints(model, "trained on")
+
+
+def test_one_weight_of_a_gather(ranks):
+    assert ranks(2)(one_of_two) == [[], []]
+
+
 def histories() -> None:
     """A weight whose format stays goes on with its history; another begins anew."""
     model, adam = started((DELAYED, DELAYED, "nvfp4"))

@@ -242,3 +242,38 @@ def test_a_gathered_weight_knows_its_name(ranks: Ranks) -> None:
     for found in ranks(2)(names):
         assert len(found) == 4
         assert all(name == known for name, known in found)
+
+
+OPTIMIZERS = (torch.optim.SGD, torch.optim.AdamW, zerocast.fsdp2.FusedAdamW)
+
+
+def orphaned(early: bool) -> list[str]:
+    """What the steps of optimizers say whose parameters are no longer the model's."""
+    model = Net(("fp8_current", "nvfp4"), 64, 96)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
+    optimizers = [make(model.parameters(), lr=1e-3) for make in OPTIMIZERS] if early else []
+    models.sharded(model, prepare=False)
+    if not early:
+        optimizers = [make(model.parameters(), lr=1e-3) for make in OPTIMIZERS]
+        models.train(model, optimizers[0], range(1), 64)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model(models.batch(1, 64)).sum().backward()
+    said = [error_of(optimizer.step) for optimizer in optimizers]
+    new = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    models.train(model, new, range(2, 3), 64)
+    return [*said, error_of(new.step), *models.complaints(model, "with a new optimizer")]
+
+
+@pytest.mark.notices(
+    "an optimizer that was built before fully_shard, or before load_state_dict(assign=True), steps",
+    where="FSDP2",
+    answer="raises at its first step after a backward pass: another parameter has the gradient",
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_an_optimizer_of_other_parameters(ranks: Ranks, early: bool) -> None:
+    for *said, new in ranks(2)(orphaned, early):
+        assert len(said) == len(OPTIMIZERS)
+        assert all(
+            "build the optimizer after fully_shard, and anew after load_state_dict(assign=True)" in s for s in said
+        )
+        assert new == ""

@@ -109,16 +109,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("on_demand", [True, False])
-@pytest.mark.parametrize(("fmt", "wish"), CASES)
+@pytest.mark.parametrize(("fmt", "preference"), CASES)
 def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
-    fmt: str, wish: str, on_demand: bool, monkeypatch: pytest.MonkeyPatch
+    fmt: str, preference: str, on_demand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a torch that does not say while it compiles that it does (2.11)."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     x, model = torch.randn(ROWS, WIDTH).to(BF16), built(fmt, on_demand)
     function, plain = compiled(built(None))
     run(function, x)
-    with gemm.use(wish):
+    with gemm.use(preference):
         expected = run(model, x)
         function, graphs = compiled(model)
         found = run(function, x)
@@ -127,8 +127,8 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     forward, backward = graphs.counts("forward"), graphs.counts("backward")
     opaque, plain_product = "zerocast.multiply.default", "aten._scaled_mm.default"
     products = [
-        plain_product if wish == "scaled_mm" else opaque,
-        plain_product if wish == "scaled_mm" and on_demand else opaque,
+        plain_product if preference == "scaled_mm" else opaque,
+        plain_product if preference == "scaled_mm" and on_demand else opaque,
     ]
     assert [forward[products[0]], backward[products[1]]] == [3, 3]
     assert backward.pop("zerocast.columnwise_copy.default", 0) == 3 * (products[1] == plain_product), (
@@ -136,7 +136,7 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     )
     ours = {name for name in forward | backward if name.startswith("zerocast")}
     assert ours <= {opaque}, "neither a dequantized nor a kept transposed weight is a value of a graph"
-    if wish == "scaled_mm":
+    if preference == "scaled_mm":
         assert forward["aten.abs.default"] == 2, "the input of gate is that of up: quantized once"
         assert backward["aten.abs.default"] == 3
 
@@ -165,23 +165,28 @@ def test_what_a_cached_graph_depends_on() -> None:
         buffers = {name: mode.from_tensor(b) for name, b in weight.state.buffers.items() if b is not None}
         fake = QuantizedWeight.of_buffers(weight.shape, weight.format, BF16, buffers)
     keys, pickles = set(), set()
-    for wish, weight_gradients in (("auto", None), ("scaled_mm", None), ("dequantize", None), ("scaled_mm", "fp8")):
-        with gemm.use(wish, weight_gradients=weight_gradients):
+    for preference, weight_gradients in (
+        ("auto", None),
+        ("scaled_mm", None),
+        ("dequantize", None),
+        ("scaled_mm", "fp8"),
+    ):
+        with gemm.use(preference, weight_gradients=weight_gradients):
             keys.add(weight._stable_hash_for_caching())
             pickles.add(pickle.dumps(fake))
     assert len(keys) == len(pickles) == 3, "the CPU dequantizes unless asked"
 
 
-def test_a_compiled_function_follows_the_wish() -> None:
+def test_a_compiled_function_follows_the_preference() -> None:
     x, model = torch.randn(ROWS, WIDTH).to(BF16), built("fp8_current")
     function, graphs = compiled(model)
-    for wish, weight_gradients in (
+    for preference, weight_gradients in (
         ("auto", "nominal"),
         ("scaled_mm", "nominal"),
         ("scaled_mm", "fp8"),
         ("auto", "fp8"),
     ):
-        with gemm.use(wish, weight_gradients=weight_gradients):
+        with gemm.use(preference, weight_gradients=weight_gradients):
             assert all(map(torch.equal, run(function, x), run(model, x)))
-        quantized = wish == "scaled_mm" and weight_gradients == "fp8"
+        quantized = preference == "scaled_mm" and weight_gradients == "fp8"
         assert graphs.counts("backward")["aten._scaled_mm.default"] == 6 * quantized or weight_gradients == "nominal"

@@ -83,8 +83,8 @@ def mxfp4_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
 def test_the_path_that_a_device_runs(fmt: str, on: dict[str, Any], path: str) -> None:
-    for wish in ("auto", "scaled_mm"):
-        assert gemm.decide(case(fmt, on), wish) == (path, "")
+    for preference in ("auto", "scaled_mm"):
+        assert gemm.decide(case(fmt, on), preference) == (path, "")
     assert gemm.decide(case(fmt, on), "dequantize") == ("dequantize", "asked for")
 
 
@@ -104,13 +104,13 @@ def test_what_has_never_run_is_reached_on_its_own_hardware_only(fmt: str) -> Non
     for on in devices:
         blackwell = on.get("capability", (0, 0))[0] == 10
         elsewhere = "block_128" if fmt == "mxfp4" and on.get("capability", (0, 0))[0] == 9 else None
-        for wish, otherwise in (
+        for preference, otherwise in (
             ("auto", elsewhere or "dequantize"),
             ("scaled_mm", elsewhere),
             ("dequantize", "dequantize"),
         ):
-            expected = fmt if blackwell and wish != "dequantize" else otherwise
-            assert gemm.decide(case(fmt, on), wish).path == expected
+            expected = fmt if blackwell and preference != "dequantize" else otherwise
+            assert gemm.decide(case(fmt, on), preference).path == expected
 
 
 def test_a_torch_without_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,10 +156,10 @@ def test_a_fallback_is_said_once_with_its_layer(
     assert re.search(r"products of 1\.weight are dequantized .* multiples of 16, the weight is \[40, 48\]", said)
 
 
-# --- the wish ---------------------------------------------------------------------------------------------------------------------
+# --- the preference --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wish_ends_with_its_block() -> None:
+def test_a_preference_ends_with_its_block() -> None:
     weight: Any = cast("fp8_current")
     assert weight.gemm_choice().path == "dequantize"
     with gemm.use("scaled_mm"):
@@ -177,7 +177,7 @@ def test_a_wish_ends_with_its_block() -> None:
     assert weight.gemm_choice().path == "dequantize"
 
 
-def test_an_unknown_wish_changes_nothing() -> None:
+def test_an_unknown_preference_changes_nothing() -> None:
     with pytest.raises(ValueError, match="one of auto, dequantize, scaled_mm, got 'fast'"):
         gemm.use("fast")
     assert cast("fp8_current").gemm_choice().path == "dequantize"  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ def test_an_unknown_wish_changes_nothing() -> None:
     ],
 )
 @pytest.mark.usefixtures("scaled_mm")
-def test_a_wish_that_cannot_be_met_raises(fmt: str, shape: tuple[int, int], reason: str) -> None:
+def test_a_preference_that_cannot_be_met_raises(fmt: str, shape: tuple[int, int], reason: str) -> None:
     weight = cast(fmt, shape)
     with pytest.raises(RuntimeError, match=rf"'scaled_mm' was asked for and QuantizedWeight\(.*{reason}"):
         F.linear(torch.randn(3, 64).to(BF16).requires_grad_(), weight)

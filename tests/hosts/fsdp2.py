@@ -35,7 +35,7 @@ class Prepared(HostUnderTest):
             for when in ("before", "after")
         ),
         Place(TORCH, "foreach_all_gather_copy_out"),
-        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
+        Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
     )
@@ -92,7 +92,7 @@ class Prepared(HostUnderTest):
         return found
 
     def whole(self) -> dict[str, Tensor]:
-        return self._leaves()
+        return {name: value.cpu() for name, value in self._leaves().items()}
 
     def _leaves(self) -> dict[str, Tensor]:
         leaves: dict[str, Tensor] = {}

@@ -24,7 +24,7 @@ from zerocast.integrations.megatron.primary import weight_of
 CASES = {
     "overlap": Case(MIXED, overlap=True, experts=True),
     "sync": Case(MIXED, experts=True),
-    "TransformerEngine": Case("mixed", te="02"),  # tests/megatron/test_te.py
+    "TransformerEngine": Case("te", te="02"),  # tests/megatron/test_te.py
 }
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 ME = "tests.hosts.megatron:Megatron"

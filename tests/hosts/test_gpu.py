@@ -31,6 +31,8 @@ class TestOnGpus:
     pytestmark = gpus(2)
 
     def test_some_operators(self, gpu_ranks: Ranks, tmp_path: Path, host: str, variant: str) -> None:
+        if "step" not in find(host).remedies(variant):
+            pytest.skip("what raises within torch's own optimizer is torch's")
         arguments = host, variant, "step", test_faults.SAMPLES, str(tmp_path)
         ((outcomes, wrong),) = gpu_ranks(1)(test_faults.at_operators, *arguments, timeout=SECONDS)
         assert wrong == []

@@ -46,8 +46,8 @@ class Zero(HostUnderTest):
     VARIANTS = tuple(RUNS)
     PLACES = (
         *around(GROUP, "all_reduce_max", "all_gather_into", "all_to_all"),
-        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data"),
-        Place("zerocast.checkpoint.whole_folder:ClearWriter", "write_data", "after"),
+        Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),
+        Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data", "after"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data", "after"),

@@ -1,4 +1,4 @@
-"""Ranks are forked with megatron-core imported, which takes seconds.
+"""Ranks are forked with megatron-core and megatron.training imported, which takes seconds.
 
 Not beside an installed TransformerEngine: megatron-core imports that too, it may begin with CUDA, and then nothing can be forked.
 """
@@ -9,3 +9,4 @@ from tests.workers import preload
 
 if importlib.util.find_spec("transformer_engine") is None:
     preload("tests.megatron.training")
+    preload("tests.megatron.pretraining")

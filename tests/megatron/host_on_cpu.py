@@ -76,16 +76,22 @@ def _one_by_one(group: Any, async_ops: bool = False) -> Iterator[_OneByOne]:
 
 
 @contextlib.contextmanager
+def cuda_on_cpu() -> Iterator[None]:
+    """Inside, what the host asks of CUDA is answered by the CPU, and its gathers are right over gloo."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
+        for name in ("current_stream", "synchronize", "Stream", "stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
+        stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
+        stack.enter_context(_OnCpu())
+        yield
+
+
+@contextlib.contextmanager
 def host_on_cpu() -> Iterator[None]:
     """Inside, the real DistributedDataParallel and DistributedOptimizer run on this rank of the default gloo group."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     assert dist.get_backend() == "gloo"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
-        for name in ("current_stream", "synchronize", "Stream", "stream"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
-        stack.enter_context(mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock()))
-        stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
-        stack.enter_context(_OnCpu())
+    with mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", mock.MagicMock()), cuda_on_cpu():
         yield

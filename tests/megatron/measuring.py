@@ -10,7 +10,7 @@ def steps(overlap: bool, every: int | None, te: str = "") -> tuple[list[float], 
     """Losses and samples of four steps, and the largest magnitudes of the quantized weights' masters in the end."""
     with host(te):
         with integration.quantized_params():
-            run = build(Case(MIXED, overlap, experts=True, te=te))
+            run = build(Case("te" if te else MIXED, overlap, experts=True, te=te))
         attached = integration.attach(run.optimizer, run.ddp)
         meter, losses, samples = None if every is None else Meter(attached, every), [], []
         for number in range(4):

@@ -58,7 +58,7 @@ def built_outside(formats: str) -> tuple[str, dict[str, int]]:
 def every_buffer() -> tuple[bool, list[Any], list[Any]]:
     """Whether all is well after two steps; the one difference that each flipped byte makes, and should make."""
     with host(ALL_LAYERS):
-        run, attached = build_attached(Case("mixed", te=ALL_LAYERS))
+        run, attached = build_attached(Case("te", te=ALL_LAYERS))
         for number in range(2):
             run.step(number)
         quiet, found, wanted = verify(attached), [], []
@@ -83,7 +83,7 @@ def every_buffer() -> tuple[bool, list[Any], list[Any]]:
 def copies_dropped() -> dict[str, int]:
     """Where TransformerEngine drops columnwise copies between steps, as modules do in evaluation: stale bytes."""
     with host(ALL_LAYERS):
-        run, _ = build_attached(Case("mixed", te=ALL_LAYERS))
+        run, _ = build_attached(Case("te", te=ALL_LAYERS))
         for number in range(3):
             run.step(number)
             for weight in run.te_tensors.values() if number == 1 else ():
@@ -96,7 +96,7 @@ def copies_dropped() -> dict[str, int]:
 def finetuned() -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model: whether they are those values as cast, and stale bytes."""
     with host(ALL_LAYERS):
-        run, _ = build_attached(Case("mixed", te=ALL_LAYERS))
+        run, _ = build_attached(Case("te", te=ALL_LAYERS))
         values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
         for value in values.values():
             dist.broadcast(value, 0)
@@ -112,7 +112,7 @@ def finetuned() -> tuple[bool, dict[str, int]]:
 def partial() -> list[str]:
     """After a gather that raised: what a forward pass says, one of a single layer, a save; stale bytes after a refresh."""
     with host(ALL_LAYERS):
-        run, attached = build_attached(Case("mixed", te=ALL_LAYERS))
+        run, attached = build_attached(Case("te", te=ALL_LAYERS))
         run.step(0)
         with mock.patch.object(
             importlib.import_module(seams.BUFFER), "dist_all_gather_func", side_effect=RuntimeError("no")
@@ -132,7 +132,7 @@ def detached() -> list[str]:
     """What differs in the host afterwards from what was there before, and whose copies a gather makes then."""
     with host(ALL_LAYERS):
         with integration.quantized_params():
-            run = build(Case("mixed", te=ALL_LAYERS))
+            run = build(Case("te", te=ALL_LAYERS))
         owners = [*run.optimizer.chained_optimizers, *run.ddp.bucket_groups]
         before = [{name: id(value) for name, value in vars(one).items() if callable(value)} for one in owners]
         hooks = [

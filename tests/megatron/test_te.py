@@ -22,7 +22,7 @@ pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
+@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "te"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
     for losses, wrong in ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS)):
@@ -32,13 +32,13 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, format
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 def test_beside_quantized_weights(ranks: Ranks, overlap: bool) -> None:
     """Of both libraries in one model, FP8 and NVFP4 in one buffer, experts in an optimizer of their own; small buckets."""
-    for losses, wrong in ranks(3)(train, Case("mixed", overlap, bucket_size=10_000, experts=True, te="023")):
+    for losses, wrong in ranks(3)(train, Case("te", overlap, bucket_size=10_000, experts=True, te="023")):
         assert not wrong and losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(ranks: Ranks, kind: str) -> None:
-    for same, wrong in ranks(2)(resume, Case("mixed", overlap=True, te="02"), kind):
+    for same, wrong in ranks(2)(resume, Case("te", overlap=True, te="02"), kind):
         assert all(same.values()), same
         assert not wrong
 
@@ -70,7 +70,7 @@ def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int)
 
 
 def test_one_all_reduce_for_the_weights_of_both_libraries(ranks: Ranks) -> None:
-    assert ranks(2)(te_attaching.steps, "mixed", "02") == [[(1, {}, True, [])] * 5] * 2
+    assert ranks(2)(te_attaching.steps, "te", "02") == [[(1, {}, True, [])] * 5] * 2
 
 
 def test_every_byte_counts(ranks: Ranks) -> None:
@@ -110,7 +110,7 @@ def test_detach_gives_the_host_back(ranks: Ranks) -> None:
         (
             te_attaching.of_a_kind,
             "mxfp8",
-            "ValueError: MXFP8Tensor needs both directions gathered, .* take fp8_block",
+            "ValueError: MXFP8Tensor needs both directions gathered, .* take mxfp8:block=32x32",
         ),
         (te_attaching.of_a_kind, "hybrid", "ValueError: a HybridQuantizedTensor has codes of two formats"),
         (

@@ -52,7 +52,7 @@ def test_the_same_training_as_without_zerocast(gpu_ranks: Ranks, world: int, rec
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["nvfp4", "mixed"])
+@pytest.mark.parametrize("formats", ["nvfp4", "te"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
     """NVFP4 too, which TransformerEngine cannot cast here."""
@@ -62,7 +62,7 @@ def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, fo
 
 @pytest.mark.parametrize("world", [TWO])
 def test_beside_quantized_weights(gpu_ranks: Ranks, world: int) -> None:
-    case = Case("mixed", True, bucket_size=10_000, experts=True, te="023")
+    case = Case("te", True, bucket_size=10_000, experts=True, te="023")
     for losses, wrong in gpu_ranks(world)(train, case, timeout=SECONDS):
         assert not wrong and losses[2] < losses[0]
 
@@ -78,7 +78,7 @@ def test_delayed_scaling_is_left_to_transformer_engine(gpu_ranks: Ranks, world: 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
-    for same, wrong in gpu_ranks(world)(resume, Case("mixed", overlap=True, te="02"), kind, timeout=SECONDS):
+    for same, wrong in gpu_ranks(world)(resume, Case("te", overlap=True, te="02"), kind, timeout=SECONDS):
         assert all(same.values()), same
         assert not wrong
 

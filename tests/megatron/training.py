@@ -46,6 +46,12 @@ FORMATS = {
         "layers.2.*": "nvfp4",
         "layers.3.*": "fp8_block",
     },
+    "te": {  # of those that TransformerEngine has tensors for
+        "layers.0.*": "nvfp4",
+        "layers.1.*": "fp8_current",
+        "layers.2.*": "nvfp4",
+        "layers.3.*": "fp8_block",
+    },
 }
 MIXED = "mixed" if KNOWS_FOUR_BITS else "fp8"  # as many formats as the host's buffers can hold
 NARROW = "nvfp4" if KNOWS_FOUR_BITS else "fp8_block"

@@ -10,11 +10,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zerocast
 from tests import casts
+from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.metrics import plain
 from tests.metrics.test_cast_meter import agrees
-from tests.metrics.test_meter import Operators
 from tests.workers import Ranks
 from zerocast.metrics import Meter, Sample
 
@@ -125,14 +125,14 @@ def quiet() -> list[Any]:
         optimizer = zerocast.fsdp2.FusedAdamW(model.parameters())
         meter = Meter(model, every=100)
         models.train(model, optimizer, range(1), 64)
-        with Operators() as operators:
+        with Dispatched() as operators:
             for step in (1, 2):
                 if metered:
                     with meter.step():
                         models.train(model, optimizer, range(step, step + 1), 64)
                 else:
                     models.train(model, optimizer, range(step, step + 1), 64)
-        seen.append(operators.seen)
+        seen.append(operators.counts)
     return seen
 
 

@@ -7,28 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dispatched import Dispatched
 from tests.optim.probe import MIXED, Probe, Spec
 from tests.optim.runs import Run, Trainer
 from tests.optim.traffic import recorded
 from tests.workers import Ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
+from zerocast.backends.ops import STAGES
 from zerocast.formats.layout import GradientMessage
-from zerocast.metrics import Meter, Sample
+from zerocast.metrics import Meter, Sample, step_trace
 from zerocast.metrics.step_trace import Clock
-
-
-class Operators(TorchDispatchMode):
-    """Counts what passes the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def train(trainer: Trainer, meter: Meter, steps: int) -> Iterator[Sample | None]:
@@ -63,7 +52,7 @@ def quiet() -> tuple[Any, Any]:
         trainer = Trainer(Run())
         meter = Meter(trainer.optimizer, every=100)
         list(train(trainer, meter, 1))
-        with recorded() as collectives, Operators() as operators:
+        with recorded() as collectives, Dispatched() as operators:
             if metered:
                 list(train(trainer, meter, 3))
             else:
@@ -72,7 +61,7 @@ def quiet() -> tuple[Any, Any]:
                     trainer.optimizer.clip_grad_norm_(1.0)
                     trainer.optimizer.step()
                     trainer.optimizer.zero_grad()
-        seen.append((collectives, operators.seen))
+        seen.append((collectives, operators.counts))
     return seen[0], seen[1]
 
 
@@ -127,6 +116,12 @@ def test_phases_hold_their_stages_and_add_up(ranks: Ranks) -> None:
             assert set(stages) == {f"step/{stage}" for stage in wanted}
             assert sum(stages.values()) < times["step"]
             assert {name for name in times if name.startswith("norm/")} == {"norm/all_reduce"}
+
+
+def test_every_stage_of_a_cast_is_timed() -> None:
+    of_products, of_gradients = {"dequantize", "upcast"}, {"quantize_gradient", "add_gradients"}
+    timed = {name.removeprefix("zerocast::") for name in step_trace.STAGES if name.startswith("zerocast::")}
+    assert timed == STAGES.keys() - of_products - of_gradients
 
 
 def test_marks_divide_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.cast import test_shared_amax
 from tests.devices import gpu_params, gpus
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, check
 from tests.optim.test_gathered_scales import WHOLE
@@ -35,3 +36,9 @@ def test_every_step_gives_the_bits_of_the_reference(gpu_ranks, run, backend):
     config = dataclasses.replace(run.config, backend=backend)
     on_gpus = dataclasses.replace(run, config=config, device="cuda")
     assert gpu_ranks(2)(check, on_gpus, timeout=CASE_SECONDS) == [0, 0]
+
+
+@pytest.mark.parametrize("fmt", test_shared_amax.SHARING)
+def test_fused_weights_share_an_amax(gpu_ranks, fmt):
+    """The first cast is the reference's on the CPU, later ones are verified; under FSDP2 too."""
+    assert gpu_ranks(2)(test_shared_amax.both, fmt, "cuda", timeout=CASE_SECONDS) == [[], []]

@@ -1,7 +1,7 @@
 """Training runs of a probe as values, run on every rank beside the undistributed reference."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,11 @@ class Trainer:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+
+    def train(self, steps: Iterable[int]) -> None:
+        """Several steps, by their numbers."""
+        for step in steps:
+            self.step(step)
 
 
 def boxes(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:

@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocast
+from tests import casts
 from tests.optim.probe import FP32
-from tests.optim.runs import Run, Trainer
+from tests.optim.runs import Run, Trainer, weight_bytes
 from tests.workers import error_of
 from zerocast import ZeroAdamW, ZeroConfig
+from zerocast.fsdp2 import FusedAdamW
 
 NAN = float("nan")
 
@@ -151,6 +153,76 @@ def test_no_more_parameter_groups():
     with pytest.raises(RuntimeError, match="build a new one"):
         trainer.optimizer.add_param_group({"params": [("z", nn.Parameter(torch.zeros(1)))]})
     assert len(trainer.optimizer.param_groups) == 2
+
+
+def append(groups):
+    groups[0]["params"].append(nn.Parameter(torch.zeros(1)))
+
+
+def take_out(groups):
+    groups[0]["params"].pop()
+
+
+def move(groups):
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def split(groups):
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
+
+
+def merge(groups):
+    groups[0]["params"] += groups.pop()["params"]
+
+
+@pytest.mark.notices(
+    "parameters are added to param_groups, taken out or moved after the optimizer was built",
+    where="ZeroAdamW",
+    answer="the next step raises, nothing changed",
+)
+@pytest.mark.parametrize("change", [append, take_out, move, split, merge])
+def test_groups_that_change(change):
+    trainer = Trainer(Run())
+    trainer.step(0)
+    before, master = weight_bytes(trainer.probe), trainer.optimizer._masters.master.clone()
+    change(trainer.optimizer.param_groups)
+    with pytest.raises(RuntimeError, match="build another one and load the state of this one"):
+        trainer.step(1)
+    assert torch.equal(trainer.optimizer._masters.master, master)
+    for name, found in weight_bytes(trainer.probe).items():
+        casts.assert_same_bytes(found, before[name], name)
+
+
+OPTIONS = [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False}]
+
+
+@pytest.mark.notices(
+    "amsgrad, maximize or decoupled_weight_decay=False of torch's AdamW in a parameter group",
+    where=("ZeroAdamW", "FSDP2"),
+    answer="raises where the optimizer is built, or at the next step: they have no effect",
+)
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_options_that_have_no_effect(option):
+    groups = [{"params": list(linear().named_parameters()), **option}]
+    with pytest.raises(ValueError, match="has no effect here"):
+        ZeroAdamW(groups)
+    with pytest.raises(ValueError, match="has no effect here"):
+        FusedAdamW([{"params": [nn.Parameter(torch.zeros(2))], **option}])
+    trainer, parameter = Trainer(Run()), nn.Parameter(torch.zeros(2))
+    fused = FusedAdamW([parameter])
+    for optimizer in (trainer.optimizer, fused):
+        optimizer.param_groups[0].update({name: not value for name, value in option.items()})  # as torch has them
+    trainer.step(0)
+    parameter.grad = torch.ones(2)
+    fused.step()
+    before = parameter.clone()
+    for optimizer in (trainer.optimizer, fused):
+        optimizer.param_groups[0].update(option)
+    with pytest.raises(ValueError, match="has no effect here"):
+        trainer.step(1)
+    with pytest.raises(ValueError, match="has no effect here"):
+        fused.step()
+    assert torch.equal(parameter, before)
 
 
 def said_of_frozen(alike: bool) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
@@ -38,8 +38,7 @@ def buckets_of(trainer: Trainer) -> list[Any]:
 def one_step(run: Run, clip: bool) -> tuple[dict[str, int], dict[str, int], int, int]:
     """Counts of a third step at both levels, the number of buckets, and of those that gather two directions."""
     trainer = Trainer(run)
-    for step in range(2):
-        trainer.step(step)
+    trainer.train(range(2))
     with recorded() as log, CommDebugMode() as below:
         trainer.backward(2)
         if clip:
@@ -171,27 +170,17 @@ def test_reading_does_not_communicate(ranks):
     assert ranks(2)(evaluation) == [0, 0]
 
 
-class Names(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operators(layers: int) -> tuple[Counter[str], int]:
     """Those of clip and step, and the copies of a backward pass, of a model with so many weights in one bucket."""
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers))).bfloat16()
     optimizer = ZeroAdamW(model.named_parameters())
     loss = model(torch.randn(2, 32, dtype=torch.bfloat16)).sum()
-    with Names() as arrival:
+    with Dispatched() as arrival:
         loss.backward()  # type: ignore[no-untyped-call]
-    with Names() as names:
+    with Dispatched() as names:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-    return names.found, arrival.found["aten.copy_.default"]
+    return names.counts, arrival.counts["aten::copy_"]
 
 
 def test_nothing_is_launched_for_each_gradient(ranks):

@@ -48,11 +48,11 @@ def input_gradient(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("wish", ["dequantize", "scaled_mm"])
-def test_the_bits_of_kept_copies(fmt, wish):
-    if wish == "scaled_mm" and not fmt.startswith(("fp8_current", "fp8_delayed")):
+@pytest.mark.parametrize("preference", ["dequantize", "scaled_mm"])
+def test_the_bits_of_kept_copies(fmt, preference):
+    if preference == "scaled_mm" and not fmt.startswith(("fp8_current", "fp8_delayed")):
         pytest.skip("torch emulates no other scaled product on the CPU")
-    with zerocast.gemm.use(wish):
+    with zerocast.gemm.use(preference):
         (demand, optimizer, found), (kept, _, expected) = trained(fmt, DEMAND), trained(fmt, KEPT)
         assert all(map(torch.equal, found, expected))
         for made, held in zip(demand.parameters(), kept.parameters(), strict=True):

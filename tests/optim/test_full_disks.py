@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from tests import casts
 from tests.optim.folders import names
 from tests.optim.runs import Run, Trainer, snapshot
-from tests.optim.test_resume import train
 from tests.workers import error_of
 from zerocast import optim
 from zerocast.checkpoint.manifest import Manifest
@@ -79,11 +78,11 @@ def saves_on_a_full_disk(folder: str, fault: str, culprit: int, asynchronous: bo
     """What the second save says, whose disk is full on one rank; afterwards the first is loaded and training goes on."""
     checkpoints = Checkpoints(folder, asynchronous=asynchronous)
     trainer = Trainer(Run())
-    train(trainer, range(2))
+    trainer.train(range(2))
     checkpoints.save(trainer.optimizer, 2)
     checkpoints.wait()
     wanted = snapshot(trainer)
-    train(trainer, range(2, 4))
+    trainer.train(range(2, 4))
     later = snapshot(trainer)
     with FAULTS[fault]() if trainer.rank == culprit else contextlib.nullcontext():
         said = _error_of_saving(checkpoints, trainer, 4)

@@ -139,8 +139,7 @@ def scales_in_flight(name: str) -> list[bool]:
     """Whether scales that are read first, before any codes, are those of the last step."""
     with slow_gathers():
         trainer = Trainer(RUNS["overlap"])
-        for step in range(2):
-            trainer.step(step)
+        trainer.train(range(2))
         weights = [trainer.probe.get_parameter(spec.name) for spec in WHOLE]
         read = [getattr(weight, name).clone() for weight in weights]
         for weight in weights:

@@ -94,8 +94,11 @@ def _build_and_drop(life: str, count: int) -> tuple[dict[str, tuple[int, int]], 
     for _ in range(count):
         lives.build()
     after = growth.held()
+    for _ in range(3):  # what another thread was just letting go of is gone then, what is left behind is not
+        lives.build()
+        after &= growth.held()
     hooks = {len(parameter._post_accumulate_grad_hooks or ()) for parameter in lives.model.parameters()}
-    used = (growth.resident() - memory) / count
+    used = (growth.resident() - memory) / (count + 3)
     del lives
     gc.collect()
     return growth.grown(before, after), used, hooks

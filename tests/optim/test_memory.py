@@ -183,8 +183,7 @@ def held(config: ZeroConfig) -> int:
     gc.collect()  # the garbage of earlier cases must not leave in between
     before = live_bytes()
     trainer = Trainer(Run(MODEL, options=(ADAM,), config=config))
-    for step in range(3):
-        trainer.step(step)
+    trainer.train(range(3))
     trainer.probe.zero_grad()
     gc.collect()
     return live_bytes() - before

@@ -29,8 +29,7 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
 def through_files(path: str, saved: torch.dtype, loaded: torch.dtype) -> tuple[bool, bool]:
     """Save after three steps and load elsewhere; whether moments are those that were saved, and the next step too."""
     first, second = trainer_of(saved), trainer_of(loaded)
-    for step in range(3):
-        first.step(step)
+    first.train(range(3))
     optim.save(first.optimizer, path)
     second.step(0)
     optim.load(second.optimizer, path)
@@ -63,8 +62,7 @@ def test_either_loads_into_either(ranks, tmp_path, world, saved, loaded, exact):
 
 def test_a_state_in_memory_loads_into_either():
     first, second = trainer_of(FP32), trainer_of(BF16)
-    for step in range(3):
-        first.step(step)
+    first.train(range(3))
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     wanted = moments(first)
     assert all(torch.equal(part, wanted[name].to(BF16)) for name, part in moments(second).items())

@@ -122,8 +122,7 @@ def read_in_flight(config: ZeroConfig, name: str, steps: int) -> Found:
     read = {read.__name__: read for read in READS}[name]
     with slow_gathers() as landed:
         trainer = Trainer(Run(config=config))
-        for step in range(steps):
-            trainer.step(step)
+        trainer.train(range(steps))
         before = len(landed)
         found = read(trainer.probe)
         if config.overlap_all_gather and torch.distributed.get_world_size() > 1 and name not in ("scales", "plain"):
@@ -155,8 +154,7 @@ def steps_without_reads() -> None:
         check(Run(config=OVERLAP, assign=True))
         trainers = [Trainer(Run(config=config, assign=True)) for config in (OVERLAP, EAGER)]
         for trainer in trainers:
-            for step in range(4):
-                trainer.step(step)
+            trainer.train(range(4))
         for name, wanted in weight_bytes(trainers[1].probe).items():
             casts.assert_same_bytes(weight_bytes(trainers[0].probe)[name], wanted, name)
 

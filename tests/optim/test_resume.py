@@ -13,20 +13,11 @@ from tests.optim.runs import Run, Trainer, boxes, snapshot
 from zerocast import ZeroConfig, optim
 
 
-def with_dcp_save(trainer: Trainer, path: str) -> None:
-    dcp.save(trainer.optimizer.state_dict(), checkpoint_id=path)
-
-
 def with_dcp_load(trainer: Trainer, path: str) -> None:
     """In place, then taken over."""
     state = trainer.optimizer.state_dict()
     dcp.load(state, checkpoint_id=path)
     trainer.optimizer.load_state_dict(state)
-
-
-def train(trainer: Trainer, steps: range) -> None:
-    for step in steps:
-        trainer.step(step)
 
 
 LARGE = (
@@ -65,14 +56,14 @@ def test_no_rank_holds_the_full_state(ranks, tmp_path, world):
 def staged(path: str) -> None:
     """An asynchronous save writes the state of the moment that it was called, with steps going on meanwhile."""
     trainer, other = Trainer(Run()), Trainer(Run())
-    train(trainer, range(2))
+    trainer.train(range(2))
     wanted = snapshot(trainer)
     group = dist.new_group(backend="gloo")
     writer = _Slow(path)
     stager = dcp.staging.DefaultStager(dcp.staging.StagingOptions(False, False, False, False))
     state = trainer.optimizer.state_dict()
     saving = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
-    train(trainer, range(2, 5))
+    trainer.train(range(2, 5))
     getattr(saving, "upload_completion", saving).result()
     with_dcp_load(other, path)
     casts.assert_same_bytes(snapshot(other), wanted, f"rank {trainer.rank}")

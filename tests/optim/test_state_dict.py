@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, snapshot, weight_bytes
-from tests.optim.test_resume import train, with_dcp_save
 from tests.optim.undistributed import Undistributed
 from tests.selection import worlds
 from zerocast import ZeroConfig, optim
@@ -42,9 +41,9 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
 def shapes(path: str | None) -> dict[str, Any]:
     """Keys, shapes and dtypes of a rank's state; saved on the way."""
     trainer = Trainer(Run())
-    train(trainer, range(2))
+    trainer.train(range(2))
     if path is not None:
-        with_dcp_save(trainer, path)
+        dcp.save(trainer.optimizer.state_dict(), checkpoint_id=path)
     return {name: (tuple(t.shape), t.dtype) for name, t in flat(trainer.optimizer.state_dict()).items()}
 
 
@@ -72,11 +71,11 @@ def test_no_process_group_has_the_same_keys():
 
 def test_torch_save_with_one_process():
     trainer, other = Trainer(Run()), Trainer(Run())
-    train(trainer, range(3))
+    trainer.train(range(3))
     file = io.BytesIO()
     torch.save(trainer.optimizer.state_dict(), file)
     file.seek(0)
-    train(other, range(7))
+    other.train(range(7))
     other.optimizer.load_state_dict(torch.load(file, weights_only=True))
     casts.assert_same_bytes(snapshot(other), snapshot(trainer))
 
@@ -127,7 +126,7 @@ def switch(path: str) -> None:
             found = weight_bytes(trainer.probe)["w"]
             wanted = {k: v for k, v in reference.bytes["w"].items() if k != "amax_history"}
             casts.assert_same_bytes(found, wanted, f"bytes of {fmt}")
-        train(trainer, range(2))
+        trainer.train(range(2))
         optim.save(trainer.optimizer, f"{path} {fmt}")
         previous = trainer
 
@@ -140,12 +139,12 @@ def test_formats_can_be_switched(ranks, tmp_path, world):
 def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
     """From a run without delayed scaling; what the optimizer had seen before it loaded plays no part."""
     plain = Trainer(Run((Spec("w", (32, 64), "nvfp4"),), options=(ADAM,)))
-    train(plain, range(2))
+    plain.train(range(2))
     optim.save(plain.optimizer, tmp_path / "checkpoint")
     found = []
     for steps in (0, 4):
         delayed = Trainer(Run((Spec("w", (32, 64), "fp8_delayed"),), options=({**ADAM, "lr": 1.0},)))
-        train(delayed, range(steps))
+        delayed.train(range(steps))
         with caplog.at_level(logging.WARNING, "zerocast"):
             optim.load(delayed.optimizer, tmp_path / "checkpoint")
         assert "seeded" in caplog.text
@@ -220,7 +219,7 @@ def test_shards_of_other_buckets_are_refused(ranks):
 def handed_over() -> None:
     """From one optimizer to another that cuts alike, in memory, and a whole tensor where a shard could be."""
     trainer, other = Trainer(Run()), Trainer(Run())
-    train(trainer, range(3))
+    trainer.train(range(3))
     state = trainer.optimizer.state_dict()
     other.optimizer.load_state_dict(state)
     casts.assert_same_bytes(snapshot(other), snapshot(trainer))

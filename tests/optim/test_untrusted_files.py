@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests import casts
 from tests.optim.runs import Run, Trainer, snapshot
-from tests.optim.test_resume import train
 from zerocast import optim
 from zerocast.checkpoint import manifest
 
@@ -28,7 +27,7 @@ class Runs:
 
 def saved(path: Path) -> None:
     trainer = Trainer(Run())
-    train(trainer, range(1))
+    trainer.train(range(1))
     optim.save(trainer.optimizer, path)
 
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from tests.cast.test_collectives import CountOps
+from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer, check
 from tests.selection import some, worlds
-from zerocast import ZeroConfig
+from zerocast import ZeroConfig, get_format
 
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
 ONE_BUCKET = ZeroConfig(deterministic=True)
@@ -98,16 +98,21 @@ def test_every_backend_gives_the_bits(backend, config):
 
 
 def test_masters_are_updated_and_measured_in_one_pass():
-    """An op a format and dtype: Adam with amaxes for what has amaxes, Adam alone for the rest."""
+    """An op a format and dtype: Adam with amaxes and codes where scales are local, with amaxes for what else has them, and
+    Adam alone for the rest.
+    """
     trainer = Trainer(Run())
     trainer.step(0)
     trainer.backward(1)
-    with CountOps() as ops:
+    with Dispatched() as ops:
         trainer.optimizer.step()
-    with_amaxes = {(spec.fmt, spec.dtype) for spec in MIXED if spec.fmt != PLAIN}
+    kinds = {(spec.fmt, spec.dtype) for spec in MIXED if spec.fmt != PLAIN}
+    local = {(fmt, dtype) for fmt, dtype in kinds if get_format(fmt).casts_in_one_pass}
     plain = {spec.dtype for spec in MIXED if spec.fmt == PLAIN}
-    counts = {name: ops.ours.count(name) for name in ("adam_amax", "adam_step", "partial_amax")}
-    assert counts == {"adam_amax": len(with_amaxes), "adam_step": len(plain), "partial_amax": 0}
+    counts = {name: ops.stages.count(name) for name in ("adam_cast", "adam_amax", "adam_step", "partial_amax")}
+    expected = {"adam_cast": len(local), "adam_amax": len(kinds - local), "adam_step": len(plain), "partial_amax": 0}
+    assert local and counts == expected
+    assert ops.stages.count("partial_cast") == len(kinds - local) + len(plain)
 
 
 def test_threads_do_not_change_the_bits():

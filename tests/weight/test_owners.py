@@ -382,7 +382,50 @@ def test_parameters_without_gradients_are_named_once(
     )
 
 
+@pytest.mark.notices(
+    "a parameter is frozen (requires_grad_(False)) in mid-run, which moments and weight decay go on changing",
+    where="ZeroAdamW",
+    answer="warns once, after the first backward pass",
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_that_is_frozen_is_named_once(caplog: pytest.LogCaptureFixture, stage: int) -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS, stage=stage)
+    with caplog.at_level(logging.WARNING):
+        for frozen in (False, True, True):
+            model[1].requires_grad_(not frozen)
+            backward(model)
+            optimizer.step()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("1.bias is frozen (requires_grad is False) and one of a ZeroAdamW")
+
+
+@pytest.mark.notices(
+    "a step without a backward pass, which moments and weight decay take all the same",
+    where="ZeroAdamW",
+    answer="warns once on each such rank",
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_without_gradients(caplog: pytest.LogCaptureFixture, stage: int) -> None:
+    model = network()
+    optimizer = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS, stage=stage)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with optimizer.no_sync():
+                backward(model)
+            optimizer.step()
+            backward(model)
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        assert caplog.records == []
+        for _ in range(2):
+            optimizer.step()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("a ZeroAdamW had no gradient on this rank for a step")
+
+
 def test_dead_owners_are_forgotten() -> None:
+    gc.collect()
     trained, claims = len(owners._trained), len(owners._claims)
     model = network()
     for _ in range(3):

@@ -141,10 +141,9 @@ def _row(device: torch.device, name: str) -> BackendRow:
 def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
     for name, parameter in parameters:
         weight = getattr(parameter, "_local_tensor", parameter)  # the slice in a DTensor
-        fmt = getattr(weight, "format", None)
-        if fmt is None:
+        if not hasattr(weight, "gemm_choice"):  # a master, say, whose weight is not gathered now
             continue
-        path, reason = weight.gemm_choice()
+        fmt, (path, reason) = weight.format, weight.gemm_choice()
         if path == "dequantize":
             path += f" to {str(weight.dtype).removeprefix('torch.')}, {choose(weight.device)} backend"
         elif path == "block_128" and fmt.is_exact_in_fp8:

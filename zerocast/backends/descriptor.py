@@ -8,6 +8,11 @@ is refused at import.
 
 import enum
 
+from torch import Tensor
+
+from zerocast.formats import FormatSpec
+from zerocast.formats.layout import Span, whole_block_rows
+
 
 class Column(enum.IntEnum):
     """Columns of a descriptor row; -1 marks an absent buffer.
@@ -41,3 +46,16 @@ class Column(enum.IntEnum):
 
 
 WIDTH = len(Column)
+
+
+def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
+    """For stage adam_cast: ValueError unless scales depend on nothing but whole rows of blocks that
+    are owned. Reads the table.
+    """
+    if not fmt.casts_in_one_pass:
+        raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")
+    columns = table[:, [Column.ROWS, Column.COLUMNS, Column.START, Column.NUMEL]]
+    for row, (rows, width, start, numel) in enumerate(columns.tolist()):
+        span = Span(start, start + numel)
+        if numel and whole_block_rows(fmt, (rows, width), span) != span:
+            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} cut a block of {fmt}")

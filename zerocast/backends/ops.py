@@ -51,6 +51,10 @@ STAGES = {
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
         "table table, groups groups, scalars scalars, clip clip, typed packed!, skip skip"
     ),
+    "adam_cast": (
+        "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
+        "table table, groups groups, scalars scalars, clip clip, typed packed!, bases row_data!, skip skip"
+    ),
     "quantize_gradient": "flat grad, int parts, messages messages!",
     "add_gradients": "messages messages, int parts, int divisor, bool adds, flat out!",
 }
@@ -180,7 +184,7 @@ def _whole_weight(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.tensor([row], dtype=torch.int64, device=device)
 
 
-def _dequantize(
+def dequantized(
     backend: str,
     format: str,
     data: Tensor,
@@ -191,6 +195,9 @@ def _dequantize(
     columnwise: bool,
     dtype: torch.dtype,
 ) -> Tensor:
+    """One direction of one weight as a new tensor `[rows, columns]` of `dtype`; the kernel of the
+    op `dequantize`.
+    """
     out = torch.empty(rows, columns, dtype=dtype, device=data.device)
     _implementation("dequantize", backend, format)(data, scale_inv, amax, rows, columns, columnwise, out)
     return out
@@ -210,10 +217,12 @@ def _dequantize_fake(
     return data.new_empty((rows, columns), dtype=dtype)
 
 
-def _upcast(
+def upcast_codes(
     backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """New E4M3 codes and f32 scales of one weight, or of its transpose."""
+    """New E4M3 codes and f32 scales of one weight, or of its transpose; the kernel of the op
+    `upcast`.
+    """
     codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, rows, columns, transposed)
     _implementation("upcast", backend, format)(data, scale_inv, rows, columns, transposed, codes, group_scale_inv)
     return codes, group_scale_inv
@@ -251,6 +260,7 @@ roll_history = Stage("roll_history")
 transpose = Stage("transpose")
 adam_step = Stage("adam_step")
 adam_amax = Stage("adam_amax")
+adam_cast = Stage("adam_cast")
 quantize_gradient = Stage("quantize_gradient")
 add_gradients = Stage("add_gradients")
 transposed = define(
@@ -263,12 +273,12 @@ dequantize = define(
     "dequantize",
     "(str backend, str format, Tensor data, Tensor? scale_inv, Tensor? amax, int rows, int columns, bool columnwise, "
     "ScalarType dtype) -> Tensor",
-    _dequantize,
+    dequantized,
     _dequantize_fake,
 )
 upcast = define(
     "upcast",
     "(str backend, str format, Tensor data, Tensor scale_inv, int rows, int columns, bool transposed) -> (Tensor, Tensor)",
-    _upcast,
+    upcast_codes,
     _upcast_fake,
 )

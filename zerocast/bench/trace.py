@@ -18,6 +18,7 @@ from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.quantize import quantize_
 from zerocast.weight import QuantizedWeight
 
+FORMAT = "nvfp4"
 WIDTH, LAYERS, TOKENS = 4096, 12, 8192
 WARM_UP, TRACED = 3, 2
 Interval = tuple[float, float]
@@ -33,15 +34,13 @@ class Overlap:
     hidden: float
 
 
-def write_trace(
-    path: Path, device: torch.device, scale: int = 1, fmt: str = "nvfp4", backend: str | None = None
-) -> Overlap | None:
+def write_trace(path: Path, device: torch.device, scale: int = 1, backend: str | None = None) -> Overlap | None:
     """Train a stack of linear layers over the default process group and write rank 0's trace.
 
     The trace goes to `path`. `scale` divides the width. Returns the overlap on rank 0 of GPUs, None
     on other ranks and on CPUs.
     """
-    trainer = _Trainer(device, max(32, WIDTH // scale), fmt, backend)
+    trainer = _Trainer(device, max(32, WIDTH // scale), backend)
     for _ in range(WARM_UP):
         trainer.step()
     _synchronize(device)
@@ -63,12 +62,12 @@ class _Trainer:
     before.
     """
 
-    def __init__(self, device: torch.device, width: int, fmt: str, backend: str | None) -> None:
+    def __init__(self, device: torch.device, width: int, backend: str | None) -> None:
         torch.manual_seed(0)
         with device:
             layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.GELU())]
             self._model = nn.Sequential(*layers)
-        quantize_(self._model, Recipe({"*.weight": fmt}), dtype=torch.bfloat16)
+        quantize_(self._model, Recipe({"*.weight": FORMAT}), dtype=torch.bfloat16)
         config = ZeroConfig(bucket_size=width * width, overlap_all_gather=True, backend=backend)
         self._optimizer = ZeroAdamW(self._model.named_parameters(), lr=1e-4, config=config)
         self._inputs = torch.randn(TOKENS * width // WIDTH, width, device=device, dtype=torch.bfloat16)

@@ -122,10 +122,22 @@ class Traffic:
 
     @property
     def step(self) -> int:
-        """Adam with the amaxes in the same pass, then scales and cast, which read the master
-        once more.
+        """Adam with the amaxes in the same pass, then scales and cast, which read once more the
+        masters that were not cast in that pass.
         """
+        return self.step_in_two_passes - self._cast_at_once
+
+    @property
+    def step_in_two_passes(self) -> int:
+        """The same where the cast reads all masters once more."""
         return self.adam + self.cast - self.masters
+
+    @property
+    def _cast_at_once(self) -> int:
+        """The masters whose codes are made in the pass of Adam."""
+        if not self.fmt.casts_in_one_pass:
+            return 0
+        return FP32 * (self.workload.owned - self.workload.cut(self.fmt))
 
     @property
     def transpose(self) -> int:

@@ -145,17 +145,35 @@ def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
     return Job(functools.partial(ops.add_gradients, place.backend, **sums), lambda: [out])
 
 
-def step(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of all work after the reduce-scatter: Adam with amaxes in one pass, scales, cast."""
-    shard = Shard(workload, fmt, place)
-    table, packed = shard.table(), shard.plan.packed
-    m = Moments(shard.flat.numel(), place.device, place.generator())
-    update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
+def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable[[Workload, str, Place], Job]:
+    def build(workload: Workload, fmt: str, place: Place) -> Job:
+        shard = Shard(workload, fmt, place)
+        table, packed = shard.table(), shard.plan.packed
+        m = Moments(shard.flat.numel(), place.device, place.generator())
+        update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
-    def run() -> None:
-        packed.begin()
-        table.adam_amax(update, packed.buffer, None)
-        table.compute_scales(packed.buffer, None)
-        table.partial_cast(packed.buffer, None)
+        def run() -> None:
+            packed.begin()
+            stages(table, update, packed.buffer)
 
-    return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])
+        return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])
+
+    return build
+
+
+@_step
+def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
+    """All work after the reduce-scatter, as a cast with an update does it: Adam with amaxes, and
+    with codes where scales are local; scales; the other codes.
+    """
+    table.measure(packed, update, None)
+    table.compute_scales(packed, None)
+    table.cast_rest(packed, update, None)
+
+
+@_step
+def step_in_two_passes(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
+    """The same where every code waits for reduced amaxes."""
+    table.adam_amax(update, packed, None)
+    table.compute_scales(packed, None)
+    table.partial_cast(packed, None)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zerocast.formats.layout import Span, round_up
+from zerocast.formats import FormatSpec
+from zerocast.formats.layout import Span, round_up, whole_block_rows
 
 MULTIPLE = 32  # every format accepts rows and columns that are multiples of it
 
@@ -70,6 +71,11 @@ class Workload:
         """The number of elements in the shard."""
         return sum(span.numel for span in self.spans(self.rank))
 
+    def cut(self, fmt: FormatSpec) -> int:
+        """The owned elements in rows of exchange blocks that the shard does not hold in whole."""
+        spans = zip(self.shapes, self.spans(self.rank), strict=True)
+        return sum(span.numel - whole_block_rows(fmt, shape, span).numel for shape, span in spans if span.numel)
+
     def scaled(self, scale: int) -> "Workload":
         """The workload with rows, columns and layers divided by `scale`; extents are multiples
         of 32.
@@ -80,12 +86,8 @@ class Workload:
         return replace(self, name=f"{self.name}/{scale}", layer=layer, layers=-(-self.layers // scale))
 
 
-EIGHT_BILLION = (
-    (6144, 4096),
-    (4096, 4096),
-    (28672, 4096),
-    (4096, 14336),
-)  # QKV, output, gate and up, down: half of 8B's layers
+# QKV, output, gate and up, down of Llama 8B, half of whose layers follow
+EIGHT_BILLION = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 # two whole layers: most weights are not owned at all
 A = Workload("A", EIGHT_BILLION, 16, rank=4, world=8)

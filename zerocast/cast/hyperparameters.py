@@ -8,6 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# options of torch.optim.AdamW, and the one value of each that this update has
+FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+
+
+def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
+    """ValueError for options of torch.optim.AdamW that would change the update and have no effect
+    here.
+    """
+    for group in param_groups:
+        for name, value in FIXED.items():
+            if group.get(name, value) != value:
+                raise ValueError(
+                    f"{name}={group[name]} in a parameter group has no effect here: this is AdamW without it"
+                )
+
 
 class Hyperparameters:
     """Learning rate, weight decay, betas and eps, f64 `[groups, 5]` on the device.
@@ -24,12 +39,13 @@ class Hyperparameters:
         self.description = ""
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Take over what the parameter groups say now."""
+        """Take over what the parameter groups say now; ValueError as `check_options`."""
+        check_options(param_groups)
         changed = not self.description
         for row, group in enumerate(param_groups):
             for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
-                    # whatever number comes next differs from it
+                    # a number that comes next is always a change
                     self._known[row][column] = float("nan")
                     self._values[row, column].copy_(value.detach().view(()))
                 elif float(value) != self._known[row][column]:

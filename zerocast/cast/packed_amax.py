@@ -138,7 +138,8 @@ class PackedAmax(AmaxReduction):
         self._put_external()
         self._put_shared()
         self._put_boundary()
-        self.cut_blocks.put(dict(enumerate(self._shards)))
+        if self.cut_blocks.rows:
+            self.cut_blocks.put(dict(enumerate(self._shards)))
         if self._here.numel():
             self.buffer[self._there] = self.buffer[self._here]
         if self._reduced.numel():

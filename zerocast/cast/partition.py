@@ -70,6 +70,15 @@ class Partition:
         """
         return self.ownership.owned[index] > 0
 
+    def why_format_is_fixed(self, index: int) -> str | None:
+        """Why no cast of this rank can fill a weight in another format, if so."""
+        shard = self.shards[index]
+        if not self.ownership.covers(index):
+            return "some of its elements have no master on any rank"
+        if shard.shard_data is not None or shard.cuts is not None:
+            return "its shard lies in storage of the caller (fsdp_shard_model_weights, scale_cuts), cut for this format"
+        return "a host keeps its amax history" if shard.weight.state.external_scaling_state else None
+
     def move(self, master_weights: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None) -> None:
         """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with
         nothing taken, for other spans.

@@ -67,17 +67,16 @@ def cast(
             where blocks choose their scales by them.
         skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all
             the same.
-        update: an optimizer step that the masters take first, in the pass that measures them.
+        update: an optimizer step that the masters take first, in the pass that measures them. Where
+            scales are local (`FormatSpec.casts_in_one_pass`) that pass writes the codes too, except
+            of the rows of blocks that a boundary cuts.
         repeat: do the last cast once more, by its delayed scales; histories do not roll.
     """
     amaxes.begin()
     measured = tables if unmeasured is None else unmeasured
     # the masters take one step, before any other format measures them
     for table in sorted(measured, key=lambda table: table.key.is_backward):
-        if update is None or table.key.is_backward:
-            table.partial_amax(amaxes.buffer)
-        else:
-            table.adam_amax(update, amaxes.buffer, skip)
+        table.measure(amaxes.buffer, update, skip)
 
     amaxes.reduce()
     for table in (*tables, *cut_blocks):
@@ -93,7 +92,9 @@ def cast(
     with delayed.replay() if repeat and delayed else contextlib.nullcontext():
         for table in tables:
             table.compute_scales(amaxes.buffer, skip)
-        for table in (*(tables if codes is None else codes), *boundary):
+        for table in tables if codes is None else codes:
+            table.cast_rest(amaxes.buffer, update, skip)
+        for table in boundary:
             table.partial_cast(amaxes.buffer, skip)
     if not repeat:
         _roll(tables, skip)

@@ -16,13 +16,13 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
+from zerocast.cast.plan_tables import CastTables
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchPart
-from zerocast.cast.switched_bytes import SwitchedBytes
-from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.cast.switched_bytes import SwitchedBytes, share_cast_bytes
+from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
-from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight import state as weight_state
@@ -141,7 +141,7 @@ class CastPlan:
     @property
     def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._tables, *self._boundary, *self._cut_blocks]
+        return [*self._tables.owned, *self._tables.boundary, *self._tables.cut_blocks]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
@@ -167,9 +167,17 @@ class CastPlan:
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold
         it. Who calls this calls `done` after it.
         """
-        tables, boundary = self._tables, self._boundary
-        more = {"boundary": boundary, "cut_blocks": self._cut_blocks}
-        cast(tables, self.packed, self.delayed, **more, skip=skip, update=update, repeat=repeat)
+        tables = self._tables
+        cast(
+            tables.owned,
+            self.packed,
+            self.delayed,
+            boundary=tables.boundary,
+            cut_blocks=tables.cut_blocks,
+            skip=skip,
+            update=update,
+            repeat=repeat,
+        )
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -274,14 +282,7 @@ class CastPlan:
     def _check_switch(self, places: Mapping[str, int]) -> None:
         self.check_switch()
         for name, index in places.items():
-            shard = self._partition.shards[index]
-            problem = None
-            if not self._partition.ownership.covers(index):
-                problem = "some of its elements have no master on any rank"
-            elif shard.shard_data is not None or shard.cuts is not None:
-                problem = "its shard lies in storage of the caller (fsdp_shard_model_weights, scale_cuts), cut for this format"
-            elif shard.weight.state.external_scaling_state:
-                problem = "a host keeps its amax history"
+            problem = self._partition.why_format_is_fixed(index)
             if problem:
                 raise RuntimeError(
                     f"{name} cannot be switched, {problem}: build another plan over weights of the new format"
@@ -295,14 +296,7 @@ class CastPlan:
         self._switched = None
         self.rebuild({self._names[index] for index in indices})
         self.cast(repeat=True)
-        for index in indices:
-            buffers = self.weights[index].state.buffers
-            both = self.weights[index].format.casts_columnwise
-            for name in ("rowwise_data", "columnwise_data")[: 2 if both else 1]:
-                codes = buffers[name]
-                assert codes is not None, name
-                # a rank has zeros where others cast, so the largest byte is the one that was cast
-                self.group.all_reduce_max(codes.view(-1).view(torch.uint8), "the bytes of a switched weight")
+        share_cast_bytes(self.group, [self.weights[index] for index in indices])
         self.post_all_gather()
         if self.group.size > 1:
             self._switched = SwitchedBytes(self.group, {self._names[i]: self.weights[i] for i in indices})
@@ -368,7 +362,7 @@ class CastPlan:
 
     def _lay_out(self) -> None:
         """Derive from the partition and the formats all that a cast needs."""
-        # what ranks compare; the caller knows its step
+        # the text that ranks compare; the caller fills in its step
         self._call = _numbered(self.group) + self._step_of_caller
         device = self._partition.device
         self.packed = PackedAmax(self._partition, self._cast, device, self.group)
@@ -380,7 +374,7 @@ class CastPlan:
         """Look again where everything lies if any weight or master moved, or a newer plan took a
         weight over.
         """
-        if self._generation != weight_state.generation() or any(table.moved() for table in self._tables):
+        if self._generation != weight_state.generation() or any(table.moved() for table in self._tables.owned):
             if any(w.state.freshness is not self.freshness for w in self.weights):
                 self._step_hooks.check_unclaimed()
             self._bind()
@@ -395,27 +389,7 @@ class CastPlan:
     def _bind(self) -> None:
         """Descriptor tables and bases for where everything lies now. Local and silent."""
         self._take_weights()
-        device = self.packed.buffer.device
-        tables = WeightTables(device, self.backend)
-        for index in self._cast:
-            shard = self._partition.shards[index]
-            if index not in self.packed.offsets:
-                continue  # others compute its scales
-            master = torch.float32 if shard.master is None else shard.master.dtype
-            shared = self.packed.shared.get(index, -1)
-            for half, table in enumerate(tables.of_halves(shard.weight, master)):
-                table.add_shard(shard, self.packed.offsets[index][half:], self._param_groups[index], shared)
-        boundary = WeightTables(device, self.backend)
-        for index, element, slot in self.packed.boundary_elements:
-            shard = self._partition.shards[index]
-            for half, table in enumerate(boundary.of_halves(shard.weight)):
-                if table.key.fmt.elements_per_byte > 1:
-                    row = table.add(shard.weight, self.packed.offsets[index][half:])
-                    table.set_span(row, shard, Span(element, element + 1), self.packed.received[slot : slot + 1])
-        self._tables: list[WeightTable] = tables.freeze()
-        self._boundary: list[WeightTable] = boundary.freeze()
-        shards = dict(enumerate(self._partition.shards))
-        self._cut_blocks = self.packed.cut_blocks.tables(shards, self.packed.offsets, device, self.backend)
+        self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

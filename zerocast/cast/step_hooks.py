@@ -52,7 +52,7 @@ class StepHooks:
 
     @property
     def has_one_optimizer(self) -> bool:
-        """Whether one optimizer steps over all masters of the plan, as far as it is attached."""
+        """True if the plan is attached to a single optimizer, which then steps over all masters."""
         return len(self._hooks) == 1
 
     def claim(self, who: str) -> Claim:

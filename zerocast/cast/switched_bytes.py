@@ -1,12 +1,12 @@
-"""SwitchedBytes: notices a caller of a plan who goes on gathering into the buffers that weights had
-before a switch of formats.
+"""The bytes of a plan's weights after a switch of formats: `share_cast_bytes` gathers those of the
+switch itself; `SwitchedBytes` notices a caller who goes on gathering into the buffers of before.
 
 Nothing tells a plan where somebody else gathers. But a gather leaves the same bytes on every rank,
 and not those of the cast before. So the first casts after a switch begin with one more collective,
 which compares what the gathers have left, until a gather has changed it on all ranks alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
 
 CASTS = 16  # of masters that do not change any byte, or without a gather; then nothing is compared
+
+
+def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
+    """Give all ranks the codes that each of them has cast into zeros. Collective."""
+    for weight in weights:
+        names = ("rowwise_data", "columnwise_data") if weight.format.casts_columnwise else ("rowwise_data",)
+        for name in names:
+            codes = weight.state.buffers[name]
+            assert codes is not None, name
+            # a rank has zeros where others cast, so the largest byte is the one that was cast
+            group.all_reduce_max(_bytes(codes), "the bytes of a switched weight")
 
 
 class SwitchedBytes:

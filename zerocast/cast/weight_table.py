@@ -5,6 +5,7 @@ A stage is given the storages that hold the weights, and a descriptor table of o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.storage import StorageTable
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.layout import Span, byte_range
+from zerocast.formats.layout import Span, byte_range, whole_block_rows
 from zerocast.weight import QuantizedWeight
 
 _BUFFER_COLUMNS = {
@@ -88,13 +89,19 @@ class WeightTable:
                 row[base], row[offset] = self.buffers[name].add(tensor)
         return row
 
-    def add_master(self, master: Tensor, shape: Block, span: Span, place: Sequence[int], group: int) -> None:
+    def add_master(
+        self, master: Tensor, shape: Block, span: Span, place: Sequence[int], group: int, codes: Tensor | None = None
+    ) -> None:
         """Append a flat master of the elements `span` of a matrix `shape`, with a base of its
-        own, for `adam_each`.
+        own, for `adam_each`; with its own `codes`, u8, for `cast_each`.
         """
         row = self._row(shape, place, group)
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
+        if codes is not None:
+            base, offset = self.buffers["rowwise_data"].add(codes)
+            first, _ = byte_range(self.key.fmt, shape, span, self.key.nominal)
+            row[Column.ROW_DATA_BASE], row[Column.ROW_DATA_OFFSET] = base, offset - first
 
     def _row(self, shape: Block, place: Sequence[int], group: int) -> list[int]:
         row = [-1] * WIDTH
@@ -135,8 +142,10 @@ class WeightTable:
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add(master)
         data = shard.shard_data
-        tensors = () if data is None else data if isinstance(data, tuple) else (data,)
-        first, _ = byte_range(shard.weight.format, shard.weight.shape, shard.span, shard.weight.dtype)
+        tensors: tuple[Tensor, ...] = () if data is None else data if isinstance(data, tuple) else (data,)
+        if shard.weight.format.backward:
+            tensors = tensors[self.key.is_backward :][:1]
+        first, _ = byte_range(self.key.fmt, shard.weight.shape, shard.span, shard.weight.dtype)
         for name, tensor in zip(("rowwise_data", "columnwise_data"), tensors, strict=False):
             base, offset = _BUFFER_COLUMNS[name]
             row[base], row[offset] = self.buffers[name].add(tensor)
@@ -156,6 +165,7 @@ class WeightTable:
         self._addresses = [tensor.data_ptr() for tensor in self._first]
         self._partial_amax = self._bind(ops.partial_amax)
         self._adam_amax = self._bind(ops.adam_amax)
+        self._adam_cast = self._bind(ops.adam_cast)
         self._choose_scales = self._bind(ops.choose_scales)
         self._compute_scales = self._bind(ops.compute_scales)
         self._partial_cast = self._bind(ops.partial_cast)
@@ -191,6 +201,24 @@ class WeightTable:
         taken = {name: known[name] for name in stage.arguments if name in known}
         return stage.bind(self.key.backend, str(self.key.fmt), **taken)
 
+    def measure(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
+        """Amaxes of the blocks that this rank owns elements of, after an `update` of the masters if
+        there is one. `cast_rest` with the same update writes what codes it leaves.
+        """
+        if update is None or self.key.is_backward:
+            self.partial_amax(packed)
+        elif self.key.fmt.casts_in_one_pass:
+            self.adam_cast(update, packed, skip)
+        else:
+            self.adam_amax(update, packed, skip)
+
+    def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
+        """The codes that are not written yet, by reduced amaxes."""
+        if update is None or self.key.is_backward or not self.key.fmt.casts_in_one_pass:
+            self.partial_cast(packed, skip)
+        else:
+            self.cast_cut_rows(packed, skip)
+
     def partial_amax(self, packed: Tensor) -> None:
         """Amaxes of the blocks that this rank owns elements of."""
         if self.key.fmt.amax_policy is not AmaxPolicy.NONE and self.masters.tensors:
@@ -202,10 +230,7 @@ class WeightTable:
         """
         if not self.masters.tensors:
             return
-        assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
-        (master,) = self.masters.tensors
-        moments = update.exp_avg, update.exp_avg_sq
-        assert all(t.numel() == master.numel() for t in (update.grad, *moments)), [t.shape for t in moments]
+        master = self._flat_master(update)
         if self.key.fmt.amax_policy is AmaxPolicy.NONE:
             ops.adam_step(
                 self.key.backend,
@@ -221,6 +246,59 @@ class WeightTable:
             return
         lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
         self.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+
+    def adam_cast(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
+        """Adam on the masters owned here and the amaxes of what they become, and the codes of the
+        rows of blocks that are owned in whole, in one pass. For `key.fmt.casts_in_one_pass`.
+
+        Of the rows of blocks that a boundary cuts, `cast_cut_rows` writes the codes, once their
+        amaxes are reduced.
+        """
+        if self.masters.tensors:
+            self._flat_master(update)
+            lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+            self.cast_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+
+    def cast_cut_rows(self, packed: Tensor, skip: Tensor | None) -> None:
+        """The codes of the rows of blocks that a boundary cuts, by reduced amaxes."""
+        if self.cut_rows:
+            self.cut_rows.partial_cast(packed, skip)
+
+    def _flat_master(self, update: AdamUpdate) -> Tensor:
+        """The one tensor that all masters are views of, as large as those of the update."""
+        assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
+        (master,) = self.masters.tensors
+        moments = update.exp_avg, update.exp_avg_sq
+        assert all(t.numel() == master.numel() for t in (update.grad, *moments)), [t.shape for t in moments]
+        return master
+
+    @cached_property
+    def _whole_rows(self) -> "WeightTable | None":
+        """The rows of exchange blocks that this rank owns in whole."""
+        return self._part(lambda span, whole: (whole,))
+
+    @cached_property
+    def cut_rows(self) -> "WeightTable | None":
+        """What this rank owns of rows of exchange blocks that a boundary cuts, of which `adam_cast`
+        and `cast_each` write no codes; None without any.
+        """
+        return self._part(lambda span, whole: (Span(span.start, whole.start), Span(whole.stop, span.stop)))
+
+    def _part(self, pieces: Callable[[Span, Span], Sequence[Span]]) -> "WeightTable | None":
+        """The table of some pieces of the owned spans, in the same storages; None without any."""
+        part = WeightTable(self.key, self.device)
+        part.masters, part.buffers = self.masters, self.buffers
+        for row, group in zip(self._rows, self._groups, strict=True):
+            span = Span(row[Column.START], row[Column.START] + row[Column.NUMEL])
+            whole = whole_block_rows(self.key.fmt, (row[Column.ROWS], row[Column.COLUMNS]), span)
+            for piece in pieces(span, whole) if span.numel else ():
+                if piece.numel:
+                    of_piece = row.copy()
+                    of_piece[Column.START], of_piece[Column.NUMEL] = piece.start, piece.numel
+                    of_piece[Column.MASTER_OFFSET] += piece.start - span.start
+                    part._rows.append(of_piece)
+                    part._groups.append(group)
+        return part.freeze() if part._rows else None
 
     def adam_each(
         self,
@@ -247,6 +325,25 @@ class WeightTable:
             packed=packed,
             skip=skip,
         )
+
+    def cast_each(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        *,
+        scalars: Tensor,
+        clip: Tensor,
+        packed: Tensor,
+        skip: Tensor | None = None,
+    ) -> None:
+        """The same, and as `adam_cast` the codes of the rows of blocks that are owned in whole."""
+        state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+        state |= {"scalars": scalars, "clip": clip, "packed": packed, "skip": skip}
+        if self._whole_rows:
+            self._whole_rows._adam_cast(**state)
+        if self.cut_rows:
+            self.cut_rows._adam_amax(**state)
 
     def choose_scales(self, packed: Tensor) -> None:
         """The choices of the blocks that this rank owns every element of, from reduced amaxes."""
@@ -280,22 +377,19 @@ class WeightTables(dict[TableKey, WeightTable]):
         super().__init__()
         self._device, self._backend = device, backend
 
-    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> WeightTable:
-        """The table of a weight with masters of this dtype; of a format of two, that of its
-        rowwise codes.
+    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32, half: int = 0) -> WeightTable:
+        """The table of a weight with masters of this dtype; of a format of two, that of the `half`
+        for forward passes (0) or backward passes (1).
         """
-        return self._of_half(weight, master, 0)
-
-    def of_halves(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> list[WeightTable]:
-        """The tables of each format of a weight."""
-        return [self._of_half(weight, master, index) for index in range(len(weight.format.halves))]
-
-    def _of_half(self, weight: QuantizedWeight, master: torch.dtype, index: int) -> WeightTable:
-        external, fmt = weight.state.external_scaling_state, weight.format.halves[index]
-        key = TableKey(self._backend, fmt, weight.dtype, master, external, index > 0)
+        external, fmt = weight.state.external_scaling_state, weight.format.halves[half]
+        key = TableKey(self._backend, fmt, weight.dtype, master, external, half > 0)
         if key not in self:
             self[key] = WeightTable(key, self._device)
         return self[key]
+
+    def of_halves(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> list[WeightTable]:
+        """The tables of each format of a weight."""
+        return [self.of(weight, master, half) for half in range(len(weight.format.halves))]
 
     def freeze(self) -> list[WeightTable]:
         """All tables, ready for their stages."""

@@ -7,9 +7,7 @@ them. Any number of ranks can load what any other number saved; other tools read
 tensors.
 """
 
-import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,15 +16,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from zerocast.checkpoint import torch_checkpoint
 from zerocast.checkpoint.manifest import FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
-from zerocast.checkpoint.whole_folder import ClearWriter, WholeFolder, reasons
+from zerocast.checkpoint.whole_folder import WholeFolder
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
@@ -103,15 +101,7 @@ def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None
     if problems:
         raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
     with optimizer.overwriting():
-        try:
-            with _without_process_group_warning():
-                state_dict_loader.load(
-                    state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
-                )
-        except CheckpointException as error:  # no Exception, and the same on every rank
-            raise RuntimeError(
-                f"{path} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
-            ) from error
+        torch_checkpoint.load_masters(state, reader, group, str(path))
         optimizer.load_state_dict(state)
 
 
@@ -133,21 +123,14 @@ def write(
     folder = WholeFolder(path.absolute())  # "." has no name to write beside
     on_rank_0(group, lambda: _begin(folder, replace=step is not None))
     try:
-        with _without_process_group_warning():
-            state_dict_saver.save(
-                dict(state),
-                storage_writer=ClearWriter(folder.partial),
-                planner=planner,
-                process_group=group.handle,
-                no_dist=group.handle is None,
-            )
+        torch_checkpoint.save(state, folder.partial, group, planner)
         files = _hash_files(folder.partial, group)
         on_rank_0(group, lambda: _commit(folder, Manifest(files, dict(formats or {}), step)))
     except CheckpointException as error:  # no Exception, and the same on every rank
         _abandon(folder, group)
         if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
             raise KeyboardInterrupt from error
-        raise RuntimeError(f"{folder.path} was not written: {reasons(error)}") from error
+        raise RuntimeError(f"{folder.path} was not written: {torch_checkpoint.reasons(error)}") from error
     except Exception as error:
         _abandon(folder, group)
         raise RuntimeError(f"{folder.path} was not written: {error}") from error
@@ -237,11 +220,3 @@ def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor
             yield from _leaves(name, value)
         else:
             yield name, value
-
-
-@contextlib.contextmanager
-def _without_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning that there is no process group, which is an ordinary case here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield

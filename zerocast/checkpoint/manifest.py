@@ -64,7 +64,7 @@ class Stored:
     shares: tuple[str, ...] = ()
 
     def content(self) -> dict[str, Any]:
-        """What a manifest holds of it."""
+        """The entry of a manifest."""
         shares = {"shares": list(self.shares)} if self.shares else {}
         return {"format": self.format, "dtype": self.dtype, **shares}
 

@@ -1,4 +1,4 @@
-"""WholeFolder: a folder that is written whole or not at all; ClearWriter, which fills one.
+"""WholeFolder: a folder that is written whole or not at all.
 
 Exports and checkpoints are such folders. Files are written into `<path>.partial` and synced, with
 their directory entries. One rename then gives the folder its name. Where a folder exists already,
@@ -12,16 +12,11 @@ have; it avoids `renameat2` with RENAME_EXCHANGE, which NFS and Lustre lack.
 `tests/checkpoint/crash` cuts the power at every call.
 """
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 PARTIAL, NEW = ".partial", ".new"
 
@@ -114,49 +109,3 @@ def _make_parents(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
-
-
-class _SyncedFiles(FileSystem):
-    """Files that are on the disk once they are closed, by the process that wrote them."""
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            yield stream
-        if "w" in mode:
-            sync_file(Path(path))
-
-
-class ClearWriter(FileSystemWriter):
-    """torch's FileSystemWriter, with synced files and the operating system's errors.
-
-    torch syncs a file before it flushes its own buffer, so that the end of a file, or all of a
-    small one, is still in memory; this writer syncs each file after closing it. When a write fails,
-    torch.save reports "unexpected pos 704 vs 598"; the OSError, such as a full disk, is only in the
-    exception's context, which is not sent to other ranks. This writer raises the OSError itself.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)
-        self.fs = _SyncedFiles()
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Write this rank's tensors; raises the first OSError behind a failure."""
-        try:
-            return super().write_data(*args, **kwargs)
-        except Exception as error:
-            raise _first_os_error(error) from error
-
-
-def _first_os_error(error: BaseException) -> BaseException:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return OSError(cause.errno, cause.strerror)
-        cause = cause.__cause__ or cause.__context__
-    return error
-
-
-def reasons(error: CheckpointException) -> str:
-    """The error of each rank that failed, without tracebacks."""
-    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))

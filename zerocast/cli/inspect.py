@@ -159,9 +159,8 @@ def _plot(found: Sequence[CastStatistics], title: str, path: Path) -> None:
     above.set_yscale("log")
     above.set_ylabel("share of nonzero elements")
     above.legend()
-    shares = masters[drawn, first:last] / np.maximum(
-        masters[drawn].max(1, keepdims=True), 1.0
-    )  # each row by its fullest
+    fullest = np.maximum(masters[drawn].max(1, keepdims=True), 1.0)  # of each row
+    shares = masters[drawn, first:last] / fullest
     below.imshow(
         shares, aspect="auto", extent=(powers[0] - 0.5, powers[-1] + 0.5, len(drawn) - 0.5, -0.5), cmap="Blues"
     )

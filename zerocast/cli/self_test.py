@@ -1,7 +1,8 @@
 """The self-test: every usable backend against the reference on random weights and gradients.
 
 A round trains the same small model for a few steps with each backend and compares all results:
-masters, moments, and every buffer of every weight. Every stage takes part. Shapes are random too.
+masters, moments, and every buffer of every weight. Every stage of a step takes part, and
+`dequantize`. Shapes are random too.
 """
 
 import random
@@ -33,6 +34,7 @@ FORMATS = (
     "mxfp8:block=32x32",
     "mxfp4",
     "nvfp4",
+    "nvfp4:four_over_six=mse",
     "identity",
 )
 STEPS = 2

@@ -59,7 +59,7 @@ def validate_across_ranks(
 
 
 def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int]:
-    """For each place the largest of the ranks' integers; `what` they are, for errors."""
+    """The element-wise largest of the ranks' integers; `what` they are, for errors."""
     tensor = torch.tensor(values, dtype=torch.int64, device=group.device)
     group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()

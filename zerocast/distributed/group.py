@@ -121,11 +121,8 @@ class Group:
             yield
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError,
-            pickle.UnpicklingError,
-            EOFError,
-        ) as error:  # the last two: other objects than these were sent
+        # the last two where other objects than these were sent
+        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             caller = f" {self.caller}" if self.caller else ""
             text = (
                 f"the {kind} of {what}{caller} failed on rank {self.rank} of {self.size}: {error}. Another rank has died, has "
@@ -192,11 +189,11 @@ class Group:
             return None
         return self._start("all-to-all", what or _described(full), dist.all_to_all_single, out, full, async_op=async_op)
 
-    def broadcast(self, tensor: Tensor, what: str = "", root: int = 0) -> None:
-        """Overwrite the tensor on every rank with that of rank `root` of this group."""
+    def broadcast(self, tensor: Tensor, what: str = "") -> None:
+        """Overwrite the tensor on every rank with that of rank 0 of this group."""
         if self.size > 1:
             with self.failing("broadcast", what or _described(tensor)):
-                dist.broadcast(tensor, group_src=root, group=self.handle)
+                dist.broadcast(tensor, group_src=0, group=self.handle)
 
     def _start(self, kind: str, what: str, collective: Callable[..., Any], *args: Any, async_op: bool) -> Flight | None:
         with self.failing(kind, what):

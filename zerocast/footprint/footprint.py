@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.footprint import bytes_per_rank
+from zerocast.footprint.fsdp_bytes import fsdp
 from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import Parameter
+from zerocast.footprint.weight_bytes import amax_bytes
+from zerocast.footprint.zero_bytes import zero
 from zerocast.formats import FormatSpec, get_format
-from zerocast.formats.layout import check_shape
+from zerocast.formats.layout import fits
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 
@@ -89,12 +91,9 @@ class Footprint:
 def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footprint:
     """The footprint of `parameters` with linear weights stored in `fmt`; "bf16" quantizes nothing.
 
-    Nominal and plain dtypes are bf16. Raises ValueError for an unknown format, and for
-    one that a way to shard does not have.
+    Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
     """
     spec = get_format("identity" if fmt == "bf16" else fmt)
-    if spec.backward and setup.parallel not in ZERO:
-        raise ValueError(f"FSDP2's gathers hold one format, and {spec} has two: plan it for zero1 or zero2")
     alike: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}  # experts are many and have few shapes
     for parameter in parameters:
         if (parameter.shape, parameter.linear) not in alike:
@@ -102,10 +101,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     made = [(one.name, alike[one.shape, one.linear], one.unit) for one in parameters]
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, collectives = bytes_per_rank.zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, collectives = zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, collectives = bytes_per_rank.fsdp(made, shards, setup.ranks // shards, setup.config)
+        memory, collectives = fsdp(made, shards, setup.ranks // shards, setup.config)
     quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(
@@ -115,22 +114,11 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         0 if spec.element is None else linear - len(quantized),
         memory,
         collectives,
-        2
-        * bytes_per_rank.all_amaxes((tensor for _, tensor, _ in made), setup.ranks)
-        * (setup.ranks - 1)
-        // setup.ranks,
+        2 * amax_bytes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
     )
 
 
 def _on_meta(parameter: Parameter, spec: FormatSpec) -> torch.Tensor:
-    if parameter.linear and spec.element is not None and len(parameter.shape) > 1 and _fits(spec, parameter.shape):
+    if parameter.linear and spec.element is not None and len(parameter.shape) > 1 and fits(spec, parameter.shape):
         return QuantizedWeight.empty(parameter.shape, spec, torch.bfloat16, "meta")
     return torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
-
-
-def _fits(spec: FormatSpec, shape: tuple[int, ...]) -> bool:
-    try:
-        check_shape(spec, shape)
-    except ValueError:
-        return False
-    return True

@@ -38,9 +38,18 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
-    for block in (fmt.exchange_block, fmt.columnwise_block):
+    for block in (block for half in fmt.halves for block in (half.exchange_block, half.columnwise_block)):
         if block and len(shape) > 2 and shape[-2] % block[0]:
             raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
+
+
+def fits(fmt: FormatSpec, shape: Sequence[int]) -> bool:
+    """True if a weight of this shape can be stored in `fmt`."""
+    try:
+        check_shape(fmt, shape)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -228,6 +237,17 @@ def exchange_unit(fmt: FormatSpec, columns: int) -> int:
         assert fmt.block
         return fmt.block[0] * columns
     return max(half.elements_per_byte for half in fmt.halves)
+
+
+def whole_block_rows(fmt: FormatSpec, matrix: Block, span: Span) -> Span:
+    """The elements of the rows of exchange blocks that a span holds in whole; an empty span at some
+    position within it if there are none. The last row of a matrix may be lower than the others.
+    """
+    assert fmt.exchange_block
+    (rows, columns), unit = matrix, fmt.exchange_block[0] * matrix[1]
+    start = round_up(span.start, unit)
+    stop = span.stop if span.stop == rows * columns else span.stop // unit * unit
+    return Span(start, stop) if start < stop else Span(span.stop, span.stop)
 
 
 BUFFERS = (

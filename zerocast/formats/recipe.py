@@ -46,6 +46,19 @@ class Recipe:
         """The recipe itself, or the one that a mapping stands for."""
         return recipe if isinstance(recipe, Recipe) else cls(recipe)
 
+    @classmethod
+    def parse(cls, entries: Sequence[str], option: str) -> "Recipe":
+        """The recipe of entries `pattern=format`, as `option` of a command line or a configuration
+        takes them. ValueError for none, for something else, and for an unknown format.
+        """
+        split = [entry.partition("=") for entry in entries]  # a format may have options
+        wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
+        if wrong or not entries:
+            raise ValueError(
+                f"{option} is a list of pattern=format, as layers.*.weight=nvfp4, got {wrong[0] if wrong else 'nothing'!r}"
+            )
+        return cls({pattern: fmt for pattern, _, fmt in split})
+
     def __repr__(self) -> str:
         patterns = {pattern: str(fmt) for pattern, fmt in self.patterns}
         shared = f", share_amax={list(self.share_amax)}" if self.share_amax else ""
@@ -65,13 +78,18 @@ class Recipe:
         formats = {name: self.format_of(name) for group in groups for name in group.names}
         return {name: group for group in groups if check_group(group, formats) for name in group.names}
 
+    def used(self, names: Iterable[str]) -> list[bool]:
+        """For each pattern, True if it matches any of the names."""
+        known = list(names)
+        return [any(fnmatch.fnmatchcase(name, pattern) for name in known) for pattern, _ in self.patterns]
+
     def check_used(self, names: Iterable[str]) -> None:
         """Raise ValueError if a pattern matches none of the names, which is most likely a
         misspelling.
         """
         known = list(names)
-        for pattern, _ in self.patterns:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
+        for (pattern, _), used in zip(self.patterns, self.used(known), strict=True):
+            if not used:
                 raise ValueError(f"recipe pattern {pattern!r} matches no weight; there are: {', '.join(known[:8])} ...")
 
 

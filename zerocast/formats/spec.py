@@ -110,6 +110,14 @@ class FormatSpec:
         return self.scale_group or self.block
 
     @property
+    def casts_in_one_pass(self) -> bool:
+        """True if stage `adam_cast` takes it: the scale of an element depends on its exchange block
+        alone, and there is one set of codes.
+        """
+        local = self.amax_policy is AmaxPolicy.CURRENT and self.scale_rule in (ScaleRule.FP32, ScaleRule.E8M0)
+        return local and self.block is not None and self.columnwise is not Columnwise.OWN_GRID and self.pair is None
+
+    @property
     def halves(self) -> "tuple[FormatSpec, ...]":
         """The formats that are cast: the one of both directions, or that of each."""
         return self.pair or (self,)
@@ -121,12 +129,12 @@ class FormatSpec:
 
     @property
     def casts_columnwise(self) -> bool:
-        """Whether columnwise codes are cast from the master too, and gathered."""
+        """True if columnwise codes are cast from the master too, and gathered."""
         return self.columnwise in (Columnwise.OWN_GRID, Columnwise.OWN_FORMAT)
 
     @property
     def chooses_scales(self) -> bool:
-        """Whether stage `choose_scales` looks at the elements of a block for its scale."""
+        """True if stage `choose_scales` looks at the elements of a block for its scale."""
         return self.four_over_six != "none"
 
     @property

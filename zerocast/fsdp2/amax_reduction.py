@@ -11,9 +11,10 @@ equal distances and so do the scale buffers that the stages fill: one strided co
 of all of them from one to the other.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,14 +27,16 @@ from zerocast.cast.pipeline import AmaxReduction, cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, layout
-from zerocast.formats.layout import Span
+from zerocast.formats.layout import Buffer, Span, round_up
 from zerocast.formats.shared_amax import SharedAmax, groups_cast_together
 from zerocast.fsdp2.gather_cast import GatherCast
+from zerocast.fsdp2.gather_layout import JointLayout
 from zerocast.fsdp2.weight import FSDPWeight
 
 # kept for sets of weights that steps have not measured; which experts learn may change with every
 # step
 MOST_TABLES = 8
+ALIGNMENT = 256  # bytes: of scale buffers, as of allocations
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,12 @@ class BoundaryAmaxes(AmaxReduction):
     says which where.
 
     `measured` names the weights whose amaxes an optimizer step has left in the buffer, up to date
-    until somebody writes.
+    until somebody writes. `coded` names those of them whose codes it has written too, except of the
+    block rows that a boundary cuts.
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
-        self._reduction, self.measured = reduction, frozenset[str]()
+        self._reduction, self.measured, self._coded = reduction, frozenset[str](), frozenset[str]()
         self.offsets: dict[str, tuple[int, int]] = {}
         self.shards: Mapping[str, MasterShard] = {}  # once they are bound
         size = 0
@@ -77,7 +81,8 @@ class BoundaryAmaxes(AmaxReduction):
     def _index(self, weights: Sequence[FSDPWeight], device: torch.device) -> None:
         """Which amax goes where among the reduced ones."""
         here, there, size = [], [], 0  # amaxes that are reduced as they are
-        segments, ghosts, maxima = [0], [], []  # tensor amaxes that are the largest of a segment
+        # tensor amaxes that are the largest of a segment, and who has them
+        segments, maxima, ghosts, owners = [0], [], [], []
         shared: dict[SharedAmax, int] = {}
         groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
         rows: list[CutRow] = []
@@ -87,30 +92,34 @@ class BoundaryAmaxes(AmaxReduction):
             place = shared.get(weight.shared_amax, size) if weight.shared_amax else size
             if weight.shared_amax and geometry.has_tensor_amax:
                 shared[weight.shared_amax] = place
-            first, count = self.offsets[weight.name][0], geometry.amax_counts[0]
+            first, held = self.offsets[weight.name][0], geometry.tensor_amaxes
             if geometry.has_ghost:
-                segments.append(first + count)
-                ghosts.append(first + count - geometry.grids()[0][1])
+                segments.append(first + sum(geometry.amax_counts))
                 maxima.append(place)
-            elif geometry.has_tensor_amax:
-                here.append(torch.tensor([first]))
-                there.append(torch.tensor([place]))
+                ghosts += [first + index for index in held]
+                owners += [place] * len(held)
+            elif held:
+                here.append(torch.tensor(held) + first)
+                there.append(torch.full((len(held),), place))
             size += geometry.has_tensor_amax and place == size
             for height, across, offset in geometry.grids():
                 touched, cut = geometry.shards.touched(geometry.rank, height), geometry.shards.cut(height)
                 begin = size + self._reduction.tp_rank * len(cut) * across
+                counts = geometry.amax_counts
+                end = counts[0] if offset < counts[0] else sum(counts)
                 for index in range(bisect_left(cut, touched.start), bisect_left(cut, touched.stop)):
                     row = cut[index] - geometry.first_row // height
-                    held = torch.arange(min(across, sum(geometry.amax_counts) - offset - row * across))
-                    here.append(held + first + offset + row * across)
-                    there.append(held + begin + index * across)
+                    amaxes = torch.arange(min(across, end - offset - row * across))
+                    here.append(amaxes + first + offset + row * across)
+                    there.append(amaxes + begin + index * across)
                 size += self._reduction.tp_size * len(cut) * across
         self._is_shared = bool(shared)
         none = [torch.empty(0, dtype=torch.int64)]
         self._here, self._there = torch.cat(here + none).to(device), torch.cat(there + none).to(device)
         self._in_segments = segments[-1]  # amaxes
         self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
-        self._ghosts, self._maxima = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ghosts, maxima))
+        indices = (torch.tensor(x, dtype=torch.int64, device=device) for x in (maxima, ghosts, owners))
+        self._maxima, self._ghosts, self._owners = indices
         exchanged = sum(row.span.numel for row in rows)
         self._reduced = torch.zeros(size + exchanged, dtype=self.buffer.dtype, device=device)
         self.cut_blocks = CutBlocks(rows, self._reduced[size:])
@@ -130,13 +139,19 @@ class BoundaryAmaxes(AmaxReduction):
         spans = [Span(row * unit, (row + 1) * unit) for row in rows] * size
         return [CutRow(key, span, offset + i * unit) for i, (key, span) in enumerate(zip(keys, spans, strict=True))]
 
-    def begin_step(self, names: frozenset[str]) -> Tensor:
-        """The buffer, for a step that leaves the amaxes of these weights there; `offsets` says
-        where.
+    @property
+    def coded(self) -> frozenset[str]:
+        """The measured weights whose codes are written."""
+        return self._coded & self.measured
+
+    def begin_step(self, names: frozenset[str], coded: frozenset[str]) -> Tensor:
+        """The buffer, for a step that leaves the amaxes of these weights there, and writes the
+        codes of those that are `coded`; `offsets` says where.
         """
         if not self.measured or self.measured & names:
             self.buffer.zero_()
             self.measured = frozenset()
+        self._coded = self.coded | coded
         self.measured |= names
         return self.buffer
 
@@ -164,7 +179,7 @@ class BoundaryAmaxes(AmaxReduction):
             self._reduced.copy_(on_wire)
         self.buffer[self._here] = self._reduced[self._there]
         if self._ghosts.numel():
-            self.buffer[self._ghosts] = self._reduced[self._maxima]
+            self.buffer[self._ghosts] = self._reduced[self._owners]
         self.cut_blocks.received()
 
     def share_choices(self) -> None:
@@ -184,7 +199,7 @@ class CastGroup:
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup, keep_codes: bool) -> None:
-        self.weights, self.amaxes, self._keep_codes = weights, BoundaryAmaxes(weights, reduction), keep_codes
+        self.weights, self.amaxes, self.keep_codes = weights, BoundaryAmaxes(weights, reduction), keep_codes
         self._device = weights[0].master.device
         self._backend = backends.choose(self._device)
         self._delayed_buffers = _delayed_buffers(weights, self._device)
@@ -192,50 +207,61 @@ class CastGroup:
         self.delayed.load_state_dict(_seeded_state(weights))
         self.shards: dict[str, MasterShard] = {}
         self.amaxes.shards = self.shards
-        # int32 `[weights, 2]` of weights of one geometry
-        self._headers: list[tuple[int, Tensor]] = []
-        self._generation = torch.zeros((), dtype=torch.int32, device=self._device)  # of the headers
         # (in a side channel, of the stages): scales of owned block rows
         self._copies: list[tuple[Tensor, Tensor]] = []
-        # in the layout of the stages, with their bytes; there during a cast unless they are held
-        self._scales: list[tuple[torch.UntypedStorage, int]] = []
         self._holds_scales = False
-        stacks = _by_geometry(weights)
-        sizes = [len(members) * members[0].layout.kept_bytes for members in stacks]
+        alike = _alike(_gathered_together(weights))
+        sizes = [len(gathers) * _kept_bytes(gathers[0]) for gathers in alike]
         sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        for members, part in zip(stacks, sent.split(sizes), strict=True):
-            self._stack(members, part.view(len(members), -1))
+        shapes = [
+            spec for gathers in alike for stack in zip(*gathers, strict=True) for _, spec in _scale_buffers(stack)
+        ]
+        # in the layout of the stages; there during a cast unless they are held
+        self._scales, scales = _side_by_side(shapes, self._device)
+        for gathers, part in zip(alike, sent.split(sizes), strict=True):
+            self._lay_out(gathers, part.view(len(gathers), -1), scales)
+        sides = [(weight, header) for weight in weights for header in weight.headers]
+        # headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are
+        statuses = [(weight.status_after_cast, 0) for weight, _ in sides]
+        self._headers = torch.tensor(statuses, dtype=torch.int32).view(-1, 2).to(self._device)
+        places = [header.storage_offset() + half for _, header in sides for half in (0, 1)]
+        self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
+        self._sent = sent.view(torch.int32)
         self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
         self._tables = self._tables_of(self.shards)
         self._cut_blocks = self.amaxes.cut_blocks.tables(self.shards, self.amaxes.offsets, self._device, self._backend)
-        self._unmeasured: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
-        self._in_graphs = self._unmeasured.copy()
+        self._without: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
+        self._cut_rows: dict[frozenset[str], list[WeightTable]] = {frozenset(): []}
+        self._in_graphs = self._without.copy(), self._cut_rows.copy()
         for weight in weights:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
         self._free_scales()
         self.gather_casts = [] if keep_codes else list(map(self._gather_cast, _by_gather(weights)))
 
-    def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor) -> None:
-        """Lay out weights of one geometry side by side, over zero bytes `sent`,
-        `[weights, layout.kept_bytes]`.
+    def _lay_out(self, gathers: Sequence[list[FSDPWeight]], sent: Tensor, scales: Iterator[Tensor]) -> None:
+        """Lay out gathers that are alike side by side, over zero bytes `sent`
+        `[gathers, bytes]`, and the next `scales`.
+        """
+        first = gathers[0]
+        joint = first[0].joint
+        sides = [side for _, side in joint.parts(sent)] if joint else [first[0].layout.parts(sent)[1]]
+        for weights, of_each in zip(zip(*gathers, strict=True), sides, strict=True):
+            self._stack(weights, sent, of_each, {name: next(scales) for name, _ in _scale_buffers(weights)})
+
+    def _stack(
+        self, weights: Sequence[FSDPWeight], sent: Tensor, sides: Sequence[Tensor], scales: Mapping[str, Tensor]
+    ) -> None:
+        """Lay out weights of one geometry, which send their parts of `sent` and have the side
+        channels `sides`, `[weights, bytes]` each, and the scale buffers `scales`.
         """
         first, geometry = weights[0], weights[0].geometry
-        scales: dict[str, Tensor] = {}
-        specs = layout.buffers(first.format, (geometry.cast_rows, geometry.columns), geometry.nominal)
-        for region in first.layout.scales:
-            spec = specs[region.name]
-            assert spec is not None
-            shape = len(weights), *spec.shape
-            scales[region.name] = torch.empty(shape, dtype=spec.dtype, device=sent.device)
-            self._scales.append((scales[region.name].untyped_storage(), scales[region.name].nbytes))
         for index, weight in enumerate(weights):
             own = {name: buffer[index] for name, buffer in scales.items()}
             shard = weight.bind(sent[index], own | self._delayed_buffers.get(weight.name, {}))
             if geometry.takes_part:
                 self.shards[weight.name] = shard
         if geometry.takes_part:
-            self._copies += first.layout.outgoing_scales(sent, scales)
-        self._headers += [(first.status_after_cast, header) for header in first.layout.headers(sent)]
+            self._copies += first.layout.outgoing_scales(sides, scales)
 
     def _gather_cast(self, weights: Sequence[FSDPWeight]) -> GatherCast:
         layouts = {weight.name: weight.layout for weight in weights}
@@ -244,10 +270,16 @@ class CastGroup:
             weight.gather_cast = found
         return found
 
-    def _tables_of(self, names: Iterable[str]) -> list[WeightTable]:
+    def _tables_of(
+        self, shards: Mapping[str, MasterShard], measured: frozenset[str] = frozenset()
+    ) -> list[WeightTable]:
+        """Tables of the weights in `shards`; of those that a step has measured, which measures the
+        first of two formats alone, the other one.
+        """
         tables = WeightTables(self._device, self._backend)
-        for name in names:
-            tables.of(self.shards[name].weight).add_shard(self.shards[name], self.amaxes.offsets[name])
+        for name, shard in shards.items():
+            for half in range(name in measured, len(shard.weight.format.halves)):
+                tables.of(shard.weight, half=half).add_shard(shard, self.amaxes.offsets[name][half:])
         return tables.freeze()
 
     @torch.no_grad()
@@ -255,8 +287,9 @@ class CastGroup:
         """Cast the masters as they are now into the bytes to send, of codes only those that are
         kept; with `repeat` by the delayed scales of the last cast.
         """
+        coded = self.amaxes.coded if self.keep_codes else frozenset[str]()
         unmeasured = self._tables_without(self.amaxes.measured)
-        codes = self._tables if self._keep_codes else ()
+        codes = [*self._tables_without(coded), *self._cut_rows_of(coded)] if self.keep_codes else ()
         try:
             self._allocate_scales()
             cut = self._cut_blocks
@@ -274,6 +307,12 @@ class CastGroup:
         finally:
             self._free_scales()
 
+    def kept_codes(self, name: str) -> Tensor:
+        """The codes that are kept of a weight with one set of them, from its first element here."""
+        codes = self.shards[name].shard_data
+        assert isinstance(codes, Tensor), name
+        return codes
+
     def hold_scales(self) -> None:
         """Leave what a cast works in where it is: a graph is going to hold its address."""
         self._holds_scales = True
@@ -283,16 +322,19 @@ class CastGroup:
         """Keep those of the coming cast as long as this group: a graph is going to hold their
         addresses.
         """
-        self._in_graphs[self.amaxes.measured] = self._tables_without(self.amaxes.measured)
+        without, cut_rows = self._in_graphs
+        measured, coded = self.amaxes.measured, self.amaxes.coded
+        without |= {names: self._tables_without(names) for names in (measured, coded)}
+        cut_rows[coded] = self._cut_rows_of(coded)
 
     def _allocate_scales(self) -> None:
-        for storage, nbytes in self._scales:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
+        storage = self._scales.untyped_storage()
+        if storage.nbytes() != self._scales.nbytes:
+            storage.resize_(self._scales.nbytes)
 
     def _free_scales(self) -> None:
-        for storage, _ in () if self._holds_scales else self._scales:
-            storage.resize_(0)
+        if not self._holds_scales:
+            self._scales.untyped_storage().resize_(0)
 
     def hold_codes(self) -> None:
         """Keep the codes of the masters as they are now, by the scales of the last cast. The host
@@ -300,7 +342,12 @@ class CastGroup:
         """
         for gather_cast in self.gather_casts:
             gather_cast.hold()
-        if self.gather_casts and self._device.type == "cuda":
+        if self.gather_casts:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for what was issued on this stream, where another one is to read it."""
+        if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def stamp(self, generation: int | None) -> None:
@@ -308,28 +355,73 @@ class CastGroup:
         kernels the numbers travel to a GPU without a wait.
         """
         if generation is None:
-            self._generation += 1
+            self._headers[:, 1] += 1
         else:
-            self._generation.fill_(generation)
-        for status, header in self._headers:
-            header[:, 0].fill_(status)
-            header[:, 1].copy_(self._generation)
+            self._headers[:, 1].fill_(generation)
+        self._sent.index_copy_(0, self._header_places, self._headers.view(-1))
 
-    def _tables_without(self, measured: frozenset[str]) -> list[WeightTable]:
-        """Tables of the weights that no step has measured."""
-        if measured not in self._unmeasured:
-            if len(self._unmeasured) - len(self._in_graphs) >= MOST_TABLES:
-                self._unmeasured = self._in_graphs.copy()
-            self._unmeasured[measured] = self._tables_of(name for name in self.shards if name not in measured)
-        return self._unmeasured[measured]
+    def _tables_without(self, names: frozenset[str]) -> list[WeightTable]:
+        """Tables of what no step has measured of these weights, or written the codes of."""
+        if names not in self._without:
+            if len(self._without) - len(self._in_graphs[0]) >= MOST_TABLES:
+                self._without = self._in_graphs[0].copy()
+            self._without[names] = self._tables_of(self.shards, names)
+        return self._without[names]
+
+    def _cut_rows_of(self, names: frozenset[str]) -> list[WeightTable]:
+        """Tables of the rows of blocks that a boundary cuts, of weights whose other codes a step
+        has written.
+        """
+        if names not in self._cut_rows:
+            if len(self._cut_rows) - len(self._in_graphs[1]) >= MOST_TABLES:
+                self._cut_rows = self._in_graphs[1].copy()
+            tables = self._tables_of({name: shard for name, shard in self.shards.items() if name in names})
+            self._cut_rows[names] = [table.cut_rows for table in tables if table.cut_rows]
+        return self._cut_rows[names]
 
 
-def _by_geometry(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
-    """The weights whose shards have the same layout, together, in the order of their first."""
-    found: dict[Hashable, list[FSDPWeight]] = {}
-    for weight in weights:
-        found.setdefault((weight.geometry, weight.one_direction), []).append(weight)
+def _gathered_together(weights: Sequence[FSDPWeight]) -> list[list[FSDPWeight]]:
+    """The weights that send their side channels as one, in the order of each gather; any other one
+    by itself.
+    """
+    found = []
+    for gathered in _by_gather(weights):
+        is_joint = len(gathered) > 1 and all(weight.may_share_side for weight in gathered)
+        joint = JointLayout([weight.layout for weight in gathered]) if is_joint else None
+        for place, weight in enumerate(gathered):
+            weight.joint, weight.place = joint, place
+        found += [gathered] if is_joint else [[weight] for weight in gathered]
+    return found
+
+
+def _alike(gathers: Iterable[list[FSDPWeight]]) -> list[list[list[FSDPWeight]]]:
+    """Gathers of weights with the same geometries together, as those of equal layers are."""
+    found: dict[Hashable, list[list[FSDPWeight]]] = {}
+    for gathered in gathers:
+        key = tuple((weight.geometry, weight.one_direction) for weight in gathered)
+        found.setdefault((key, gathered[0].joint is None), []).append(gathered)
     return list(found.values())
+
+
+def _scale_buffers(weights: Sequence[FSDPWeight]) -> list[tuple[str, Buffer]]:
+    """The scale buffers of weights of one geometry by name, with a first dimension of weights."""
+    first, geometry = weights[0], weights[0].geometry
+    specs = layout.buffers(first.format, (geometry.cast_rows, geometry.columns), geometry.nominal)
+    found = [(region.name, specs[region.name]) for region in first.layout.scales]
+    return [(name, replace(spec, shape=(len(weights), *spec.shape))) for name, spec in found if spec is not None]
+
+
+def _side_by_side(shapes: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
+    """(memory, buffers in it that nobody has written), uint8 and aligned as allocations are."""
+    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in shapes]
+    memory = torch.empty(sum(round_up(size, ALIGNMENT) for size in sizes), dtype=torch.uint8, device=device)
+    parts = memory.split([round_up(size, ALIGNMENT) for size in sizes])
+    buffers = zip(parts, sizes, shapes, strict=True)
+    return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
+
+
+def _kept_bytes(gathered: Sequence[FSDPWeight]) -> int:
+    return (gathered[0].joint or gathered[0].layout).kept_bytes
 
 
 def _by_gather(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:

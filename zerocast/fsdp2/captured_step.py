@@ -52,7 +52,7 @@ class CapturableOptimizer(torch.optim.Optimizer):
     @property
     @abstractmethod
     def guards(self) -> list[WriteGuard]:
-        """Those of masters and moments."""
+        """The guards of masters and moments."""
 
     @abstractmethod
     def passes(self) -> Sequence[Any]:
@@ -119,7 +119,7 @@ class CapturedStep:
             self._replay()
             for manager in managers:
                 manager.after_cast(repeat=False)
-        # what torch's schedulers look for, and `step` sets when it is called as such
+        # torch's schedulers look for it; only a call of `step` itself sets it
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010
 
     def _fill_stand_ins(self) -> None:

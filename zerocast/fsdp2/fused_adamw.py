@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.weight_table import TableKey, WeightTable
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
+from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_reduction import CastGroup
 from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
 from zerocast.fsdp2.manager import CastManager, guard_of
@@ -39,6 +40,7 @@ class AdamPass:
 
     def __init__(self, key: TableKey, device: torch.device) -> None:
         self._table = WeightTable(key, device)
+        self.casts_in_one_pass = key.fmt.casts_in_one_pass
         self._parameters: list[Any] = []
         self._exp_avgs: list[Tensor] = []
         self._exp_avg_sqs: list[Tensor] = []
@@ -52,17 +54,18 @@ class AdamPass:
         shape: tuple[int, int],
         span: Span,
         place: tuple[int, int],
+        codes: Tensor | None = None,
     ) -> None:
         """Append a parameter with its flat local part `master`, the elements `span` of a matrix
         `shape`.
 
         `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go,
-        rowwise and of an own columnwise grid.
+        rowwise and of an own columnwise grid. `codes` are its kept codes, for a pass that `casts`.
         """
         self._parameters.append(parameter)
         self._exp_avgs.append(_flat(state["exp_avg"]))
         self._exp_avg_sqs.append(_flat(state["exp_avg_sq"]))
-        self._table.add_master(master, shape, span, place, row)
+        self._table.add_master(master, shape, span, place, row, codes)
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -76,10 +79,12 @@ class AdamPass:
         """The gradients as they are now, flat."""
         return [_flat(parameter.grad) for parameter in self._parameters]
 
-    def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor) -> None:
-        """One step of all shards; their amaxes go into `packed`, which holds zeros there."""
-        moments = self._exp_avgs, self._exp_avg_sqs
-        self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed)
+    def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
+        """One step of all shards; their amaxes go into `packed`, which holds zeros there. If it
+        `casts`, the codes of whole rows of blocks go where they are kept.
+        """
+        each = self._table.cast_each if casts else self._table.adam_each
+        each(grads, self._exp_avgs, self._exp_avg_sqs, scalars=scalars, clip=clip, packed=packed)
 
 
 class FusedAdamW(CapturableOptimizer):
@@ -112,12 +117,13 @@ class FusedAdamW(CapturableOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.AdamW's. TypeError for parameters that are not FP32 and ValueError for
-        those on another device, with nothing added: one launch takes all by their addresses.
+        those on another device, and for options that change AdamW (`maximize`), with nothing added.
         """
         super().add_param_group(param_group)
         try:
             taken = [parameter for group in self.param_groups[:-1] for parameter in group["params"]]
             _check([*taken[:1], *self.param_groups[-1]["params"]])
+            check_options(self.param_groups[-1:])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -193,26 +199,28 @@ class FusedAdamW(CapturableOptimizer):
 
     @property
     def guards(self) -> list[WriteGuard]:
-        """Those of masters and moments."""
+        """The guards of masters and moments."""
         return [guard_of(self), *(manager.guard for manager in self._managers)]
 
     def passes(self) -> list[AdamPass]:
         """The launches of a step."""
-        return [one for _, _, passes in self._measured for one in passes] + self._plain
+        return [one for _, _, _, passes in self._measured for one in passes] + self._plain
 
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
         """The device's part of a step, with other `gradients` for some of its passes."""
         self._clocks += 1
         scalars = self._hyperparameters.scalars(self._clocks)
 
-        def run(one: AdamPass, packed: Tensor) -> None:
+        def run(one: AdamPass, packed: Tensor, casts: bool = False) -> None:
             grads = gradients.get(one)
-            one.run(one.gradients() if grads is None else grads, scalars, self._clip, packed)
+            one.run(one.gradients() if grads is None else grads, scalars, self._clip, packed, casts)
 
-        for group, names, passes in self._measured:
-            packed = group.amaxes.begin_step(names)
+        for group, names, local, passes in self._measured:
+            # a backward pass may still gather the codes of its forward pass
+            casts = group.keep_codes and torch_fsdp.backward_pass() is None
+            packed = group.amaxes.begin_step(names, local if casts else frozenset())
             for one in passes:
-                run(one, packed)
+                run(one, packed, casts and one.casts_in_one_pass)
         for one in self._plain:
             run(one, self._unread)
 
@@ -277,22 +285,31 @@ class FusedAdamW(CapturableOptimizer):
         group_of = {weight: group for group in groups for weight in group.weights}
         measured: dict[CastGroup, dict[TableKey, AdamPass]] = {group: {} for group in groups}
         names: dict[CastGroup, list[str]] = {group: [] for group in groups}
+        local: dict[CastGroup, list[str]] = {group: [] for group in groups}  # of these, cast in one pass
         plain = AdamPass(TableKey(backend, *PLAIN), device)
-        for parameter, local in locals_:
-            adam, shape, span, place = plain, (1, local.numel()), Span(0, local.numel()), (len(plain), -1)
-            if isinstance(local, MasterParameter) and local.weight.format.amax_policy is not AmaxPolicy.NONE:
-                weight, geometry = local.weight, local.weight.geometry
+        for parameter, shard in locals_:
+            adam, shape, span, place = plain, (1, shard.numel()), Span(0, shard.numel()), (len(plain), -1)
+            codes = None
+            if isinstance(shard, MasterParameter) and shard.weight.format.amax_policy is not AmaxPolicy.NONE:
+                weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span
-                key, place = TableKey(backend, weight.format, geometry.nominal), group.amaxes.offsets[weight.name]
+                # of a format of two, the amaxes of the first; the cast measures the other
+                key, place = (
+                    TableKey(backend, weight.format.halves[0], geometry.nominal),
+                    group.amaxes.offsets[weight.name],
+                )
                 if span.numel:
                     names[group].append(weight.name)
                     adam = measured[group].setdefault(key, AdamPass(key, device))
+                    if adam.casts_in_one_pass and group.keep_codes:
+                        local[group].append(weight.name)
+                        codes = group.kept_codes(weight.name)
             if span.numel:
-                master = _plain(local).detach().view(-1)
-                adam.add(parameter, master, self.state[parameter], self._row[parameter], shape, span, place)
+                master = _plain(shard).detach().view(-1)
+                adam.add(parameter, master, self.state[parameter], self._row[parameter], shape, span, place, codes)
         self._measured = [
-            (group, frozenset(names[group]), [one.freeze() for one in passes.values()])
+            (group, frozenset(names[group]), frozenset(local[group]), [one.freeze() for one in passes.values()])
             for group, passes in measured.items()
         ]
         self._plain = [plain.freeze()] if len(plain) else []

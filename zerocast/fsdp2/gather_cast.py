@@ -44,8 +44,8 @@ class GatherCast:
         self._sizes = [
             size
             for layout in layouts.values()
-            for _ in range(layout.directions)
-            for size in (layout.code_bytes, layout.code_slot - layout.code_bytes)
+            for nbytes, slot in zip(layout.code_bytes, layout.code_slots, strict=True)
+            for size in (nbytes, slot - nbytes)
         ]
         self._nbytes = sum(self._sizes)
         self._cast: dict[str, tuple[Tensor, ...]] = {}  # and not yet sent
@@ -55,7 +55,8 @@ class GatherCast:
         for name, codes in self._by_name(place).items():
             if name in shards:
                 shard = _over(shards[name], codes, delayed.cast_scale(name))
-                tables.of(shard.weight).add_shard(shard, offsets[name])
+                for half, table in enumerate(tables.of_halves(shard.weight)):
+                    table.add_shard(shard, offsets[name][half:])
         self._tables = tables.freeze()
         self._bases = [base for table in self._tables for base in _code_bases(table)]
         place.untyped_storage().resize_(0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zerocast.distributed.group import Group
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.gather_layout import ScaleFill, fill_scales
+from zerocast.fsdp2.gather_layout import JointFill, JointLayout, RowFill, ScaleFill, fill_scales, header_of
 from zerocast.weight.write_guard import WriteGuard
 
 logger = logging.getLogger(__name__)
@@ -245,11 +245,18 @@ class ParamGroup:
     the garbage collector does not look into all tensors, so it would never free a model.
     """
 
-    def __init__(self, group: Any, names: Sequence[str], status: GatherStatus) -> None:
+    fill: JointFill  # of the scales, from joint side channels
+
+    def __init__(self, group: Any, weights: Sequence[Any], status: GatherStatus) -> None:
         self._group: Callable[[], Any] = weakref.ref(group)
-        self.names, self._status = tuple(names), status
-        self._headers: list[Tensor] = []
-        self._fills: list[ScaleFill] = []
+        self.weights, self._status = tuple(weights), status
+        self.names = tuple(weight.name for weight in weights)
+        self._noted: list[Tensor] = []
+        self._fills: list[ScaleFill | RowFill] = []
+        # of each weight in joint side channels: these `[world, bytes]`, and the headers in them,
+        # int32 `[world, 2]`
+        self.sides: tuple[Tensor, ...] = ()
+        self.headers: list[Tensor] = []
         self.received = 0  # weights, over all gathers
 
     @property
@@ -280,15 +287,21 @@ class ParamGroup:
         """Gather in the same memory."""
         torch_fsdp.gather_again(self._group())
 
-    def note(self, name: str, headers: Tensor) -> None:
-        """A weight was received, whose headers are read later: with those of the whole group."""
-        if name == self.names[0]:
-            self._headers.clear()  # left by a gather that broke off
-        self._headers.append(headers)
-        if name == self.names[-1]:
-            self._status.note(self.names, self._headers)
+    def unshard(self, joint: JointLayout, side: Tensor) -> None:
+        """The joint side channels lie in `side` from now on, at every gather."""
+        self.sides = joint.gathered(side)
+        self.headers = list(map(header_of, self.sides))
+        self.fill = JointFill(joint.layouts, side.view(len(self.sides[0]), -1))
 
-    def fill(self, name: str, fills: Iterable[ScaleFill]) -> None:
+    def note(self, names: Sequence[str], headers: Sequence[Tensor]) -> None:
+        """Weights were received, whose headers are read later: with those of the whole group."""
+        if names[0] == self.names[0]:
+            self._noted.clear()  # left by a gather that broke off
+        self._noted += headers
+        if names[-1] == self.names[-1]:
+            self._status.note(self.names, self._noted)
+
+    def put_scales(self, name: str, fills: Iterable[ScaleFill | RowFill]) -> None:
         """A weight was received; after the last one the scales of all are put where products read
         them.
         """
@@ -298,6 +311,7 @@ class ParamGroup:
         if name == self.names[-1] and self._fills:
             with torch.no_grad(), torch_fsdp.unversioned([fill.buffer for fill in self._fills]):
                 fill_scales(self._fills)
+            self._fills.clear()
 
 
 class ParamGroups:
@@ -323,8 +337,7 @@ class ParamGroups:
         for group in torch_fsdp.groups(model):
             members = prepared_params(group, weights)
             if members:
-                names = [weight.name for weight, _ in members]
-                found.append((ParamGroup(group, names, self._status), members))
+                found.append((ParamGroup(group, [weight for weight, _ in members], self._status), members))
         self._prepared = [group for group, _ in found]
         return found
 

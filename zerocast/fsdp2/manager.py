@@ -63,9 +63,8 @@ class CastManager:
 
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None = None) -> None:
         self._model, self._weight_mesh = weakref.ref(model), weight_mesh
-        # whether codes are kept from one cast to the next (None: by their size), and whether those
-        # of this one are held
-        self.keep_codes, self._holds_codes = keep_codes, False
+        self.keep_codes = keep_codes  # from one cast to the next; None: by their size
+        self._holds_codes = False  # those of this cast, for the rest of a backward pass
         self.weights: list[FSDPWeight] = []
         self.plain: list[str] = []  # the other parameters of two or more dimensions
         self.memory = MasterMemory({})
@@ -75,8 +74,8 @@ class CastManager:
         self.cast_groups: list[CastGroup] = []
         self._reductions: list[tuple[ReductionGroup, list[FSDPWeight]]] = []
         self._caller = Caller("zerocast.fsdp2", "cast")
-        # whether a cast is due, and whether a step made it so
-        self._is_due, self._stepped = True, True
+        self._is_due = True  # a cast, at the next gather
+        self._stepped = True  # an optimizer step made it due
         self._steps = 0  # casts after an optimizer step
         self._verified = 0  # the step after which weights were verified
         # whose steps leave amaxes in the cast groups
@@ -98,6 +97,11 @@ class CastManager:
         """A new weight of this model; `prepare` chooses which to keep in `weights`."""
         freshness = Freshness(owner=weakref.ref(self), has_masters=True, advice=ADVICE)
         return FSDPWeight(name, fmt, self.record, freshness, sliced, one_direction)
+
+    @property
+    def casts(self) -> tuple[int, bool]:
+        """(number of casts so far, True if the next gather makes another)."""
+        return self.record.generation, self._is_due
 
     def make_due(self, by: Optimizer | None = None) -> None:
         """Cast before the next gather, and let there be one. `by` is who stepped."""
@@ -135,8 +139,13 @@ class CastManager:
             self.bind()
 
     def cast_again(self) -> None:
-        """Cast because all ranks were written to; by a step, perhaps, whose cast this then is."""
+        """Cast because all ranks were written to; by a step, perhaps, whose cast this then is. The
+        host, which has waited for what ranks say of it, waits for the cast too: this is the stream
+        of the products, and FSDP2 reads what later gathers send on another one.
+        """
         self.refresh(repeat=not self._stepped)
+        for group in self.cast_groups:
+            group.synchronize()
 
     def refresh(self, repeat: bool) -> None:
         """Cast all weights from their masters as they are now, on every rank; with `repeat` not as
@@ -241,9 +250,12 @@ class CastManager:
 
     def _convert(self, formats: Mapping[str, FormatSpec]) -> None:
         self.param_groups.discard()
+        gathered_with = {id(weight.group) for weight in self.weights if weight.name in formats}
         for weight in self.weights:
             if weight.name in formats:
                 weight.convert(formats[weight.name])
+            elif id(weight.group) in gathered_with:
+                weight.forget_gathered()
         self.cast_groups, self._is_due = [], True
         self.bind()
 

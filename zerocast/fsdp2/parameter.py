@@ -31,6 +31,7 @@ class MasterParameter(Tensor):
     plain: Tensor
     weight: FSDPWeight
     manager: CastManager
+    fsdp_pre_all_gather: "_PreAllGather"  # FSDP2's hook: quantized bytes, scales and a header
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -54,6 +55,8 @@ class MasterParameter(Tensor):
             requires_grad=requires_grad,
         )
         master.plain, master.weight, master.manager = plain, weight, manager
+        # made once, since FSDP2 asks four times for every gather
+        master.fsdp_pre_all_gather = _PreAllGather(plain, weight, manager)
         weight.record.rewrapped = True  # FSDP2 may replace the parameter by this one
         return master
 
@@ -65,11 +68,6 @@ class MasterParameter(Tensor):
     def like(self, plain: Tensor) -> "MasterParameter":
         """A wrapper of another tensor, or of a view, for the same weight."""
         return MasterParameter(plain, self.weight, self.manager)
-
-    @property
-    def fsdp_pre_all_gather(self) -> "_PreAllGather":
-        """FSDP2's hook: quantized bytes, scales and a header."""
-        return _PreAllGather(self)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -87,7 +85,7 @@ class MasterParameter(Tensor):
         return self.manager
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the plain tensor, by which FSDP2 sees that its flat view is still the
+        """The storage of the plain tensor, by which FSDP2 sees that its flat view is still the
         parameter's memory.
         """
         if torch._guards.TracingContext.try_get() is not None:
@@ -166,17 +164,16 @@ class _PreAllGather:
     bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
     """
 
-    __slots__ = ("_master",)
+    __slots__ = ("_manager", "_plain", "_weight")
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
-    def __init__(self, master: MasterParameter) -> None:
-        self._master = master
+    def __init__(self, plain: Tensor, weight: FSDPWeight, manager: CastManager) -> None:
+        self._plain, self._weight, self._manager = plain, weight, manager
 
     def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        master = self._master
-        if master.weight.is_first_of_gather:
-            master.manager.before_gather()
-        return master.weight.send(master.plain, mesh), None
+        if self._weight.is_first_of_gather:
+            self._manager.before_gather()
+        return self._weight.send(self._plain, mesh), None
 
 
 def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
@@ -311,7 +308,8 @@ _KEEP = {
     _aten._pin_memory.default,
 }
 
-# what layers of torch compute with weights: tests/fsdp2/test_unsharded.py has each layer
+# the functions by which torch's layers compute with weights; tests/fsdp2/test_unsharded.py has each
+# layer
 _NAMES = """
     mm addmm _addmm_activation bmm baddbmm addbmm mv addmv matmul linear einsum tensordot bilinear _trilinear mkldnn_linear
     linalg_multi_dot chain_matmul _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2

@@ -57,6 +57,11 @@ ONE_DIRECTION = (
     "bytes an element in every gather"
 )
 
+PICKLED = (
+    "this {} was pickled after zerocast.fsdp2.prepare, as torch.multiprocessing does with arguments: its parameters are plain "
+    "FP32 ones, and train so. Call prepare again before fully_shard to gather quantized weights"
+)
+
 
 def prepare(
     model: nn.Module,
@@ -218,8 +223,6 @@ def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> N
         raise ValueError(f"{name} is prepared already")
     if any(isinstance(m, FSDPModule) and any(p is parameter for p in m.parameters()) for m in model.modules()):
         raise ValueError(f"{name} is sharded already: call zerocast.fsdp2.prepare before fully_shard")
-    if fmt.backward:
-        raise ValueError(f"{name}: FSDP2's gathers hold one format, and {fmt} has two: train it by zerocast.ZeroAdamW")
     if parameter.dtype != torch.float32:
         raise TypeError(
             f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and give fully_shard a "
@@ -255,12 +258,21 @@ def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Par
 
 
 class PickledHook:
-    """A hook of a module that was pickled, whose parameters are plain ones: it does nothing."""
+    """A hook of a module that was pickled, whose parameters are plain ones: it warns once that
+    they train as such.
+    """
 
-    def __init__(self, *_: Any) -> None: ...
+    _warns = False  # of files of earlier versions, which give no argument or others
 
-    def __call__(self, *_: Any) -> None:
-        """Do nothing, with any arguments."""
+    def __init__(self, *args: Any) -> None:
+        self._warns = args == (True,)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Warn before a forward pass with gradients, unless the module was prepared again."""
+        if self._warns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._warns = False
+            if not is_prepared(module):
+                warnings.warn(PICKLED.format(type(module).__name__), stacklevel=2)
 
     before = after = __call__  # as files of earlier versions name it
 
@@ -273,7 +285,7 @@ class _OutsideOfGraphs:
         self._run_outside = torch.compiler.disable(self._run)  # here, since it imports the compiler
 
     def __reduce__(self) -> Any:
-        return PickledHook, ()
+        return PickledHook, (self._method is CastManager.exchange_status,)  # one of them
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self._run_outside()
@@ -340,6 +352,21 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if guard_of(optimizer).is_partial:
         _after_step(optimizer)
     guard_of(optimizer).check_complete()
+    _check_gradients(optimizer)
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """RuntimeError for an optimizer of masters that the model has no longer, or had before
+    `fully_shard`: other parameters in their place get the gradients.
+    """
+    without = (p for group in optimizer.param_groups for p in group["params"] if p.grad is None)
+    for parameter in without:
+        local = getattr(parameter, "_local_tensor", parameter)
+        if isinstance(local, MasterParameter) and local.weight.trains_instead_of(parameter):
+            raise RuntimeError(
+                f"{local.weight.name} got a gradient, and this {type(optimizer).__name__} steps over a parameter that is not the "
+                "model's any more: build the optimizer after fully_shard, and anew after load_state_dict(assign=True)"
+            )
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -23,11 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from zerocast.formats.layout import round_up
 
-PIECES = (
-    # so that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
-    # taken beforehand
-    8
-)
+# so many that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
+# taken beforehand
+PIECES = 8
 ALIGNMENT = 64  # elements
 
 
@@ -42,6 +40,21 @@ def groups(model: nn.Module) -> Iterator[Any]:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
                     yield group
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """(name, parameter, the dtype that it computes in), each once, sharded also where a forward
+    pass has left it gathered.
+    """
+    held = [param for group in groups(model) for param in group.fsdp_params]
+    sharded = {id(getattr(param, "_unsharded_param", param.sharded_param)): param for param in held}
+    sharded |= {id(param.sharded_param): param for param in held}
+    for name, parameter in model.named_parameters():
+        param = sharded.get(id(parameter))
+        if param is None:
+            yield name, parameter, parameter.dtype
+        else:
+            yield name, param.sharded_param, param.mp_policy.param_dtype or param.sharded_param.dtype
 
 
 def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:

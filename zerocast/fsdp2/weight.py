@@ -19,7 +19,7 @@ from zerocast.formats.layout import check_shape, matrix_shape
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_cast import GatherCast
-from zerocast.fsdp2.gather_layout import GatherLayout, ScaleFill
+from zerocast.fsdp2.gather_layout import GatherLayout, JointLayout, RowFill, ScaleFill, header_of
 from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus, ParamGroup
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
@@ -56,6 +56,7 @@ class FSDPWeight:
     geometry: ShardGeometry
     layout: GatherLayout
     group: ParamGroup
+    status_after_cast: DirtyStatus  # that a cast leaves in the header
     param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
 
     def __init__(
@@ -65,21 +66,26 @@ class FSDPWeight:
         self._may_send_one = one_direction
         self.shared_amax: SharedAmax | None = None
         self.one_direction = self._sends_one(fmt)
-        # of the cast group that the weight is in, for delayed scaling
+        # that of the weight's cast group, if its scaling is delayed
         self.scaling: DelayedScaling | None = None
         self.is_first_of_gather = True
         self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
         self._is_written = False
         self._addresses = range(0)  # of the master
         self.gather_cast: GatherCast | None = None  # of its codes, where they are not kept
+        # of the weights gathered with it, where all send their side channels as one, and its place
+        # among them
+        self.joint: JointLayout | None = None
+        self.place = 0
         self._outputs: list[tuple[Tensor, ...]] = []  # to send, by direction
-        self._headers: list[Tensor] = []  # int32 `[2]` in each side channel
+        self.headers: list[Tensor] = []  # int32 `[2]` in each side channel
         self._header = -1, DirtyStatus.CLEAN  # the cast that it is of, and its status
         self._sent = -1  # the cast whose bytes were sent last
         self._sent_columnwise = False
-        self._sent_status = DirtyStatus.CLEAN
+        self.sent_status = DirtyStatus.CLEAN
         self.unsharded: QuantizedWeight | None = None
         self.inner: list[Tensor] = []
+        self._fills: Sequence[ScaleFill | RowFill] = ()
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
         """Itself: `async_save` copies shards with what they point to, and the copy is a state of
@@ -94,8 +100,14 @@ class FSDPWeight:
         """Be cast into another format and gathered in it from now on; delayed scaling begins
         anew.
         """
-        self.format, self.one_direction = fmt, self._sends_one(fmt)
-        self.scaling, self.unsharded, self.inner = None, None, []
+        self.format, self.one_direction, self.scaling = fmt, self._sends_one(fmt), None
+        self.forget_gathered()
+
+    def forget_gathered(self) -> None:
+        """Let the next gather be like the first: this weight, or one that is gathered with it, is
+        sent in another format.
+        """
+        self.unsharded, self.inner = None, []
         torch_fsdp.forget_gathered(self.param())
 
     # -- sharded: this rank's rows, and the bytes that a cast makes of them
@@ -117,6 +129,11 @@ class FSDPWeight:
             f"{self.name}: something replaced the prepared parameter by a plain tensor, which would be gathered in high precision: "
             "load through load_state_dict, or write into the parameter"
         )
+
+    def trains_instead_of(self, parameter: Tensor) -> bool:
+        """True if FSDP2 has another parameter for this weight, and that one has got a gradient."""
+        param = self.param() if hasattr(self, "param") else None
+        return param is not None and param.sharded_param is not parameter and param.sharded_param.grad is not None
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -150,13 +167,18 @@ class FSDPWeight:
         return None
 
     def _check(self, weight_mesh: DeviceMesh | None) -> None:
-        if self.local.dtype != torch.float32:
-            raise TypeError(f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy")
-        if self.nominal not in NOMINAL_DTYPES:
-            raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}")
+        if problem := self._dtype_problem():
+            raise TypeError(problem)
         if self.local.is_meta:
             raise ValueError("the weight is on the meta device: give it storage with to_empty first")
         self.check_format(self.format, weight_mesh)
+
+    def _dtype_problem(self) -> str | None:
+        if self.local.dtype != torch.float32:
+            return f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy"
+        if self.nominal not in NOMINAL_DTYPES:
+            return f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}"
+        return None
 
     def check_format(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
         """ValueError unless this weight can be gathered in a format."""
@@ -170,7 +192,7 @@ class FSDPWeight:
     def _check_slice(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
         held, whole_weight = matrix_shape(self.shape), matrix_shape(self.param().sharded_param.shape)
         ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
-        for block in (fmt.exchange_block, fmt.columnwise_block):
+        for block in (block for half in fmt.halves for block in (half.exchange_block, half.columnwise_block)):
             if block and any(end % side for end, side in zip(ends, block, strict=True)):
                 raise ValueError(
                     f"a block of {fmt} would span two tensor-parallel slices: a slice is "
@@ -191,10 +213,17 @@ class FSDPWeight:
         """
         return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param()) or self.one_direction
 
+    @property
+    def may_share_side(self) -> bool:
+        """True where FSDP2 takes several outputs, out of the memory that they are kept in."""
+        return self.shard_mesh.size() > 1 and not torch_fsdp.is_offloaded(self.param()) and not self.one_direction
+
     def locate(self, index: int) -> None:
         """Find the rows of this rank where they lie now; `index` is the place among the
-        addresses of all masters.
+        addresses of all masters. TypeError where `Module.to` has given them another dtype.
         """
+        if problem := self._dtype_problem():
+            raise TypeError(f"{self.name}: {problem}")
         self._index = index
         rows, columns = matrix_shape(self.shape)
         world, rank = self.shard_mesh.size(), self.shard_mesh.get_local_rank()
@@ -203,6 +232,7 @@ class FSDPWeight:
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
         self.layout, self.gather_cast = GatherLayout(self.geometry, self.one_direction), None
         self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
+        self.status_after_cast = DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
         self.freshness.watch([self.master], sharded=False)
         first = self.master.data_ptr()
         self._addresses = range(first, first + self.master.nbytes)
@@ -212,12 +242,17 @@ class FSDPWeight:
         self.layout = GatherLayout(self.geometry, self.one_direction, keep_codes=False)
 
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
-        """Make the small weight over `buffer`, `layout.kept_bytes` zero bytes, and buffers
-        `scales`; what the stages are given.
+        """Make the small weight over `buffer`, the zero bytes that the layout, or the joint one,
+        keeps, and buffers `scales`; what the stages are given.
         """
-        codes, (side, *_) = self.layout.parts(buffer)
-        self._headers = self.layout.headers(buffer)
-        self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
+        if self.joint is None:
+            codes, sides = self.layout.parts(buffer)
+            self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
+        else:
+            codes, sides = self.joint.parts(buffer)[self.place]
+            self._outputs = [self.joint.outputs(self.place, buffer)] * 2
+        self.headers = [header_of(side) for side in sides]
+        side = sides[0]
         elsewhere = [side[:0]]  # no bytes, which stand for codes that are not kept
         names = "rowwise_data", "columnwise_data"
         buffers = {**scales, **self._scalars(side), **dict(zip(names, codes or elsewhere, strict=False))}
@@ -229,8 +264,8 @@ class FSDPWeight:
 
     def _scalars(self, side: Tensor) -> dict[str, Tensor]:
         """The scalars of the tensor by the names of their buffers, in a side channel."""
-        offsets = {"amax": self.layout.amax_offset, "rowwise_scale_inv": self.layout.scale_offset}
-        return {name: side[at : at + 4].view(torch.float32) for name, at in offsets.items() if at is not None}
+        offsets = self.layout.scalar_offsets
+        return {name: side[at : at + 4].view(torch.float32) for name, at in offsets.items()}
 
     def note_write(self, data: Tensor) -> None:
         """An operator wrote to `data`, this master or something that FSDP2 or an optimizer made
@@ -261,11 +296,6 @@ class FSDPWeight:
         )
 
     @property
-    def status_after_cast(self) -> DirtyStatus:
-        """The status that a cast leaves in the header."""
-        return DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
-
-    @property
     def status(self) -> DirtyStatus:
         """The status of this rank's shard."""
         if self.record.guard.is_partial:
@@ -281,8 +311,7 @@ class FSDPWeight:
         """The bytes of this rank for a gather over `mesh`, on the device of `master`. Masters
         that are due were cast before.
         """
-        offloaded = master.device != self.master.device  # then it is FSDP2's copy
-        if not offloaded and master.data_ptr() != self._addresses.start:
+        if master.data_ptr() != self._addresses.start and master.device == self.master.device:  # else FSDP2's copy
             self.record.rewrapped = True  # the cast looks for it
             self.mark_written()
         self._sent_columnwise = self.one_direction and self.group.is_backward
@@ -309,11 +338,11 @@ class FSDPWeight:
         cast, before = self._header
         if cast != self.record.generation:
             before = self.status_after_cast
-        self._sent_status = self.status
-        if self._sent_status != before:
-            for header in self._headers:
-                header[0].fill_(self._sent_status)
-        self._header = self.record.generation, self._sent_status
+        self.sent_status = self.status
+        if self.sent_status != before:
+            for header in self.headers:
+                header[0].fill_(self.sent_status)
+        self._header = self.record.generation, self.sent_status
 
     def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, is_first: bool) -> bool:
         """Look at what FSDP2 gathered. True if all ranks must cast again: all were written to.
@@ -326,14 +355,22 @@ class FSDPWeight:
             raise RuntimeError(f"{self.name} was cast for {self.geometry.nominal} and is gathered as {dtype}")
         if is_first or self.unsharded is None:
             self._unshard(outputs)
-        headers = self._gathered_headers
-        if self.record.status.reads_late(headers):
-            self.group.note(self.name, headers)
-            changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
-            everywhere = self._sent_status in changed and all(status in changed for status, _ in headers.tolist())
-        else:
-            everywhere = self.record.status.all_written(self.name, headers)
+        if self.joint is None:
+            everywhere = self._all_written([self], [self._gathered_header])
+        else:  # the first one looks at all headers
+            everywhere = self.place == 0 and self._all_written(self.group.weights, self.group.headers)
         return everywhere and self._sent == self.record.generation
+
+    def _all_written(self, received: Sequence["FSDPWeight"], headers: Sequence[Tensor]) -> bool:
+        """True if there is a weight that all ranks have written to."""
+        status = self.record.status
+        if not status.reads_late(headers[0]):
+            written = [status.all_written(w.name, header) for w, header in zip(received, headers, strict=True)]
+            return any(written)
+        self.group.note([weight.name for weight in received], headers)
+        changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
+        read = [header for w, header in zip(received, headers, strict=True) if w.sent_status in changed]
+        return any(all(said in changed for said, _ in header.tolist()) for header in read)
 
     def _unshard(self, outputs: Sequence[Tensor]) -> None:
         """Make the weight over the `outputs` of FSDP2's first gather.
@@ -342,25 +379,39 @@ class FSDPWeight:
         that products read.
         """
         geometry = self.geometry
-        codes, side = self.layout.gathered(outputs)
-        self._gathered_headers = side[:, :8].view(torch.int32)
+        if self.joint is None:
+            codes, side = self.layout.gathered(outputs)
+            self._gathered_header = header_of(side)
+            scales = self._own_scales(side)
+        else:
+            codes = self.layout.gathered_codes(outputs[: self.layout.directions])
+            if self.place == 0:
+                self.group.unshard(self.joint, outputs[-1])
+            side, scales = self.group.sides[self.place], self.group.fill.buffers[self.place]
+            self.inner = self.group.fill.memory if self.place == 0 else []
+            # those of all are filled when the last one is received
+            self._fills = self.group.fill.fills if self is self.group.weights[-1] else ()
         if self.one_direction:
             codes = codes * 2  # one storage, and what was gathered last is in it
         specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
-        stored = layout.rowwise_data(self.format, geometry.rows, geometry.columns, geometry.nominal).dtype
-        codes = [direction.view(stored) for direction in codes]
-        buffers = dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
-        buffers |= self._scalars(side[0])  # rank 0 always has rows
-        self.inner, self._fills = [], []
-        for region in self.layout.scales:
-            spec = specs[region.name]
-            assert spec is not None
-            buffers[region.name] = torch.empty(spec.shape, dtype=spec.dtype, device=side.device)
-            self.inner.append(buffers[region.name])
-            self._fills.append(ScaleFill(region, geometry.shards, side, buffers[region.name], spec.padding))
+        names = "rowwise_data", "columnwise_data"
+        stored = [spec.dtype for name in names if (spec := specs[name]) is not None]
+        buffers = {name: data.view(dtype) for name, data, dtype in zip(names, codes, stored, strict=False)}
+        buffers |= self._scalars(side[0]) | scales  # rank 0 always has rows
         self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
         self.unsharded.state.columnwise_on_demand, self.unsharded.state.name = True, self.name
         self.unsharded.state.freshness, self.unsharded.state.shared_amax = self.freshness, self.shared_amax
+
+    def _own_scales(self, side: Tensor) -> dict[str, Tensor]:
+        """The scale buffers by name, filled from this weight's own side channels
+        `[world, bytes]`.
+        """
+        found, fills = {}, []
+        for region, spec in self.layout.scale_specs():
+            found[region.name] = torch.empty(spec.shape, dtype=spec.dtype, device=side.device)
+            fills.append(ScaleFill(region, self.geometry.shards, side, found[region.name], spec.padding))
+        self.inner, self._fills = list(found.values()), fills
+        return found
 
     # -- unsharded
 
@@ -384,11 +435,11 @@ class FSDPWeight:
         self.freshness.cast += 1  # what was derived from earlier bytes is old
         if self.one_direction:
             self.unsharded.state.gathered_direction = "columnwise" if self._sent_columnwise else "rowwise"
-        self.group.fill(self.name, [fill for fill in self._fills if self._is_sent(fill)])
+        if self.one_direction:
+            self.group.put_scales(self.name, [fill for fill in self._fills if fill.side == self._sent_columnwise])
+        elif self._fills or self.joint is None:
+            self.group.put_scales(self.name, self._fills)
         return self.unsharded, self.inner
-
-    def _is_sent(self, fill: ScaleFill) -> bool:
-        return not self.one_direction or fill.side == self._sent_columnwise
 
     @torch.no_grad()
     def _gather_again(self, outputs: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The choice of a path: made once for a weight, an input dtype and a wish, and kept until the
+"""The choice of a path: made once for a weight, an input dtype and a preference, and kept until the
 weight's storage moves.
 """
 
@@ -96,11 +96,11 @@ PATHS: dict[str, Path] = {
     "nvfp4": nvfp4,
     "dequantize": dequantize,  # takes every format: whatever no other path does
 }
-WISHES = ("auto", "dequantize", "scaled_mm")
+PREFERENCES = ("auto", "dequantize", "scaled_mm")
 WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
 # elsewhere a scaled product is emulated: slower than dequantizing, and other bits
 AUTOMATIC_DEVICES = ("cuda",)
-_wish = "auto"
+_preference = "auto"
 _weight_gradients = "nominal"
 
 
@@ -113,13 +113,13 @@ class Choice(NamedTuple):
     reason: str
 
 
-def use(wish: str | None = None, *, weight_gradients: str | None = None) -> ExitStack:
+def use(preference: str | None = None, *, weight_gradients: str | None = None) -> ExitStack:
     """Say how products of quantized weights run from now on, or within a `with` statement, in this
     process.
 
     "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize.
     "dequantize": always that. "scaled_mm": torch's scaled matrix multiply, on the CPU too where
-    torch has it; a product that cannot raises RuntimeError with the reason. The two ways give
+    torch has it; a product that cannot raises RuntimeError with the reason. The two give
     different bits, since the scaled one quantizes the input as well.
 
     `weight_gradients` is "nominal" (the default), a product of input and output gradient as they
@@ -132,27 +132,27 @@ def use(wish: str | None = None, *, weight_gradients: str | None = None) -> Exit
     A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises
     ValueError for any other value.
     """
-    if wish not in (None, *WISHES):
-        raise ValueError(f"a GEMM path is wished for by one of {', '.join(WISHES)}, got {wish!r}")
+    if preference not in (None, *PREFERENCES):
+        raise ValueError(f"a GEMM path is chosen by one of {', '.join(PREFERENCES)}, got {preference!r}")
     if weight_gradients not in (None, *WEIGHT_GRADIENTS):
         raise ValueError(f"weight gradients are one of {', '.join(WEIGHT_GRADIENTS)}, got {weight_gradients!r}")
     restore = ExitStack()
-    restore.callback(_set, _wish, _weight_gradients)
-    _set(wish or _wish, weight_gradients or _weight_gradients)
+    restore.callback(_set, _preference, _weight_gradients)
+    _set(preference or _preference, weight_gradients or _weight_gradients)
     return restore
 
 
-def _set(wish: str, weight_gradients: str) -> None:
-    global _wish, _weight_gradients
-    _wish, _weight_gradients = wish, weight_gradients
+def _set(preference: str, weight_gradients: str) -> None:
+    global _preference, _weight_gradients
+    _preference, _weight_gradients = preference, weight_gradients
 
 
-def wishes() -> tuple[str, str]:
+def settings() -> tuple[str, str]:
     """The last arguments of `use`."""
-    return _wish, _weight_gradients
+    return _preference, _weight_gradients
 
 
-def ways(weight: Any) -> tuple[Any, ...]:
+def settings_of(weight: Any) -> tuple[Any, ...]:
     """The settings that a graph with a product of this weight depends on."""
     return _weight_gradients, choice_of(weight, weight.dtype).path
 
@@ -162,16 +162,16 @@ def weight_gradients_of(path: str) -> str:
     return _weight_gradients if path in GRADIENTS else "nominal"
 
 
-def say_nominal(weight: Any, path: str) -> None:
+def warn_nominal(weight: Any, path: str) -> None:
     """Log once for a layer that `use(weight_gradients=...)` is not met: autograd has recorded a
     product before this package sees it, as within a DTensor, and multiplies what came.
     """
     if weight_gradients_of(path) != "nominal":
-        _say_nominal(weight.state.name or repr(weight))
+        _warn_nominal(weight.state.name or repr(weight))
 
 
 @functools.cache
-def _say_nominal(layer: str) -> None:
+def _warn_nominal(layer: str) -> None:
     logger.warning("the weight gradients of %s are nominal, not FP8, below a DTensor or torch.func", layer)
 
 
@@ -186,33 +186,37 @@ def _path_of(case: Case) -> tuple[str, str]:
 
 
 @functools.cache
-def decide(case: Case, wish: str) -> Choice:
+def decide(case: Case, preference: str) -> Choice:
     """The path for a case; the same answer on every machine with the same torch."""
-    if wish == "dequantize":
+    if preference == "dequantize":
         return Choice("dequantize", "asked for")
     name, reason = _path_of(case)
     reason = reason or next(PATHS[name].unsupported_reasons(case), "")
     if name == "dequantize":
         reason = f"{case.format} has no scaled product"
-    if wish == "scaled_mm":
+    if preference == "scaled_mm":
         return Choice(None if reason else name, reason)
     if not reason and case.device not in AUTOMATIC_DEVICES:
         reason = f"on {case.device} only when asked for: zerocast.gemm.use('scaled_mm')"
     return Choice("dequantize" if reason else name, reason)
 
 
-def choice_of(weight: Any, dtype: torch.dtype, transposed: bool = False) -> Choice:
-    """The choice for a QuantizedWeight and an input of `dtype`, under the present wish."""
-    return _decided(weight, dtype, transposed)[0]
+def choice_of(weight: Any, dtype: torch.dtype) -> Choice:
+    """The choice of `x @ W.T` for a QuantizedWeight and an input of `dtype`, under the present
+    preference.
+    """
+    return _decided(weight, dtype, transposed=False)[0]
 
 
 def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
-    """The name of the path to take; RuntimeError with the reason for a wish that cannot be met."""
+    """The name of the path to take; RuntimeError, with the reason, where the preference cannot be
+    met.
+    """
     (path, reason), is_fallback = _decided(weight, dtype, transposed)
     if path is None:
-        raise RuntimeError(f"{_wish!r} was asked for and {weight!r} cannot be multiplied so: {reason}")
+        raise RuntimeError(f"{_preference!r} was asked for and {weight!r} cannot be multiplied so: {reason}")
     if is_fallback:
-        _say_fallback(weight.state.name or repr(weight), reason)
+        _warn_fallback(weight.state.name or repr(weight), reason)
     return path
 
 
@@ -223,21 +227,21 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
     if weight.dim() != 2:
         return Choice(None, "products take a weight of two dimensions"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
-    key = _wish, dtype, transposed
+    key = _preference, dtype, transposed
     if key not in choices:
         case = Case.of(weight, dtype, transposed)
-        choices[key] = decide(case, _wish), falls_back(case, _wish)
+        choices[key] = decide(case, _preference), falls_back(case, _preference)
         logger.info("the products of %s take the path %s", weight.state.name or repr(weight), choices[key][0])
     return choices[key]
 
 
-def falls_back(case: Case, wish: str) -> bool:
+def falls_back(case: Case, preference: str) -> bool:
     """True if a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
     name, reason = _path_of(case)
     able = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
-    return able and wish == "auto" and decide(case, wish).path == "dequantize"
+    return able and preference == "auto" and decide(case, preference).path == "dequantize"
 
 
 @functools.cache
-def _say_fallback(layer: str, reason: str) -> None:
+def _warn_fallback(layer: str, reason: str) -> None:
     logger.warning("the products of %s are dequantized on a GPU that has tensor cores for them: %s", layer, reason)

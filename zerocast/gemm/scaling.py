@@ -27,7 +27,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    """`largest / amax` in f32, floored to a power of two if wished, 1 for an amax of 0, NaN for
+    """`largest / amax` in f32, floored to a power of two if asked for, 1 for an amax of 0, NaN for
     one that is not finite.
     """
     scale = _quotient(largest, amax).clamp(max=FLT_MAX)
@@ -76,10 +76,13 @@ def turned(codes: Tensor) -> Tensor:
 def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> BothWays:
     """Memory for the results of `groups_both_ways`."""
     rows, k = -(-x.shape[0] // ROWS) * ROWS, x.shape[1]
-    bands = -(-rows // width)
-    codes, turned = (x.new_empty(shape, dtype=element.dtype) for shape in ((rows, k), (k, rows)))
+    bands, dtype = -(-rows // width), element.dtype
     of_columns = (k // width, -(-bands // 4) * 4) if is_square else (bands, k)
-    scale_inv, turned_scale_inv = (x.new_empty(s, dtype=torch.float32) for s in ((k // width, rows), of_columns))
+    codes, turned = x.new_empty((rows, k), dtype=dtype), x.new_empty((k, rows), dtype=dtype)
+    scale_inv, turned_scale_inv = (
+        x.new_empty((k // width, rows), dtype=torch.float32),
+        x.new_empty(of_columns, dtype=torch.float32),
+    )
     return codes, scale_inv.t(), turned, turned_scale_inv.t()
 
 

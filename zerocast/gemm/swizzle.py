@@ -30,7 +30,7 @@ def of_weight(weight: Any, columnwise: bool) -> Tensor:
     """
     _, scale_inv = weight.direction(columnwise)
     turned = columnwise and weight.format.columnwise is not Columnwise.TRANSPOSE
-    made: Tensor = weight.state.cached_per_cast(
+    made: Tensor = weight.cached_per_cast(
         ("swizzled", columnwise), lambda: swizzle(scale_inv.t().contiguous() if turned else scale_inv)
     )
     return made

@@ -2,13 +2,29 @@
 scaled.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocast.gemm.case import Case
+
+# of the operator, in the order in which it takes them
+ARGUMENTS = [
+    "self",
+    "mat2",
+    "scale_a",
+    "recipe_a",
+    "swizzle_a",
+    "scale_b",
+    "recipe_b",
+    "swizzle_b",
+    "bias",
+    "out_dtype",
+]
+ARGUMENTS += ["contraction_dim", "use_fast_accum"]
 
 
 def hardware(case: Case, major: int, name: str) -> Iterator[str]:
@@ -39,6 +55,45 @@ def scaled_mm(
     """`a [rows, k] @ b [k, n] + bias` as `dtype`; scalings name members of `ScalingType`,
     `swizzle` of `SwizzleType`.
     """
+    recipes = _numbers("ScalingType", *a_scaling), _numbers("ScalingType", *b_scaling)
+    swizzles = _numbers("SwizzleType", *swizzle)
+    scales = [list(scale) if isinstance(scale, (list, tuple)) else [scale] for scale in (a_scale, b_scale)]
+    operator = _operator()
+    if operator is not None:
+        made: Tensor = operator(a, b, scales[0], recipes[0], swizzles, scales[1], recipes[1], swizzles, bias, dtype)
+        return made
+    return _by_function(a, scales[0], b, scales[1], a_scaling, b_scaling, bias, dtype, swizzle)
+
+
+@functools.cache
+def _numbers(kind: str, *names: str) -> list[int]:
+    members: Any = getattr(torch.nn.functional, kind)
+    return [getattr(members, name).value for name in names]
+
+
+@functools.cache
+def _operator() -> Callable[..., Tensor] | None:
+    """The operator that the function calls, which takes the host twice as long for its lists of
+    members; None in a torch that has it with other arguments.
+    """
+    packet: Any = getattr(torch.ops.aten, "_scaled_mm_v2", None)
+    if packet is None or [argument.name for argument in packet.default._schema.arguments] != ARGUMENTS:
+        return None
+    operator: Callable[..., Tensor] = getattr(torch, "_scaled_mm_v2")  # noqa: B009
+    return operator
+
+
+def _by_function(
+    a: Tensor,
+    a_scale: list[Tensor],
+    b: Tensor,
+    b_scale: list[Tensor],
+    a_scaling: Sequence[str],
+    b_scaling: Sequence[str],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    swizzle: Sequence[str],
+) -> Tensor:
     functional: Any = torch.nn.functional
     swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
     y: Tensor = functional.scaled_mm(

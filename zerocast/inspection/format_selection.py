@@ -10,7 +10,7 @@ import torch
 from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources import Entry
 from zerocast.formats import FormatSpec, get_format
-from zerocast.formats.layout import check_shape
+from zerocast.formats.layout import fits
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
@@ -48,13 +48,5 @@ def choose(
         if not fnmatch.filter(matrices, glob):
             raise ValueError(f"{glob!r} matches no weight; there are: {', '.join(list(matrices)[:8])} ...")
     selected = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
-    kept = tuple(name for name, entry in selected.items() if not _fits(spec, entry))
+    kept = tuple(name for name, entry in selected.items() if not fits(spec, entry.shape))
     return Chosen({name: (spec, nominal) for name in selected if name not in kept}, kept)
-
-
-def _fits(fmt: FormatSpec, entry: Entry) -> bool:
-    try:
-        check_shape(fmt, entry.shape)
-    except ValueError:
-        return False
-    return True

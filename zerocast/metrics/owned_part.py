@@ -32,7 +32,7 @@ class OwnedPart:
     @cached_property
     def element(self) -> Element:
         """The element type of the codes."""
-        element = self.owned.weight.format.halves[0].element
+        element: Element | None = self.owned.weight.format.halves[0].element
         assert element is not None, self.owned.name
         return element
 

@@ -63,9 +63,11 @@ def _between(start: Moment, end: Moment) -> float:
 
 STAGES = {
     "zerocast::adam_amax": "adam",
+    "zerocast::adam_cast": "adam",
     "zerocast::adam_step": "adam",
     "c10d::allreduce_": "all_reduce",
     "zerocast::partial_amax": "amax",
+    "zerocast::choose_scales": "scales_and_cast",
     "zerocast::compute_scales": "scales_and_cast",
     "zerocast::partial_cast": "scales_and_cast",
     "zerocast::roll_history": "scales_and_cast",

@@ -4,7 +4,7 @@ from zerocast.checkpoint.checkpoint import load, save
 from zerocast.checkpoint.checkpoints import Checkpoints
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.ema import EMA
-from zerocast.optim.pretrained import load_masters
+from zerocast.optim.pretrained import full_state_dict, load_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
 
-__all__ = ["EMA", "Checkpoints", "ZeroAdamW", "ZeroConfig", "load", "load_masters", "save"]
+__all__ = ["EMA", "Checkpoints", "ZeroAdamW", "ZeroConfig", "full_state_dict", "load", "load_masters", "save"]

@@ -31,7 +31,7 @@ class Average(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What all ranks have alike."""
+        """The text that all ranks must have alike."""
 
     @abstractmethod
     def before_step(self) -> None:
@@ -79,7 +79,7 @@ class Averages:
 
     @property
     def description(self) -> str:
-        """What all ranks have alike of all of them."""
+        """The text of all averages that all ranks must have alike."""
         return "".join(sorted(f", averaged {average.description}" for average in self._all))
 
     def before_step(self) -> None:

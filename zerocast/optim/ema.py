@@ -58,7 +58,7 @@ class EMA(Average):
 
     @property
     def description(self) -> str:
-        """What all ranks have alike: they average elements of the same weights."""
+        """The text that all ranks must have alike: they average elements of the same weights."""
         return f"by {self._decay:.9g} since reset {self._resets}"
 
     def before_step(self) -> None:

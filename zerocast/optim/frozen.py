@@ -53,7 +53,7 @@ def warn_where_ranks_differ(group: Group, parameters: Mapping[str, Tensor]) -> N
 
 @torch.no_grad()
 def _sum(parameter: Tensor) -> int:
-    """Of the bytes; zero for what holds none that can be read."""
+    """The sum of the bytes; zero for a parameter without bytes that can be read."""
     held = parameter.rowwise_data if isinstance(parameter, QuantizedWeight) else parameter.detach()
     if type(held) is not Tensor or held.is_meta or not held.numel():
         return 0

@@ -52,6 +52,8 @@ class GradientShard:
     ) -> None:
         self.flat = torch.zeros(flat_numel(list(buckets)), dtype=torch.float32, device=device)
         self.version = 0
+        # by hand since the last step: gradients that were written to or taken off their parameters
+        self.changes = 0
         self.keeps_local = False
         self.apply_clip: Callable[[], bool] = bool
         self._rounds: weakref.ref[Any] = weakref.ref(rounds)
@@ -74,6 +76,10 @@ class GradientShard:
         with torch._C.DisableTorchFunctionSubclass():
             part.collect(self._places[part][1].parameter, self._placed[part], reduced)
 
+    def is_frozen(self, part: GradientPart) -> bool:
+        """True if the parameter requires no gradient any more."""
+        return not self._places[part][1].parameter.requires_grad
+
     def collect_all(self, reduced: bool) -> None:
         """The same for all of them; every parameter then has a reduced gradient, whatever took
         part.
@@ -94,6 +100,7 @@ class GradientShard:
                     "p.grad.copy_(...) sets the reduced gradient, zero_grad() of the optimizer lets another one be given"
                 )
             self._elements(part).zero_()
+            self.changes += 1
 
     def _disturbed(self) -> list[GradientPart]:
         """The parts whose gradient no longer lies on the parameter."""
@@ -140,6 +147,7 @@ class GradientShard:
         matter.
         """
         self._count(part)
+        self.changes += 1
         self._reducer().changed_by_hand()
 
     def forget(self, part: GradientPart) -> None:

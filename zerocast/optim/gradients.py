@@ -91,7 +91,7 @@ class GradientReducer:
         self._flying: list[Reduction] = []
         self._filling: dict[int, Filling] = {}
         self._launched: int | None = None  # buckets started in this round; None between rounds
-        # of the backward pass that this round belongs to
+        # the end of the backward pass that this round belongs to
         self._end: weakref.ref[_End] | None = None
         self._reduced = False  # a round has run since `reset`
         # no_sync has been entered since the last round; set so, it is the same on every rank
@@ -136,9 +136,8 @@ class GradientReducer:
         before, self.synchronise = self.synchronise, synchronise
         self._unreduced |= not (synchronise and before)
         self._look()
-        if (
-            synchronise and not before
-        ):  # from here on gradients are read as reduced ones, of the same parameters on every rank
+        if synchronise and not before:
+            # from here on gradients are read as reduced ones, of the same parameters on every rank
             self.gradients.collect_all(self._reduced)
         return before
 
@@ -149,6 +148,7 @@ class GradientReducer:
         if self._stage == 1 or self._unreduced or self._launched is not None:
             self.gradients.drop_local()
         self._reduced = self._unreduced = False
+        self.gradients.changes = 0
         self._filling.clear()
         self._launched, self._adds_from = None, self._stage
         self._look()
@@ -212,8 +212,11 @@ class GradientReducer:
 
     def _reduce(self) -> None:
         if not self._reduced or self._unreduced:
+            found, without_any = self._idle.found, not (self._reduced or self._unreduced)
             self._begin()
             self.end_round()
+            if without_any and self._idle.found == found:
+                self._idle.note_none()
         self._land(wait=True)
 
     def _begin(self) -> None:
@@ -229,7 +232,7 @@ class GradientReducer:
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete for this backward pass."""
         if self.refusal:
-            # what this pass leaves is refused until `zero_grad`
+            # the next backward pass is refused until `zero_grad`
             self._launched, self._end = 0, None
             raise RuntimeError(self.refusal)
         index, part = self._place[id(parameter)]
@@ -256,6 +259,8 @@ class GradientReducer:
             part.forgotten = False
         gradient = part.local
         self._idle.note(part.name, gradient is not None)
+        if gradient is None and self.gradients.is_frozen(part):
+            self._idle.note_frozen(part.name)
         if gradient is not None:
             filling.put(part, gradient, more=self._adds)
             if self._adds:

@@ -1,4 +1,4 @@
-"""An optimizer that starts from somebody's high-precision weights."""
+"""High-precision weights into an optimizer's masters, and masters out of it, whole."""
 
 import contextlib
 from collections.abc import Sequence
@@ -6,13 +6,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerocast.checkpoint.checkpoint import group_of
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
+from zerocast.distributed.group import Group
 from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.weight import QuantizedWeight
 
 
 @torch.no_grad()
@@ -42,6 +44,44 @@ def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] 
             for tensor in moments.values():
                 _plain(tensor).zero_()
         optimizer.load_state_dict({**state, "zerocast": {}})
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, optimizer: ZeroAdamW, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The model's state dict with its masters in the place of their weights, for `save_pretrained`
+    and other programs that know whole plain tensors.
+
+    Masters are rounded to `dtype`, or to the dtype of their parameters, of which a QuantizedWeight
+    has its nominal one; other parameters and buffers are as they are, frozen QuantizedWeights
+    dequantized. Names of one shared parameter share their tensor. Tensors are copies on the CPU, on
+    the first rank of the optimizer's group; the others get an empty dict, as from
+    torch.distributed.checkpoint.state_dict. Collective. RuntimeError as from
+    `ZeroAdamW.state_dict`.
+    """
+    group, masters = group_of(optimizer), optimizer.state_dict()["model"]
+    written: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name in masters:
+            whole = _whole(masters[name], group, name).to(dtype or parameter.dtype)
+        else:
+            whole = parameter.dequantize() if isinstance(parameter, QuantizedWeight) else parameter.detach().clone()
+        if group.rank == 0:
+            written[id(parameter)] = whole.cpu()
+    if group.rank:
+        return {}
+    tensors = model.state_dict(keep_vars=True)
+    return {name: written[id(t)] if id(t) in written else t.detach().clone().cpu() for name, t in tensors.items()}
+
+
+def _whole(master: Tensor, group: Group, name: str) -> Tensor:
+    """A master on every rank. Each element has one owner, so a sum of integers keeps its bits."""
+    if not isinstance(master, TensorShard):
+        return master
+    whole = torch.zeros(master.shape, dtype=torch.float32, device=master.flat.device)
+    bits = whole.view(-1).view(torch.int32)
+    bits[master.span.start : master.span.stop] = master.flat.view(torch.int32)
+    group.all_reduce_sum(bits, f"the master of {name}")
+    return whole
 
 
 def _plain(tensor: Any) -> Tensor:

@@ -184,7 +184,7 @@ def take_off(parameter: Tensor) -> None:
         parameter.grad = parameter.grad.part.local
 
 
-# what is asked of a tensor besides its attributes and has no operator, or none that reads elements
+# methods of a tensor that have no operator, or none that reads elements
 _ASKED = {
     "size",
     "dim",
@@ -215,9 +215,8 @@ _HIDDEN = {Tensor.__cuda_array_interface__.__get__}
 def _has_operator(func: Any, name: str) -> bool:
     """True if the dispatcher will be asked, and can refuse."""
     written_with_operators = getattr(func, "__module__", "") in ("torch.functional", "torch.nn.functional")
-    is_operator = isinstance(
-        func, torch._ops.OpOverload | torch._ops.OpOverloadPacket
-    )  # called so by modes of the dispatcher
+    # modes of the dispatcher call overloads
+    is_operator = isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return is_operator or written_with_operators or (not name.startswith("__") and hasattr(torch.ops.aten, name))
 
 

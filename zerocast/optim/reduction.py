@@ -174,17 +174,40 @@ class Reduction:
 class IdleParameters:
     """Counts the backward passes since each parameter's last gradient on this rank.
 
-    Experts without tokens and frozen phases are idle rightly, so this warns, and once. A parameter
-    that was replaced in the model is idle too.
+    Experts without tokens are idle rightly, so this warns, and once. A parameter that was replaced
+    in the model is idle too. One that is frozen is named at once: a gradient of zero changes it.
     """
 
     def __init__(self) -> None:
         self._passes: dict[str, int] = {}  # of parameters without a gradient in the last pass
-        self._warned = False
+        self._warned = self._warned_of_frozen = self._warned_of_none = False
+        self.found = 0  # gradients so far
+
+    def note_none(self) -> None:
+        """A step had no gradient at all on this rank."""
+        if not self._warned_of_none:
+            self._warned_of_none = True
+            logger.warning(
+                "a ZeroAdamW had no gradient on this rank for a step, so all of them count as zero here: its moments and weight "
+                "decay go on changing parameters, where torch's AdamW would leave them. Leave such a step out, on all ranks (this "
+                "is said once)"
+            )
+
+    def note_frozen(self, name: str) -> None:
+        """A parameter that brought no gradient in a backward pass that is reduced is frozen."""
+        if not self._warned_of_frozen:
+            self._warned_of_frozen = True
+            logger.warning(
+                "%s is frozen (requires_grad is False) and one of a ZeroAdamW, whose moments and weight decay go on changing it: "
+                "give its parameter group lr=0, or build the optimizer without it and load the state of this one (this is said "
+                "once, of the first)",
+                name,
+            )
 
     def note(self, name: str, has_gradient: bool) -> None:
         """A backward pass that is reduced has brought a gradient of this parameter, or none."""
         if has_gradient:
+            self.found += 1
             if self._passes:
                 self._passes.pop(name, None)
             return

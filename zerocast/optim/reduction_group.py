@@ -19,7 +19,7 @@ from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.optim.gradients import reducers
 
-# by parent
+# the groups that were made beside each parent group
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerocast.cast.hyperparameters import check_options
 from zerocast.formats.layout import Span
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, Held, find_conflict, overlapping
@@ -20,6 +21,10 @@ STAGES = (1, 2)
 TAKEN_OVER = (
     "another optimizer was built over these parameters: this one gets no gradients any more, and writes no weights. Use the newer "
     "one, and load states into that"
+)
+OTHER_GROUPS = (
+    "parameters were added to this ZeroAdamW's param_groups, taken out or moved since it was built, which changes nothing of what "
+    "it trains: build another one and load the state of this one"
 )
 Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
 
@@ -48,6 +53,11 @@ def check_owns(claim: Claim) -> None:
     """RuntimeError once a newer optimizer has taken a parameter over."""
     if claim.ended:
         raise RuntimeError(TAKEN_OVER)
+
+
+def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[int]:
+    """How many parameters each group has."""
+    return [len(group["params"]) for group in param_groups]
 
 
 def take_over(named: Sequence[Named]) -> Claim:
@@ -87,6 +97,7 @@ def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
     if stage not in STAGES:
         raise ValueError(f"stage is one of {STAGES}, got {stage}")
     _check_ranges(param_groups)
+    check_options(param_groups)
     return _check_parameters(param_groups)
 
 

@@ -36,12 +36,14 @@ from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all,
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.state import ZeroState
 from zerocast.optim.validate import (
+    OTHER_GROUPS,
     Named,
     check_owners,
     check_owns,
     describe,
     hyperparameters,
     hyperparameters_by_name,
+    listed_parameters,
     take_over,
     trainable,
     validated,
@@ -142,6 +144,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
         self._weights.recast()
         self._caller.number = 1
+        self._listed = listed_parameters(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -196,12 +199,16 @@ class ZeroAdamW(torch.optim.Optimizer):
         """
         self._plan.guard.check_complete()
         check_gradients()
+        if listed_parameters(self.param_groups) != self._listed:
+            raise RuntimeError(OTHER_GROUPS)
         self.averages.before_step()
         self._weights.gathers.check_unwritten()
         self._reduce_gradients()
         self._hyperparameters.refresh(self.param_groups)
-        detail = f"{clipped or self._clipped} with {self._hyperparameters.description}{self.averages.description}"
-        self._weights.ready(detail)
+        changes = self._reducer.gradients.changes
+        changed = f", after {changes} changes of gradients," if changes else ""
+        same = f"{self._hyperparameters.description}{self.averages.description}"
+        self._weights.ready(f"{clipped or self._clipped}{changed} with {same}")
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
@@ -223,7 +230,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
-        # what torch's schedulers look for, and `step` sets when it is called as such
+        # torch's schedulers look for it; only a call of `step` itself sets it
         self._opt_called = True
         self._steps += 1
         if self._config.verify_every and self._steps % self._config.verify_every == 0:
@@ -270,7 +277,7 @@ class ZeroAdamW(torch.optim.Optimizer):
         self._device.clip.fill_(1.0)
         self._clipped, self._device.clipped = "", False
         self._reducer.reset()
-        # of weights, which would ask at every look at a gradient
+        # else a weight's __torch_function__ would run at every look at a gradient
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 

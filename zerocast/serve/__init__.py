@@ -1,6 +1,21 @@
-"""Weights for inference: exports to files that engines load, and what such files hold."""
+"""Weights for inference: exports to files that engines load, and live bytes for engines that go
+along with a run.
+"""
 
 from zerocast.serve import export
+from zerocast.serve.decode import dequantized
+from zerocast.serve.live import Bucket, named_tensors
+from zerocast.serve.receiver import Receiver
+from zerocast.serve.sender import Message, Sender
 from zerocast.serve.stored_weights import stored_weights
 
-__all__ = ["export", "stored_weights"]
+__all__ = [
+    "Bucket",
+    "Message",
+    "Receiver",
+    "Sender",
+    "dequantized",
+    "export",
+    "named_tensors",
+    "stored_weights",
+]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocast.serve.hugging_face import Rows, write_hf
-from zerocast.serve.piece import whole
+from zerocast.serve.hugging_face import write_hf
+from zerocast.serve.piece import Rows, whole
 from zerocast.serve.safetensors_writer import INDEX
 from zerocast.serve.weight_source import WeightSource, source_of
 from zerocast.serve.write import write

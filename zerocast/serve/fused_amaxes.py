@@ -6,14 +6,44 @@ not rescale the codes of the others (`vllm/model_executor/layers/quantization/`:
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from zerocast.formats.shared_amax import PRESETS, groups_of
+from zerocast.formats import FormatSpec
+from zerocast.formats.shared_amax import PRESETS, SharedAmax, groups_of
 from zerocast.serve.namings import layout_of
 from zerocast.serve.piece import Piece
 from zerocast.weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
+
+_PATTERNS = tuple(group for preset in PRESETS.values() for group in preset)
+_REMEDY = (
+    "train with Recipe(..., share_amax='llama'), or pass allow_unequal_scales=True for readers that keep the scales apart, as "
+    "transformers does"
+)
+
+
+def check_shared_amaxes(
+    naming: str,
+    pieces: Mapping[str, Sequence[Piece]],
+    formats: Mapping[str, FormatSpec],
+    shared: Mapping[str, SharedAmax | None],
+) -> None:
+    """ValueError for weights that engines fuse and that do not share their tensor amax in training,
+    before any of them is read.
+    """
+    places = {
+        piece.name: name
+        for name, fmt in formats.items()
+        if layout_of(naming, name, fmt).shares_amax
+        for piece in pieces[name]
+    }
+    for group in groups_of(_PATTERNS, places):
+        members = {places[name] for name in group.names}
+        if len(members) > 1 and len({shared[name] or name for name in members}) > 1:
+            raise ValueError(
+                f"{group} have tensor amaxes of their own, and an engine that fuses them takes one: {_REMEDY}"
+            )
 
 
 class FusedAmaxes:
@@ -31,9 +61,8 @@ class FusedAmaxes:
 
     def check(self) -> None:
         """ValueError, or one warning, for weights that engines fuse and whose scales differ."""
-        patterns = tuple(group for preset in PRESETS.values() for group in preset)
         unequal = []
-        for group in groups_of(patterns, self._found):
+        for group in groups_of(_PATTERNS, self._found):
             amaxes = [self._found[name] for name in group.names]
             if min(amaxes) != max(amaxes):
                 unequal.append((min(amaxes) / max(amaxes), group))
@@ -45,8 +74,5 @@ class FusedAmaxes:
             f"global scale for {group} decodes some of them to {share:.2f} of their values"
         )
         if not self._allow_unequal:
-            raise ValueError(
-                f"{text}: train with Recipe(..., share_amax='llama'), or pass allow_unequal_scales=True for readers that keep "
-                "the scales apart, as transformers does"
-            )
+            raise ValueError(f"{text}: {_REMEDY}")
         logger.warning("%s: Recipe(..., share_amax='llama') gives them one", text)

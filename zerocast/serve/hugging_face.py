@@ -12,7 +12,7 @@ from torch import Tensor
 from zerocast.checkpoint.regular_file import read_bounded
 from zerocast.checkpoint.whole_folder import sync_file
 from zerocast.serve.namings import check_naming, layout_of
-from zerocast.serve.piece import Piece, whole
+from zerocast.serve.piece import Names, Piece, named_pieces
 from zerocast.serve.quantization_config import quantization_config
 from zerocast.serve.stored_model import WEIGHT, StoredModel, check_stored
 from zerocast.serve.weight_source import WeightSource
@@ -20,8 +20,6 @@ from zerocast.serve.write import write
 
 logger = logging.getLogger(__name__)
 
-Rows = range
-Names = Mapping[str, str | Mapping[str, Sequence[Rows]]]
 FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -59,9 +57,9 @@ def write_hf(
     """
     check_naming(naming)
     stored = StoredModel.of(model) if config is None else StoredModel.of_config(config)
-    pieces = {name: _pieces(stored, name, shape, names or {}) for name, shape in source.shapes.items()}
+    pieces = {name: pieces_of(stored, name, shape, names or {}) for name, shape in source.shapes.items()}
     check_stored(stored, pieces)
-    quantized = {} if naming == "bf16" else _quantized(stored, source, pieces, naming)
+    quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)
     dtype = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
     modules = {fmt: [name.removesuffix(WEIGHT) for name in found] for fmt, found in quantized.items()}
     ignore = stored.modules_besides({name for found in modules.values() for name in found})
@@ -84,28 +82,20 @@ def write_hf(
     return write(source, folder, naming, shard_bytes, lambda name, _: pieces[name], finish, plain, allow_unequal_scales)
 
 
-def _pieces(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
-    """What is stored of a tensor of the source: as `names` says, else as a parameter of the model,
-    else as it is.
+def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
+    """The pieces that store a tensor of the source: as `names` says, else as those of a parameter
+    of the model, else the whole tensor.
     """
-    given = names.get(name)
-    if isinstance(given, str):
-        return [whole(given, shape)]
-    if given is not None:
-        return [
-            Piece(key, tuple(rows), (sum(map(len, rows)), *(shape[-1:] if len(shape) > 1 else ())))
-            for key, rows in given.items()
-        ]
-    if name in stored.pieces and stored.shapes[name] == tuple(shape):
+    if name not in names and name in stored.pieces and stored.shapes[name] == tuple(shape):
         if name in stored.fused:
             raise ValueError(
                 f"{name} is stored together with other parameters, by a mapping of transformers that is not followed here"
             )
         return stored.pieces[name]
-    return [whole(name, shape)]
+    return named_pieces(name, shape, names)
 
 
-def _quantized(
+def quantized_pieces(
     stored: StoredModel, source: WeightSource, pieces: Mapping[str, Sequence[Piece]], naming: str
 ) -> dict[str, list[str]]:
     """Names of stored quantized weights by format; ValueError for one that readers do not find or

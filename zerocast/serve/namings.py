@@ -92,7 +92,7 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
 
 def _top(weight: QuantizedWeight) -> float:
     """The largest scale times the largest code."""
-    return LARGEST_CODE * weight.format.scale_max
+    return float(LARGEST_CODE * weight.format.scale_max)
 
 
 def _amax(weight: QuantizedWeight) -> Tensor:

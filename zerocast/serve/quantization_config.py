@@ -24,12 +24,12 @@ Modules = Mapping[str, Sequence[str]]  # names of modules by format
 
 
 def quantization_config(naming: str, modules: Modules, ignore: Sequence[str]) -> dict[str, Any] | None:
-    """What config.json says of quantized `modules`; None if nothing is quantized."""
+    """The entry of config.json for quantized `modules`; None if nothing is quantized."""
     return _CONFIGS[naming](modules, list(ignore)) if modules and naming in _CONFIGS else None
 
 
 def _targets(modules: Modules) -> dict[str, list[str]]:
-    """What has each format: all Linear that are not ignored, or modules by name."""
+    """The modules of each format: all Linear that are not ignored, or some by name."""
     if len(modules) == 1:
         return {fmt: ["Linear"] for fmt in modules}
     return {fmt: sorted(names) for fmt, names in modules.items()}

@@ -36,7 +36,7 @@ class StoredModel:
     def __init__(self, config: Any, model_class: Any) -> None:
         self.config = deepcopy(config)
         with torch.device("meta"):
-            self._skeleton: nn.Module = model_class._from_config(self.config)
+            self._skeleton: Any = model_class._from_config(self.config)
         self._skeleton.tie_weights()
         saved = self._skeleton.state_dict().keys()
         named = [*self._skeleton.named_parameters(), *self._skeleton.named_buffers()]
@@ -47,7 +47,7 @@ class StoredModel:
     @staticmethod
     def of(model: Any) -> "StoredModel":
         """The model's own; TypeError for what is no transformers model."""
-        if not hasattr(model, "config") or not hasattr(type(model), "_from_config"):
+        if not is_stored_by_transformers(model):
             raise TypeError(
                 f"export_hf takes a model of transformers, got {type(model).__name__}: give the config of the model that "
                 "readers are to build, and names if yours are others"
@@ -118,7 +118,7 @@ class StoredModel:
         return pieces, {name for name, parts in found.items() if parts is None}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
-        """What is stored of a parameter; None unless that is rows of it alone."""
+        """The pieces that store a parameter; None unless these are rows of it alone."""
         rows = shape[:-1] if len(shape) > 1 else shape
         numbers = torch.arange(torch.Size(rows).numel()).view(*rows, *([1] if len(shape) > 1 else []))
         try:
@@ -138,10 +138,15 @@ class StoredModel:
         yield from revert_weight_conversion(self._skeleton, dict(tensors)).items()
 
 
-def check_stored(model: StoredModel, pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """ValueError unless these pieces are what the model's reader looks for."""
+def is_stored_by_transformers(model: Any) -> bool:
+    """True for a model of transformers, which has a config."""
+    return hasattr(model, "config") and hasattr(type(model), "_from_config")
+
+
+def check_stored(model: StoredModel, pieces: Mapping[str, Sequence[Piece]], is_whole: bool = True) -> None:
+    """ValueError unless these pieces are what the model's reader looks for, or some of it."""
     found = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    problems = [f"{name} is missing" for name in model.stored if name not in found]
+    problems = [f"{name} is missing" for name in model.stored if is_whole and name not in found]
     for name, shape in found.items():
         if name not in model.stored:
             problems.append(f"{name} is in no place of the model (is its head tied in config.json and not here?)")

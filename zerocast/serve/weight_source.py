@@ -5,6 +5,7 @@ a batch is what one group gathers: all ranks iterate together, and what one of t
 batch is done before the next is gathered.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,10 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
-from zerocast.verification.master_views import owners_of
+from zerocast.formats.shared_amax import SharedAmax
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.verification.master_views import OwnsMasters, owners_of
 from zerocast.weight import QuantizedWeight
 
 Batch = Sequence[tuple[str, Tensor]]
+Casts = tuple[tuple[int, ...], ...]
 
 
 class WeightSource(Protocol):
@@ -57,21 +61,62 @@ class WeightSource(Protocol):
         ...
 
 
+class LiveSource(WeightSource, Protocol):
+    """The weights of a run that goes on training."""
+
+    @property
+    def is_transient(self) -> bool:
+        """True if tensors are freed once the next batch is asked for."""
+        ...
+
+    @property
+    def shared_amaxes(self) -> Mapping[str, SharedAmax | None]:
+        """The weights that each quantized weight shares its tensor amax with; None for none."""
+        ...
+
+    @property
+    def masters_group(self) -> Group:
+        """The ranks that share the masters; ValueError if there are several groups of them."""
+        ...
+
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The dtype that a tensor which is not quantized computes in."""
+        ...
+
+    def casts(self) -> Casts:
+        """Counters that change when weights are cast or changed."""
+        ...
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, shared ones once, and persistent buffers, by name."""
-    saved = model.state_dict(keep_vars=True).keys() if not is_sharded(model) else _saved_names(model)
+    saved = _saved_names(model)
     yield from ((name, parameter) for name, parameter in model.named_parameters() if name in saved)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if some parameters are DTensors, as under FSDP2."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    """True if FSDP2 shards parameters of the model, gathered at present or not, or if some are
+    DTensors.
+    """
+    return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def source_of(model: nn.Module) -> WeightSource:
+def source_of(model: nn.Module) -> LiveSource:
     """The weights of a model, sharded by FSDP2 or whole."""
     return ShardedModel(model) if is_sharded(model) else WholeModel(model)
+
+
+def live_source_of(what: Any) -> LiveSource:
+    """The weights of a model or of an owner of masters; TypeError for anything else."""
+    if isinstance(what, nn.Module):
+        return source_of(what)
+    if hasattr(what, "master_views"):
+        return OwnedWeights(what)
+    raise TypeError(
+        f"live weights are those of a model, a ZeroAdamW, a CastPlan or an attachment to a host, got {type(what).__name__}; "
+        "under FSDP2 give the model"
+    )
 
 
 def _saved_names(model: nn.Module) -> set[str]:
@@ -84,63 +129,156 @@ def _saved_names(model: nn.Module) -> set[str]:
     return names
 
 
-@dataclass(frozen=True)
-class WholeModel:
-    """A model whose tensors are whole in this process."""
-
-    model: nn.Module
+class WholeWeights(ABC):
+    """Tensors that are whole in this process."""
 
     group = ONE_PROCESS
+    is_transient = False
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by name, where they lie now."""
+
+    @abstractmethod
+    def owners(self) -> Sequence[OwnsMasters]:
+        """The owners of their masters."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The logical shape of each weight by name."""
-        return {name: tuple(tensor.shape) for name, tensor in tensors_of(self.model)}
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors()}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
         """The format of each quantized weight by name."""
-        return {name: tensor.format for name, tensor in tensors_of(self.model) if isinstance(tensor, QuantizedWeight)}
+        return {name: weight.format for name, weight in self._quantized() if weight.format.element}
+
+    @property
+    def shared_amaxes(self) -> Mapping[str, SharedAmax | None]:
+        """The weights that each quantized weight shares its tensor amax with."""
+        return {name: weight.state.shared_amax for name, weight in self._quantized()}
 
     @property
     def nominal(self) -> torch.dtype | None:
         """The nominal dtype of the quantized weights, if there is one."""
-        return _only({tensor.dtype for _, tensor in tensors_of(self.model) if isinstance(tensor, QuantizedWeight)})
+        return _only({weight.dtype for _, weight in self._quantized()})
+
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The dtype that a plain tensor computes in: its own."""
+        return tensor.dtype
+
+    @property
+    def masters_group(self) -> Group:
+        """The ranks that share the masters."""
+        groups = [views.group for owner in self.owners() for views in owner.master_views()]
+        ranks = {None if g.handle is None else tuple(dist.get_process_group_ranks(g.handle)) for g in groups}
+        if len(ranks) > 1:
+            raise ValueError(
+                "the masters of these weights are sharded over several groups of ranks: say with group= which ranks share the work"
+            )
+        return groups[0] if groups else ONE_PROCESS
 
     def batches(self) -> Iterator[Batch]:
-        """The tensors, one at a time."""
-        yield from ([item] for item in tensors_of(self.model))
+        """The tensors, one at a time; what the next forward pass of a host would gather is gathered
+        first.
+        """
+        for owner in self.owners():
+            for _ in owner.master_views():
+                pass
+        yield from ([item] for item in self.tensors())
+
+    def casts(self) -> Casts:
+        """Counters of the casts and changes of all weights."""
+        found = {id(weight.state.freshness): weight.state.freshness for _, weight in self._quantized()}
+        return tuple((id(freshness), freshness.cast, freshness.version) for freshness in found.values())
+
+    def _quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        yield from ((name, tensor) for name, tensor in self.tensors() if isinstance(tensor, QuantizedWeight))
+
+
+class WholeModel(WholeWeights):
+    """A model of whole weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, shared ones once, and persistent buffers."""
+        yield from tensors_of(self.model)
+
+    def owners(self) -> Sequence[OwnsMasters]:
+        """The owners of the masters, as far as weights know them."""
+        return owners_of(self.model)[0]
+
+
+class OwnedWeights(WholeWeights):
+    """The weights that a ZeroAdamW, a CastPlan or an attachment to a host has masters of."""
+
+    def __init__(self, owner: OwnsMasters) -> None:
+        self._owner = owner
+        unnamed = sum(view.name is None for views in owner.master_views() for view in views.masters)
+        if unnamed:
+            raise ValueError(
+                f"{unnamed} weights of this {type(owner).__name__} have no names: build it with names, or give the model"
+            )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, a plain parameter as a tensor."""
+        for views in self._owner.master_views():
+            for name, weight in ((str(view.name), view.weight) for view in views.masters):
+                yield name, weight if weight.format.element else weight.rowwise_data.view(weight.shape)
+
+    def owners(self) -> Sequence[OwnsMasters]:
+        """The one owner of the masters."""
+        return [self._owner]
 
 
 class ShardedModel:
     """A model under FSDP2, prepared by zerocast or not: groups gather one after another."""
 
+    is_transient = True
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._owners = owners_of(model)[0]
+        found = list(torch_fsdp.sharded_parameters(model))
+        self._parameters = {name: parameter for name, parameter, _ in found}
+        self._dtypes = {name: dtype for name, _, dtype in found}
+        self._buffers = {name: t for name, t in tensors_of(model) if name not in self._parameters}
+        owners = [getattr(_local(parameter), "master_owner", None) for parameter in self._parameters.values()]
+        self._owners = list({id(owner): owner for owner in owners if owner is not None}.values())
         self.group = Group.of(dist.group.WORLD)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The logical shape of each weight by name."""
-        return {name: tuple(tensor.shape) for name, tensor in tensors_of(self._model)}
+        return {name: tuple(tensor.shape) for name, tensor in {**self._parameters, **self._buffers}.items()}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
         """The format of each quantized weight by name."""
-        prepared = {name: _prepared(tensor) for name, tensor in tensors_of(self._model)}
-        return {
-            name: weight.format for name, weight in prepared.items() if weight is not None and weight.format.element
-        }
+        return {name: weight.format for name, weight in self._prepared() if weight.format.element}
+
+    @property
+    def shared_amaxes(self) -> Mapping[str, SharedAmax | None]:
+        """The weights that each quantized weight shares its tensor amax with."""
+        return {name: weight.shared_amax for name, weight in self._prepared()}
 
     @property
     def nominal(self) -> torch.dtype | None:
         """The nominal dtype of the prepared weights, if there is one."""
-        prepared = [_prepared(tensor) for _, tensor in tensors_of(self._model)]
-        return _only({weight.nominal for weight in prepared if weight is not None})
+        return _only({weight.nominal for _, weight in self._prepared()})
+
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The dtype that a plain tensor computes in: that of the mixed precision policy."""
+        return self._dtypes.get(name, tensor.dtype)
+
+    @property
+    def masters_group(self) -> Group:
+        """The ranks that gather together."""
+        return self.group
 
     def batches(self) -> Iterator[Batch]:
-        """What each group gathers, then plain tensors one by one."""
+        """The weights of each group, which one gather brings, then plain tensors one by one."""
         seen: set[str] = set()
         for owner in self._owners:
             for views in owner.master_views():
@@ -153,18 +291,26 @@ class ShardedModel:
                 batch = [(str(view.name), view.weight) for view in views.masters]
                 seen |= {name for name, _ in batch}
                 yield batch
-        for name, tensor in tensors_of(self._model):
+        for name, tensor in {**self._parameters, **self._buffers}.items():
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]
+
+    def casts(self) -> Casts:
+        """The casts of all models; the first gather may add one."""
+        return tuple((id(owner), *owner.casts) for owner in self._owners)
+
+    def _prepared(self) -> Iterator[tuple[str, Any]]:
+        """(name, FSDPWeight) of the prepared parameters."""
+        found = ((name, getattr(_local(tensor), "weight", None)) for name, tensor in self._parameters.items())
+        yield from ((name, weight) for name, weight in found if weight is not None)
+
+
+def _local(tensor: Tensor) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _only(dtypes: set[torch.dtype]) -> torch.dtype | None:
     return next(iter(dtypes)) if len(dtypes) == 1 else None
-
-
-def _prepared(tensor: Tensor) -> Any:
-    """What a prepared parameter is a shard of, which knows its format; None for any other."""
-    return getattr(getattr(tensor, "_local_tensor", None), "weight", None)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerocast.checkpoint.whole_folder import WholeFolder
@@ -17,8 +16,9 @@ from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group
 from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of
-from zerocast.serve.piece import Piece, cut, cut_part
+from zerocast.serve.piece import Piece
 from zerocast.serve.safetensors_writer import SafetensorsWriter
+from zerocast.serve.stored_tensor import of_plain, of_weight
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
 
@@ -45,7 +45,7 @@ def write(
     check_naming(naming)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
-    _check_pieces(source, naming, pieces)
+    check_pieces(source, naming, pieces)
     at = WholeFolder(folder.absolute())  # "." has no name to write beside
     writer, fused = SafetensorsWriter(at.partial, naming, shard_bytes), FusedAmaxes(naming, allow_unequal_scales)
     _on_rank_0(source.group, lambda: _begin(at))
@@ -78,7 +78,7 @@ def _finish(at: WholeFolder, writer: SafetensorsWriter, finish: Callable[[Path],
     return names
 
 
-def _check_pieces(source: WeightSource, naming: str, pieces: Pieces) -> None:
+def check_pieces(source: WeightSource, naming: str, pieces: Pieces) -> None:
     """ValueError for a weight that the naming cannot express, before anything is read."""
     for name, fmt in source.formats.items():
         if naming == "bf16":
@@ -97,24 +97,11 @@ def _add(
     writer: SafetensorsWriter, batch: Batch, naming: str, pieces: Pieces, plain: Plain, fused: FusedAmaxes
 ) -> None:
     for name, tensor in batch:
-        tensors: dict[str, Tensor] = {}
+        parts = pieces(name, tensor.shape)
         if isinstance(tensor, QuantizedWeight):
-            tensors = encode(tensor, naming, name, pieces(name, tensor.shape))
-            fused.note(name, tensor, pieces(name, tensor.shape))
+            stored = of_weight(tensor, naming, name, parts)
+            fused.note(name, tensor, parts)
         else:
-            tensors = {piece.name: cut(plain(name, tensor), piece) for piece in pieces(name, tensor.shape)}
-        writer.add(tensors)
-
-
-def encode(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast
-    or is partial.
-    """
-    weight.check_readable()
-    if naming == "bf16":
-        value = weight.dequantize().to(torch.bfloat16)
-        return {piece.name: cut(value, piece) for piece in pieces}
-    weight.wait()
-    parts = layout_of(naming, name, weight.format).parts(weight)
-    rows = weight.matrix_shape[0]
-    return {piece.name + suffix: cut_part(part, piece, rows) for piece in pieces for suffix, part in parts.items()}
+            value = plain(name, tensor)
+            stored = of_plain(value, parts, value.dtype)
+        writer.add({one.name: one.make() for one in stored})

@@ -61,11 +61,11 @@ class VerifyReport:
 
     @staticmethod
     def of(parts: "Sequence[VerifyReport]", without: tuple[str, ...]) -> "VerifyReport":
-        """Merge several reports into one; `ranks` is their largest number of ranks."""
+        """Merge reports into one; `ranks` is their largest number of ranks, 1 of no report."""
         return VerifyReport(
             sum(part.weights for part in parts),
             sum(part.nbytes for part in parts),
-            max(part.ranks for part in parts),
+            max((part.ranks for part in parts), default=1),
             tuple(difference for part in parts for difference in part.differences),
             (*without, *(name for part in parts for name in part.without_masters)),
             tuple(found for part in parts for found in part.not_finite),

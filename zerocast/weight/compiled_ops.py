@@ -16,7 +16,7 @@ from torch import Tensor
 from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.weight import grouped
-from zerocast.weight.weight import QuantizedWeight
+from zerocast.weight.stored import StoredWeight
 
 _WEIGHT = (
     "int[] shape, str format, ScalarType nominal, bool on_demand, "
@@ -33,8 +33,7 @@ def _multiply(
     path: str,
     *weight: Any,
 ) -> Tensor:
-    of_buffers = QuantizedWeight.of_arguments(*weight)
-    return gemm.PATHS[path].multiply(operands, of_buffers, columnwise, transposed, bias, dtype)
+    return gemm.PATHS[path].multiply(operands, StoredWeight(*weight), columnwise, transposed, bias, dtype)
 
 
 def _multiply_fake(
@@ -72,7 +71,7 @@ def _weight_gradient_fake(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: to
 
 
 def _grouped(x: Tensor, offs: Tensor, columnwise: bool, *weight: Any) -> Tensor:
-    return grouped.multiply(x, QuantizedWeight.of_arguments(*weight), offs, columnwise)
+    return grouped.multiply(x, StoredWeight(*weight), offs, columnwise)
 
 
 def _grouped_fake(x: Tensor, offs: Tensor, columnwise: bool, shape: Sequence[int], *weight: Any) -> Tensor:

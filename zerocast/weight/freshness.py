@@ -5,7 +5,8 @@ whatever their number, and a read compares and refuses what is stale. Columnwise
 always. In debug mode (`set_debug`) every read also looks whether the masters have changed since
 their last cast: at their version counters, and at steps of torch optimizers over them, since fused
 ones move no counter. Neither sees writes of masters through `.data` or by foreign kernels;
-`zerocast.verify` sees everything.
+`zerocast.verify` sees everything. Weights that are served to an inference engine are looked at in
+this way from then on, whatever the mode (`Freshness.observe`).
 
 Weights whose last write broke off are not read either: `guard` knows (`write_guard.py`).
 """
@@ -45,19 +46,25 @@ class Freshness:
     rebuild: Callable[[Any], None] | None = None
     # a weak reference to what shows the masters to `zerocast.verify`
     owner: Callable[[], Any] | None = None
-    has_masters: bool = (
-        # somebody casts the weights from masters, and so trains whatever parameters stand for them
-        False
-    )
+    # somebody casts the weights from masters, and so trains whatever parameters stand for them
+    has_masters: bool = False
     sharded: bool = False
     advice: str = CAST
-    # of the values of the weights, as far as an owner says when it changes them
+    # changes with the values of the weights, as far as their owner calls `change`
     version: int = field(default_factory=lambda: next(_versions))
     _masters: "list[weakref.ref[Tensor]]" = field(default_factory=list, init=False)
-    # of the masters at a cast in debug mode
+    # the masters' version counters at the last cast, in debug mode
     _versions: list[int] | None = field(default=None, init=False)
     _stepped: bool = field(default=False, init=False)
     _before_step: int = field(default=0, init=False)
+    _observed: bool = field(default=False, init=False)
+
+    def observe(self) -> None:
+        """Notice from the next cast on, as in debug mode, when masters change without a cast."""
+        if self.has_masters and not self._observed:
+            self._observed = True
+            if not _observers:
+                _observers.extend(_step_hooks(lambda freshness: freshness._observed))
 
     def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
         """These masters are what the weights are cast from, at present and from now on."""
@@ -110,13 +117,14 @@ class Freshness:
 
     def _note(self) -> None:
         self._stepped, self._versions = False, None
-        if _hooks:
+        if _hooks or self._observed:
             held = [reference() for reference in self._masters]
             self._versions = [-1 if master is None else master._version for master in held]
 
 
 _watched: "weakref.WeakSet[Freshness]" = weakref.WeakSet()
 _hooks: list[RemovableHandle] = []  # the hooks of debug mode, while it is on
+_observers: list[RemovableHandle] = []  # the same for what is observed, once anything is
 
 
 def debugging() -> bool:
@@ -135,16 +143,24 @@ def set_debug(enabled: bool) -> None:
         handle.remove()
     _hooks.clear()
     if enabled:
-        _hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _each(optimizer, Freshness.before_step)))
-        _hooks.append(register_optimizer_step_post_hook(lambda optimizer, *_: _each(optimizer, Freshness.after_step)))
+        _hooks.extend(_step_hooks(lambda _: True))
 
 
-def _each(optimizer: torch.optim.Optimizer, call: Callable[[Freshness], None]) -> None:
-    """Call a method of every Freshness whose masters this optimizer steps."""
-    stepped = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]} - {0}
-    for freshness in list(_watched):
-        if freshness.is_cast_from(stepped):
-            call(freshness)
+def _step_hooks(concerns: Callable[[Freshness], bool]) -> list[RemovableHandle]:
+    """Let every step of a torch optimizer tell the Freshness of its masters."""
+
+    def each(optimizer: torch.optim.Optimizer, call: Callable[[Freshness], None]) -> None:
+        found = [freshness for freshness in list(_watched) if concerns(freshness)]
+        if found:
+            stepped = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]} - {0}
+            for freshness in found:
+                if freshness.is_cast_from(stepped):
+                    call(freshness)
+
+    return [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: each(optimizer, Freshness.before_step)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: each(optimizer, Freshness.after_step)),
+    ]
 
 
 def _place(tensor: Tensor) -> int:

@@ -70,18 +70,18 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
 
 
-def multiply(path: str, x: Tensor, weight: Any, transposed: bool = False, bias: Tensor | None = None) -> Tensor:
-    """`x @ W.T + bias`, or `x @ W + bias` when transposed, from the rowwise copy; no autograd."""
+def multiply(path: str, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """`x @ W.T + bias` from the rowwise copy; no autograd."""
     read = weight.of_direction(columnwise=False)
     operands, _ = gemm.of_input(path, x, read.format) if x.numel() else ((), ())
-    return _multiplied(path, operands, x, read, False, transposed, bias)
+    return _multiplied(path, operands, x, read, False, False, bias)
 
 
-def multiply_gradient(path: str, grad: Tensor, weight: Any, transposed: bool = False) -> Tensor:
-    """`grad @ W`, or `grad @ W.T` when transposed, from the columnwise copy; no autograd."""
-    path, read = _backward_path(path, weight, grad.dtype, transposed), weight.of_direction(columnwise=True)
+def multiply_gradient(path: str, grad: Tensor, weight: Any) -> Tensor:
+    """`grad @ W` from the columnwise copy; no autograd."""
+    path, read = _backward_path(path, weight, grad.dtype, False), weight.of_direction(columnwise=True)
     operands = gemm.PATHS[path].quantize(grad, read.format, gradient=True) if grad.numel() else ()
-    return _multiplied(path, operands, grad, read, True, transposed, None)
+    return _multiplied(path, operands, grad, read, True, False, None)
 
 
 def _backward_path(path: str, weight: Any, dtype: torch.dtype, transposed: bool) -> str:
@@ -122,10 +122,8 @@ def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> T
     """`product` in the gradient dtype of the weight, of its logical shape; added to `main_grad`
     where a host fuses that.
     """
-    wished = (
-        weight.grad_dtype if weight.is_leaf else None
-    )  # a compiler's stand-in for the weight is no leaf and has none
-    dtype: torch.dtype = wished or weight.dtype
+    # a compiler's stand-in for the weight is no leaf and has no grad_dtype
+    dtype: torch.dtype = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
     fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
     if fused is None:
         return product(dtype).view(weight.shape)
@@ -192,8 +190,8 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
     path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
         if torch.is_grad_enabled():
-            gemm.say_nominal(weight, path)
-        return multiply(path, x, weight, bias=bias)
+            gemm.warn_nominal(weight, path)
+        return multiply(path, x, weight, bias)
     y = multiply_gradient(path, x, weight)
     return y if bias is None else y + bias
 

@@ -127,7 +127,7 @@ class WeightState:
             )
 
     def recorded(self) -> tuple[Freshness, int] | None:
-        """What a forward pass keeps for `Freshness.check_recorded`; None while tracing."""
+        """The version that a forward pass keeps for `check_recorded`; None while tracing."""
         return None if torch.compiler.is_compiling() else (self.freshness, self.freshness.version)
 
     def columnwise_is_fresh(self) -> bool:
@@ -227,7 +227,7 @@ class WeightState:
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
                 if not ours.is_inference():
-                    # which an operator below autograd does not
+                    # an operator below autograd does not count a write by itself
                     torch.autograd.graph.increment_version(ours)
         self._forget()
         self.was_cast = True

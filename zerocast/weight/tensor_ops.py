@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.weight import linear as compute
-from zerocast.weight import owners, unsupported
+from zerocast.weight import linear, owners, unsupported
 from zerocast.weight.weight import QuantizedWeight, define, define_function
 
 INSTEAD = (
@@ -105,8 +104,8 @@ define(_aten.alias.default, QuantizedWeight.share)
 define(_aten.view.default, _same_shape)
 define(_aten.as_strided.default, _same_strides)
 define(_aten.t.default, _transpose)
-define(_aten.mm.default, compute.product_below_autograd)
-define(_aten.addmm.default, lambda bias, x, weight: compute.product_below_autograd(x, weight, bias))
+define(_aten.mm.default, linear.product_below_autograd)
+define(_aten.addmm.default, lambda bias, x, weight: linear.product_below_autograd(x, weight, bias))
 # expand_as(itself), by which hosts reach a parameter's gradient accumulator
 define(_aten.expand.default, _same_shape)
 define(_aten.clone.default, lambda weight, **kwargs: _to_copy(weight))

@@ -7,36 +7,34 @@ its own bytes, not the flat buffer that they may lie in. Every other operator ra
 silently dequantizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocast import backends, gemm
-from zerocast.backends import ops
+from zerocast import gemm
 from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import linear as compute
-from zerocast.weight import owners, unsupported
+from zerocast.weight import linear, owners, unsupported
 from zerocast.weight import state as weight_state
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.freshness import debugging
 from zerocast.weight.state import WeightState
+from zerocast.weight.stored import WeightReader
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_READ = {
-    "rowwise_data": "readable_rowwise_data"
-}  # by which a compiled graph asks for a buffer: it is checked on the way
+# the attributes by which a compiled graph asks for buffers, checked on the way
+_READ = {"rowwise_data": "readable_rowwise_data"}
 _READ_BY_PRODUCTS = BUFFERS[:5]
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {**compute.PRODUCTS, **unsupported.METHODS}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {**linear.PRODUCTS, **unsupported.METHODS}
 
 
-class QuantizedWeight(WeightBuffers):
+class QuantizedWeight(WeightReader, WeightBuffers):
     """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and
     scales.
 
@@ -88,22 +86,10 @@ class QuantizedWeight(WeightBuffers):
         return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
 
     def as_arguments(self) -> tuple[Any, ...]:
-        """The arguments of an op from which `of_arguments` makes this weight again, over the
-        same buffers.
-        """
+        """The arguments of an op from which it makes a `StoredWeight` over the same buffers."""
         state = self.state
         buffers = [state.buffers[name] for name in _READ_BY_PRODUCTS]
         return list(self.shape), str(state.format), state.dtype, state.columnwise_on_demand, *buffers
-
-    @staticmethod
-    def of_arguments(
-        shape: Sequence[int], fmt: str, dtype: torch.dtype, on_demand: bool, *buffers: Tensor | None
-    ) -> "QuantizedWeight":
-        """Make the weight again that `as_arguments` took apart."""
-        held = {name: buffer for name, buffer in zip(_READ_BY_PRODUCTS, buffers, strict=True) if buffer is not None}
-        weight = QuantizedWeight.of_buffers(tuple(shape), get_format(fmt), dtype, held)
-        weight.state.columnwise_on_demand = on_demand
-        return weight
 
     @property
     def is_traced(self) -> bool:
@@ -127,15 +113,7 @@ class QuantizedWeight(WeightBuffers):
         """
         if self.format.backward:
             return self.of_direction(columnwise).read(False, dtype)
-        columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
-        if self._makes_columnwise:
-            columnwise = False  # the transposed codes are the same codes
-        data, scale_inv = self.direction(columnwise)
-        if data.dtype == dtype:
-            return data
-        backend, key = backends.choose(data.device), str(self.format)
-        value: Tensor = ops.dequantize(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
-        return value
+        return super().read(columnwise, dtype)
 
     def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
         """(E4M3 codes uint8, scale_inv f32 a 128x128 block) of the same values, laid out as the
@@ -143,12 +121,7 @@ class QuantizedWeight(WeightBuffers):
         """
         if self.format.backward:
             return self.of_direction(columnwise).upcast(columnwise)
-        from_copy = columnwise and not self._makes_columnwise  # which lies as a rowwise weight does
-        data, scale_inv = self.direction(columnwise=from_copy)
-        shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
-        backend, key = backends.choose(data.device), str(self.format)
-        made: tuple[Tensor, Tensor] = ops.upcast(backend, key, data, scale_inv, *shape, columnwise and not from_copy)
-        return made
+        return super().upcast(columnwise)
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or
@@ -160,14 +133,21 @@ class QuantizedWeight(WeightBuffers):
             return self.of_direction(columnwise).direction(columnwise)
         self.check_readable()
         self.state.check_direction(columnwise)
-        if columnwise and self._makes_columnwise:
-            self.wait()
-            backend, row_scale = backends.choose(self.device), self.rowwise_scale_inv
-            made = ops.transposed(backend, str(self.format), self.rowwise_data, row_scale, *self.matrix_shape)
-            return made[0], made[1] if self.format.block else row_scale
+        return super().direction(columnwise)
+
+    def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
+        """(data, scale_inv) of one direction as they lie in memory, which a gather may bring;
+        RuntimeError for a stale or missing columnwise copy.
+        """
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
+
+    def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """The value that `make` derives from the bytes of the last cast, kept until the next one
+        (`WeightState.cached_per_cast`).
+        """
+        return self.state.cached_per_cast(name, make)
 
     def direction_in_graph(self, columnwise: bool, after: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """(data, scale_inv) of one direction as values of a graph, which checks the bytes where it
@@ -179,7 +159,7 @@ class QuantizedWeight(WeightBuffers):
         data, row_scale = self.state.rowwise_data, self.state.buffers["rowwise_scale_inv"]
         if not columnwise:
             return data, row_scale
-        if not self._makes_columnwise:
+        if not self.makes_columnwise:
             return None
         made = torch.ops.zerocast.columnwise_copy(str(self.format), data, row_scale, *self.matrix_shape, after)
         return made[0], made[1] if self.format.block else row_scale
@@ -199,6 +179,7 @@ class QuantizedWeight(WeightBuffers):
             weight.state.columnwise_on_demand, weight.state.name = True, self.state.name
             self.state.choices[key] = weight
         read: QuantizedWeight = self.state.choices[key]
+        read.state.freshness.cast = self.state.freshness.cast  # by which it keeps what it derives
         return read
 
     def check_readable(self) -> None:
@@ -212,14 +193,23 @@ class QuantizedWeight(WeightBuffers):
             self._check_masters()
         owners.note_read(self)
 
+    def check_current(self) -> None:
+        """What `check_readable` does in debug mode, in any mode, and from the next cast on about
+        masters that change without a cast: for bytes that leave this process.
+        """
+        self.check_filled()
+        self._check_masters()
+        self.state.freshness.observe()
+
     def check_filled(self) -> None:
         """RuntimeError for bytes that were never cast nor filled, and for those whose last write
         is partial.
         """
         guard = self.state.freshness.guard
-        if guard.is_open_elsewhere:  # in the end of a gather, perhaps
-            self.wait()
-        guard.check_complete()
+        if not guard.is_quiet:
+            if guard.is_open_elsewhere:  # in the end of a gather, perhaps
+                self.wait()
+            guard.check_complete()
         if not self.state.ever_cast:
             raise RuntimeError(
                 f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
@@ -230,10 +220,11 @@ class QuantizedWeight(WeightBuffers):
     def readable_rowwise_data(self) -> Tensor:
         """The rowwise data for a compiled graph, which reads it at every call."""
         self.check_readable()
-        return self.rowwise_data
+        self.wait()
+        return self.state.rowwise_data
 
     @property
-    def _makes_columnwise(self) -> bool:
+    def makes_columnwise(self) -> bool:
         """True if a columnwise copy is made at each use and not kept."""
         return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
 
@@ -366,11 +357,11 @@ class QuantizedWeight(WeightBuffers):
         if state.gathered_direction:
             raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         # a compiled function asks thrice at every call
-        key = gemm.wishes(), self.requires_grad, state.columnwise_on_demand, is_transposed
+        key = gemm.settings(), self.requires_grad, state.columnwise_on_demand, is_transposed
         if key not in state.choices:
             names = [_READ.get(name, name) for name in state.names_read_by_products()]
             fixed = tuple(self.shape), state.format, state.dtype, self.requires_grad, state.columnwise_on_demand
-            state.choices[key] = names, (*fixed, gemm.ways(self))
+            state.choices[key] = names, (*fixed, gemm.settings_of(self))
         flat: tuple[list[str], Any] = state.choices[key]
         return flat
 

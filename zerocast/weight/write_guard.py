@@ -83,6 +83,11 @@ class WriteGuard:
         return self._writer not in (None, threading.get_ident())
 
     @property
+    def is_quiet(self) -> bool:
+        """True while no thread writes and nothing is partial, as before nearly every read."""
+        return self._writer is None and self.partial is None
+
+    @property
     def is_partial(self) -> bool:
         """True if a write broke off, and no other has completed since; False inside a
         transaction.

@@ -1,16 +1,20 @@
 """Train every run of the study that is not finished yet, then write table, picture and JSON.
 
     python -m examples.gpt_pretrain.study --size cpu
-    python -m examples.gpt_pretrain.study --size h200
+    python -m examples.gpt_pretrain.study --size gpu --data text.bin --at-once 4 --minutes 3
 
 Ended in the middle, the same command goes on where it was: a finished run is not made again.
 """
 
+import hashlib
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,81 +22,172 @@ import tyro
 from rich.console import Console
 
 from examples.gpt_pretrain import interrupt
+from examples.gpt_pretrain.data import read_files
 from examples.gpt_pretrain.launch import RunFailedError
 from examples.gpt_pretrain.progress import Progress
 from examples.gpt_pretrain.run_log import Record
 from examples.gpt_pretrain.study import show
 from examples.gpt_pretrain.study.outcome import collect
-from examples.gpt_pretrain.study.plan import SIZES, Job, Size, jobs
-from examples.gpt_pretrain.study.runs import finished, train
+from examples.gpt_pretrain.study.plan import BASELINE, SIZES, Job, Size, jobs
+from examples.gpt_pretrain.study.runs import finished, read_store, train, write_store
+
+STORE = "runs.jsonl"
+Runs = Mapping[Job, Sequence[Record]]
 
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """Compare the quality of training on quantized weights with bf16: six variants, three seeds
-    each.
-    """
+    """Compare the quality of training on quantized weights with bf16, three seeds each."""
 
-    size: Literal["cpu", "h200"] = "cpu"
-    """Size of the models (plan.py): cpu takes a minute or two a run on two cores, h200 is for
-    one H200.
-    """
+    size: Literal["cpu", "gpu"] = "cpu"
+    """Plan (plan.py): cpu takes a minute or two a run on two cores, gpu less on one H200."""
+    data: tuple[Path, ...] = ()
+    """The text of the plan; by default the source of Python's standard library."""
     out: Path = Path("runs/study")
     """Folder for the runs, with a subfolder for each size."""
     results: Path | None = None
-    """Folder for table.md, gap.png and results.json, with a subfolder for each size; by default
-    `out`.
+    """Folder for table.md, gap.png, results.json and runs.jsonl, with a subfolder for each size; by
+    default `out`.
     """
     limit: int | None = None
     """Most runs to make now; the next call continues with the others."""
+    minutes: float | None = None
+    """End after so long, with the runs that are under way; the next call continues."""
+    at_once: int = 1
+    """Runs at the same time, which share the device."""
+    known: Path | None = None
+    """A runs.jsonl from another machine, whose runs are not made again."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints, from which a run that was ended goes on; 0 writes none."""
+
+
+class Ended:
+    """Says when runs have to end: after `minutes`, if any, or once `now` was called."""
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self._now = threading.Event()
+
+    def now(self) -> None:
+        """End runs from now on."""
+        self._now.set()
+
+    def __call__(self, seconds: float = 0.0) -> bool:
+        """True if no run may go on for so long."""
+        return self._now.is_set() or (self._deadline is not None and time.monotonic() + seconds > self._deadline)
 
 
 def make_runs(
-    todo: Sequence[Job], out: Path, progress: Progress, limit: int | None = None
-) -> Mapping[Job, Sequence[Record]]:
-    """The records of all runs, or of fewer if `limit` new ones were made before the end."""
-    made: dict[Job, Sequence[Record]] = {}
-    for job in todo:
-        records = finished(job, out)
-        if records is None:
-            if limit == 0:
-                continue
-            limit = None if limit is None else limit - 1
-            records = train(job, out, progress)
-        progress.update(job.name, records)
-        progress.stop(job.name)
-        made[job] = records
-    return made
+    todo: Sequence[Job],
+    out: Path,
+    progress: Progress,
+    limit: int | None = None,
+    *,
+    known: Mapping[str, list[Record]] | None = None,
+    at_once: int = 1,
+    ended: Ended | None = None,
+    failed: Callable[[RunFailedError], None] | None = None,
+) -> Runs:
+    """The records of all runs, or of fewer if `limit` new ones were made before the end, or time
+    was up. `failed` is told of a run that fails, and the others go on; without it that is raised.
+    """
+    ended = ended or Ended()
+    made: dict[Job, Sequence[Record] | None] = {job: finished(job, out, known) for job in todo}
+    missing = [job for job in todo if made[job] is None][:limit]
+    seconds: list[float] = []  # of the runs so far; one that cannot take as little is not begun
+
+    def make(job: Job) -> Sequence[Record] | None:
+        if ended(min(seconds, default=0.0)):
+            return None
+        began = time.monotonic()
+        try:
+            records = train(job, out, progress, ended)
+            seconds.append(time.monotonic() - began)
+            return records
+        except RunFailedError as error:
+            if failed is None:
+                raise
+            failed(error)
+            return None
+
+    for job, records in made.items():
+        if records is not None:
+            progress.update(job.name, records)
+            progress.stop(job.name)
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = {job: pool.submit(make, job) for job in missing}
+        try:
+            for job, future in futures.items():
+                made[job] = records = future.result()
+                progress.update(job.name, records or [])
+                progress.stop(job.name)
+        except BaseException:  # Ctrl-C too: the runs end with this
+            ended.now()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {job: records for job, records in made.items() if records is not None}
 
 
-def write(name: str, size: Size, runs: Mapping[Job, Sequence[Record]], folder: Path) -> str:
-    """Write table, picture and JSON; returns the table."""
+def write(name: str, size: Size, runs: Runs, folder: Path) -> str:
+    """Write table, picture, JSON and the records of the runs; returns the table."""
     folder.mkdir(parents=True, exist_ok=True)
     outcome = collect(name, size, runs)
     (folder / "results.json").write_text(json.dumps(outcome) + "\n")
     (folder / "table.md").write_text(show.markdown(outcome, f"python -m examples.gpt_pretrain.study --size {name}"))
     show.plot(outcome, folder / "gap.png")
+    write_store(folder / STORE, runs)
     return show.table(outcome)
+
+
+def check_text(size: Size, data: Sequence[Path]) -> None:
+    """SystemExit unless `data` is the text of a plan that names one."""
+    if size.text is None:
+        return
+    text = read_files(data)
+    found = hashlib.sha256(text).hexdigest()
+    if found != size.text:
+        raise SystemExit(
+            f"the plan has a text of SHA-256 {size.text}, and --data gives {len(text):,} bytes of {found}: README.md says "
+            "how to make it"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study from the command line; returns the exit status."""
     config = tyro.cli(StudyConfig, prog="python -m examples.gpt_pretrain.study", args=arguments)
+    ended = Ended(config.minutes)
     console, size, out = Console(), SIZES[config.size], config.out / config.size
-    todo = list(jobs(size))
+    every, todo = config.checkpoint_every, []
+    for job in jobs(size):
+        here = replace(job.config, data=config.data, checkpoint_every=every, elastic=every > 0)
+        todo.append(replace(job, config=here))
+    if config.limit != 0:
+        check_text(size, config.data)
+    failures: list[RunFailedError] = []
     try:
         with Progress(console, [job.name for job in todo]) as progress:
-            runs = make_runs(todo, out, progress, config.limit)
+            runs = make_runs(
+                todo,
+                out,
+                progress,
+                config.limit,
+                known=read_store(config.known),
+                at_once=config.at_once,
+                ended=ended,
+                failed=failures.append if size.by_row else None,
+            )
     except RunFailedError as error:
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 1
-    if len(runs) < len(todo):
+        failures, runs = [error], {}
+    for failure in failures:
+        console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
+    is_whole = len(runs) == len(todo)
+    if runs and not is_whole:
         console.print(f"{len(runs)} of {len(todo)} runs are finished; the same command goes on", highlight=False)
-        return 0
-    folder = (config.results or config.out) / config.size
-    console.print(write(config.size, size, runs, folder), markup=False, highlight=False)
-    console.print(f"wrote table.md, gap.png and results.json in {folder}", highlight=False)
-    return 0
+    if is_whole or (size.by_row and any(job.variant == BASELINE for job in runs)):
+        folder = (config.results or config.out) / config.size
+        console.print(write(config.size, size, runs, folder), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"wrote table.md, gap.png, results.json and {STORE} in {folder}", highlight=False)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -19,8 +19,11 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
 
     A gap is a run's validation loss less that of the baseline of the same seed, which saw the same
     initial values and the same batches; its spread over the seeds is the sample standard deviation.
-    ValueError for runs on other machines, texts or versions.
+    Runs of a seed without a baseline are left out. ValueError for runs on other machines, texts or
+    versions.
     """
+    seeds = {job.seed for job in runs if job.variant == BASELINE}
+    runs = {job: records for job, records in runs.items() if job.seed in seeds}
     starts = [records[0] for records in runs.values()]
     for key in SAME:
         found = {json.dumps(start[key], sort_keys=True) for start in starts}
@@ -47,6 +50,7 @@ def _run(records: Sequence[Record]) -> dict[str, Any]:
         "validation_loss": end["validation_loss"],
         "train_loss": end["train_loss"],
         "skipped_steps": end["skipped_steps"],
+        "products": end["products"],
         "tokens_per_s": end["tokens_per_s"],
         "train_curve": curve(records, "train"),
     }
@@ -55,10 +59,12 @@ def _run(records: Sequence[Record]) -> dict[str, Any]:
 def _across(by_seed: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     losses = [run["validation_loss"] for run in by_seed.values()]
     gaps = [run["validation_loss"] - baseline[seed]["validation_loss"] for seed, run in by_seed.items()]
+    bases = [baseline[seed]["validation_loss"] for seed in by_seed]
     return {
         "validation_loss": statistics.fmean(losses),
         "validation_loss_deviation": _deviation(losses),
         "gap": statistics.fmean(gaps),
+        "share": statistics.fmean(gaps) / statistics.fmean(bases),
         "gap_deviation": _deviation(gaps),
         "gaps": gaps,
     }

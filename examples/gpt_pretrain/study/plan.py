@@ -1,7 +1,7 @@
-"""The plan of the study, fixed before it was run: variants, seeds and sizes.
+"""The plans of the study, each fixed before its first run: variants, seeds, sizes and text.
 
 Change nothing here to make a result look better. A change makes every finished run one of another
-plan, which is trained again.
+plan, which is trained again. What each row is for, and what will count as what: README.md.
 """
 
 import dataclasses
@@ -14,7 +14,9 @@ from examples.gpt_pretrain.model import GPTConfig
 
 BASELINE = "bf16"
 CONTROL = "nvfp4_no_masters"
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
+Variants = Mapping[str, Mapping[str, Any]]
+# Products dequantize: tensor cores would round the inputs as well, and this plan is about weights.
+WEIGHTS: Variants = {
     BASELINE: {"format": "bf16"},
     "fp8_current": {"format": "fp8_current"},
     "fp8_block": {"format": "fp8_block"},
@@ -22,27 +24,50 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "nvfp4": {"format": "nvfp4"},
     CONTROL: {"format": "nvfp4", "keep_masters": False},
 }
+# As one trains on a GPU: on tensor cores where the format has them, which rounds inputs too. In the
+# order in which they are run.
+TRAINING: Variants = {
+    BASELINE: {"format": "bf16"},
+    "bf16 in two": {"format": "bf16", "batch_size": 8, "grad_accum": 2},  # chance: other roundings
+    "nvfp4": {"format": "nvfp4"},
+    "mxfp4": {"format": "mxfp4"},
+    "fp8_current": {"format": "fp8_current"},
+    "fp8_block": {"format": "fp8_block"},
+    "fp8_block, FP8 weight gradients": {"format": "fp8_block", "weight_gradients": "fp8"},
+    "nvfp4, bf16 end": {"format": "nvfp4", "late_share": 0.15},
+    "mxfp8 square": {"format": "mxfp8:block=32x32"},
+    "nvfp4 four over six": {"format": "nvfp4:four_over_six=mae"},
+    "fp8_current|nvfp4": {"format": "fp8_current|nvfp4"},
+    "mxfp4 OCP": {"format": "mxfp4:scale_rounding=floor"},
+    "nvfp4, no masters": {"format": "nvfp4", "keep_masters": False},
+}
 SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size of the study: the configuration that its runs share, and the number of ranks."""
+    """A size of the study: the configuration that its runs share, the number of ranks, its rows.
+
+    `text` is the SHA-256 of the text, None for Python's standard library. `by_row` makes all seeds
+    of a row before the next row, so that what a limit of time cuts are rows.
+    """
 
     ranks: int
     config: TrainConfig
+    variants: Variants = dataclasses.field(default_factory=lambda: WEIGHTS, hash=False)
+    text: str | None = None
+    by_row: bool = False
 
 
-# Products dequantize on a GPU too: tensor cores would round the inputs as well, and the study is
-# about weights.
-_COMMON = TrainConfig(gemm="dequantize", min_lr_ratio=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+_COMMON = TrainConfig(min_lr_ratio=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
 
 SIZES: Mapping[str, Size] = {
-    # 3.2 M parameters, 0.4 M tokens: a minute or two on two cores.
+    # 3.2 M parameters, 0.2 M tokens: a minute or two on two cores.
     "cpu": Size(
         ranks=2,
         config=dataclasses.replace(
             _COMMON,
+            gemm="dequantize",
             model=GPTConfig(n_layer=4, n_head=4, n_embd=256, context=256),
             steps=200,
             batch_size=4,
@@ -54,21 +79,27 @@ SIZES: Mapping[str, Size] = {
             device="cpu",
         ),
     ),
-    # 101 M parameters, 33 M tokens: meant for a minute or two on one H200.
-    "h200": Size(
+    # 29.7 M parameters, 8.2 M bytes a run, none twice: some seconds on one H200.
+    "gpu": Size(
         ranks=1,
         config=dataclasses.replace(
             _COMMON,
-            model=GPTConfig(n_layer=8, n_head=8, n_embd=1024, context=1024),
-            steps=1000,
-            batch_size=32,
-            lr=6e-4,
-            warmup_steps=100,
-            eval_every=1000,
-            eval_sequences=512,
+            min_lr_ratio=0.0,
+            model=GPTConfig(n_layer=6, n_head=10, n_embd=640, context=1024),
+            batches="once",
+            steps=500,
+            batch_size=16,
+            lr=1e-3,
+            warmup_steps=50,
+            log_every=5,
+            eval_every=500,
+            eval_sequences=1024,
             bucket_size=1 << 24,
             device="cuda",
         ),
+        variants=TRAINING,
+        text="8e6a12451cbf1425327b30a0ad14924d5f4959ee4df3c130510873e28662d773",
+        by_row=True,
     ),
 }
 
@@ -85,11 +116,11 @@ class Job:
     @property
     def name(self) -> str:
         """The name of the run, on the console and on disk."""
-        return f"{self.variant}-{self.seed}"
+        return f"{self.variant}-{self.seed}".replace(" ", "_").replace(",", "").replace("|", "-")
 
 
 def jobs(size: Size) -> Iterator[Job]:
-    """All runs, seed by seed, so that an interrupted study has complete comparisons."""
-    for seed in SEEDS:
-        for variant, changes in VARIANTS.items():
-            yield Job(variant, seed, size.ranks, dataclasses.replace(size.config, seed=seed, **changes))
+    """All runs: seed by seed, so that an interrupted study has whole comparisons, or by row."""
+    rows = [(variant, seed) for variant in size.variants for seed in SEEDS]
+    for variant, seed in rows if size.by_row else sorted(rows, key=lambda row: row[1]):
+        yield Job(variant, seed, size.ranks, dataclasses.replace(size.config, seed=seed, **size.variants[variant]))

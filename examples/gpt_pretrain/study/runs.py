@@ -1,9 +1,13 @@
-"""The runs of a study on disk; a finished run is not repeated."""
+"""The runs of a study on disk; a finished run is not repeated.
+
+What runs have recorded can be carried from machine to machine as one file (`write_store`), so that
+a study takes a slice of the time on each.
+"""
 
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,29 @@ from examples.gpt_pretrain.run_log import Record, read_records
 from examples.gpt_pretrain.study.plan import Job
 
 TIMEOUT = 3600.0  # seconds after which a run is ended as hung
+PLACE = ("out", "data", "elastic", "checkpoint_every")  # of a configuration, what changes no bit of a run
 
 
-def finished(job: Job, out: Path) -> list[Record] | None:
-    """The records of a finished run below `out` with the configuration of `job`, or None."""
+def write_store(path: Path, runs: Mapping[Job, Sequence[Record]]) -> None:
+    """Write the records of finished runs into one file, a line a run."""
+    lines = [json.dumps({"name": job.name, "records": list(records)}) + "\n" for job, records in runs.items()]
+    path.write_text("".join(lines))
+
+
+def read_store(path: Path | None) -> dict[str, list[Record]]:
+    """The records of a store by the names of their runs; none without a file."""
+    if path is None or not path.exists():
+        return {}
+    return {line["name"]: line["records"] for line in map(json.loads, path.read_text().splitlines())}
+
+
+def finished(job: Job, out: Path, known: Mapping[str, list[Record]] | None = None) -> list[Record] | None:
+    """The records of a finished run below `out`, or in the store `known`, with the configuration of
+    `job`, or None.
+    """
     records = read_records(out / job.name / "metrics.jsonl")
+    if not records or records[-1]["event"] != "end":
+        records = (known or {}).get(job.name, [])
     if not records or records[-1]["event"] != "end":
         return None
     start = records[0]
@@ -26,13 +48,19 @@ def finished(job: Job, out: Path) -> list[Record] | None:
     return records if same else None
 
 
-def train(job: Job, out: Path, progress: Progress) -> list[Record]:
-    """Make one run from its beginning and return its records; RunFailedError if it fails."""
+def train(job: Job, out: Path, progress: Progress, stop: Callable[[], bool] = lambda: False) -> list[Record] | None:
+    """Make one run from its beginning and return its records, or None if `stop` ends it first;
+    RunFailedError if it fails.
+    """
     progress.start(job.name)
     folder = out / job.name
-    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier attempt
-    with Run(folder, command_line(job.config), ranks=job.ranks, timeout=TIMEOUT) as run:
+    if not job.config.elastic:  # which goes on from a checkpoint of an earlier attempt
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+    several = job.ranks > 1
+    with Run(folder, command_line(job.config), ranks=job.ranks, timeout=TIMEOUT, torchrun=several) as run:
         while not run.is_over():
+            if stop():
+                return None
             progress.update(job.name, run.records())
             time.sleep(0.5)
         return run.records()
@@ -69,4 +97,4 @@ def _as_recorded(config: TrainConfig) -> Any:
 
 
 def _without_place(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != "out"}
+    return {name: value for name, value in config.items() if name not in PLACE}

@@ -1,5 +1,6 @@
 """The outcome of a study as a table in Markdown and as a picture."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,28 +8,41 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.gpt_pretrain.report import COLORS, STYLES, smooth
+from examples.gpt_pretrain.report import COLORS as FEW_COLORS
+from examples.gpt_pretrain.report import STYLES, smooth
 from examples.gpt_pretrain.study.outcome import Outcome
 from examples.gpt_pretrain.study.plan import BASELINE
 
 # nats a byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
 LINEAR = 0.02
+COLORS = (*FEW_COLORS, "#56b4e9", "#8c564b", "#7f7f00", "#17becf", "#9467bd", "#d62728", "#000000", "#ff9896")
 
 
 def table(outcome: Outcome) -> str:
-    """A table with a row for each variant: gaps as mean ± standard deviation, then seed by seed."""
-    seeds = list(next(iter(outcome["variants"].values()))["seeds"])
-    heads = ["weights", "validation loss", f"gap to {BASELINE}", *(f"seed {seed}" for seed in seeds), "skipped steps"]
+    """A table with a row for each variant: what products round, gaps as mean ± standard deviation
+    and as a part of the baseline's loss, then seed by seed.
+    """
+    seeds = list(outcome["variants"][BASELINE]["seeds"])
+    gaps_of = [f"gap to {BASELINE}", "of its loss", *(f"seed {seed}" for seed in seeds)]
+    heads = ["weights", "products round", "validation loss", *gaps_of, "skipped steps"]
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for name, found in outcome["variants"].items():
         loss = f"{found['validation_loss']:.4f} ± {found['validation_loss_deviation']:.4f}"
         skipped = sum(run["skipped_steps"] for run in found["seeds"].values())
-        if name == BASELINE:
-            gaps = [""] * (1 + len(seeds))
-        else:
-            gaps = [f"{found['gap']:+.4f} ± {found['gap_deviation']:.4f}", *(f"{gap:+.4f}" for gap in found["gaps"])]
-        rows.append([f"`{name}`", loss, *gaps, str(skipped)])
+        gaps = [""] * len(gaps_of)
+        if name != BASELINE:
+            by_seed = dict(zip(found["seeds"], found["gaps"], strict=True))
+            gaps = [f"{found['gap']:+.4f} ± {found['gap_deviation']:.4f}", f"{100 * found['share']:+.2f} %"]
+            gaps += [f"{by_seed[seed]:+.4f}" if seed in by_seed else "not run" for seed in seeds]
+        paths = {path for run in found["seeds"].values() for path in run["products"]}
+        rows.append([f"`{name}`".replace("|", "\\|"), _rounded(paths), loss, *gaps, str(skipped)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _rounded(paths: set[str]) -> str:
+    """What products by these paths of `zerocast.gemm` round beside the nominal dtype."""
+    scaled = sorted(paths - {"dequantize"})
+    return f"weights and inputs ({', '.join(scaled)})" if scaled else "weights" if paths else "nothing"
 
 
 def markdown(outcome: Outcome, command: str) -> str:
@@ -66,7 +80,7 @@ def plot(outcome: Outcome, path: Path) -> None:
 
 def _plot_final(axes: Axes, outcome: Outcome) -> None:
     names = [name for name in outcome["variants"] if name != BASELINE]
-    for row, (name, color) in enumerate(zip(names, COLORS[1:], strict=False)):
+    for row, (name, color) in enumerate(zip(names, COLORS[1 : len(names) + 1], strict=True)):
         found = outcome["variants"][name]
         axes.errorbar(found["gap"], row, xerr=found["gap_deviation"], fmt="s", color=color, capsize=4)
         axes.plot(found["gaps"], [row + 0.18] * len(found["gaps"]), "o", color=color, fillstyle="none")
@@ -85,7 +99,7 @@ def _plot_course(axes: Axes, outcome: Outcome) -> None:
     """The smoothed gap over the steps; all runs of a seed train on the same batches."""
     baseline = outcome["variants"][BASELINE]["seeds"]
     names = [name for name in outcome["variants"] if name != BASELINE]
-    for name, color, style in zip(names, COLORS[1:], STYLES[1:], strict=False):
+    for name, color, style in zip(names, COLORS[1 : len(names) + 1], itertools.cycle(STYLES[1:]), strict=False):
         seeds = outcome["variants"][name]["seeds"]
         curves = [_gaps(run["train_curve"], baseline[seed]["train_curve"]) for seed, run in seeds.items()]
         steps = [step for step, _ in next(iter(seeds.values()))["train_curve"]]

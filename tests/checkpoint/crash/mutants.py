@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
-from zerocast.checkpoint import checkpoints, manifest, whole_folder
+from zerocast.checkpoint import checkpoints, manifest, torch_checkpoint, whole_folder
 from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
 from zerocast.serve import safetensors_writer
 
@@ -21,10 +21,10 @@ def _nothing(*_: object) -> None:
 def _torch_syncs() -> None:
     """As torch does it, before the buffer is flushed."""
 
-    def init(self: whole_folder.ClearWriter, path: Path) -> None:
-        whole_folder.FileSystemWriter.__init__(self, path, sync_files=True)
+    def init(self: torch_checkpoint.ClearWriter, path: Path) -> None:
+        torch_checkpoint.FileSystemWriter.__init__(self, path, sync_files=True)
 
-    _put(whole_folder.ClearWriter, "__init__", init)()
+    _put(torch_checkpoint.ClearWriter, "__init__", init)()
 
 
 def _commits_before_sync(self: WholeFolder) -> None:
@@ -82,7 +82,7 @@ def _makes_partial(self: WholeFolder) -> None:
 
 MUTANTS: dict[str, Callable[[], object]] = {
     "files are synced by torch": _torch_syncs,
-    "files are not synced": _put(whole_folder, "sync_file", _nothing),
+    "files are not synced": _put(torch_checkpoint, "sync_file", _nothing),
     "exported files are not synced": _put(safetensors_writer, "sync_file", _nothing),
     "the manifest is not synced": _put(manifest, "sync_file", _nothing),
     "folders are not synced": _put(whole_folder, "sync_folder", _nothing),

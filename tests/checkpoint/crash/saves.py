@@ -3,11 +3,12 @@
 import functools
 import hashlib
 import itertools
+import json
 import os
 import signal
-import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.crash import mutants
 from tests.checkpoint.crash.recorder import Recorder
-from tests.workers import join
+from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source
 from zerocast.optim import Checkpoints
@@ -212,17 +213,57 @@ def run(
     SAVES[name].save(root, recorder.mark)
 
 
-def run_and_kill(compiled: str, name: str, folder: Path, first: int, every: int) -> None:
-    """One process after the other, each killed before a later change, until one comes to its end."""
+def run_and_kill(
+    compiled: str, name: str, folder: Path, first: int, every: int, world: int = 1, killed: int = 0
+) -> None:
+    """Save again and again, one rank killed before a later change each time, until it comes to its end; exit codes by rank.
+
+    Each rank is forked from this process, which has saved once: nothing is imported or set up again.
+    """
     torch.set_num_threads(1)
+    _save_once(SAVES[name], folder.with_name(f"{folder.name}_whole"))
     for kill_before in itertools.count(first, every):
         at = folder / f"killed_before_{kill_before:04d}"
-        process = os.fork()
-        if not process:
-            (at / "root").mkdir(parents=True)
-            SAVES[name].prepare(at / "root")
-            run(compiled, name, at / "root", at / "log", 0, 1, kill_before, None)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        if status != -signal.SIGKILL:
-            sys.exit(status)
+        (at / "root").mkdir(parents=True)
+        SAVES[name].prepare(at / "root")
+        processes = [
+            _forked(compiled, name, at / "root", at / "log", rank, world, kill_before * (rank == killed), None)
+            for rank in range(world)
+        ]
+        codes = [_exit_code(process) for process in processes]
+        (at / "codes").write_text(json.dumps(codes))
+        if codes[killed] != -signal.SIGKILL:
+            return
+
+
+def _save_once(save: Folder | Once, root: Path) -> None:
+    """Without threads, which would not be there in processes that are forked later."""
+    root.mkdir()
+    save.prepare(root)
+    (replace(save, asynchronous=False) if isinstance(save, Folder) else save).save(root, lambda _: None)
+
+
+def _forked(*arguments: Any) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        run(*arguments)
+        code = 0
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(code)
+
+
+def _exit_code(process: int) -> int:
+    """Of a process that ends; -SIGALRM for one that hangs, which is killed."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return -signal.SIGALRM

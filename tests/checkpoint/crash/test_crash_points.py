@@ -5,7 +5,7 @@ hold after a power failure there, without what was not synced (`disk.py`), is lo
 also killed before each call, for what really is there then.
 """
 
-import itertools
+import json
 import random
 import signal
 from dataclasses import dataclass
@@ -25,14 +25,12 @@ pytestmark = pytest.mark.skipif(recorder.why_not() is not None, reason=str(recor
 TWO_RANKS = ("the next, the one before goes", "in place of itself", "in place of itself, while training goes on")
 
 
-def saved(
-    name: str, folder: Path, world: int = 1, rank: int = 0, kill_before: int = 0, broken: str | None = None
-) -> list[int | None]:
-    """Save on some ranks, one of which is killed; their exit codes."""
+def saved(name: str, folder: Path, world: int = 1, broken: str | None = None) -> list[int | None]:
+    """Save on some ranks; their exit codes."""
     processes = []
     for each in range(world):
         places = folder / "root", folder / "log"
-        arguments = (str(recorder.library()), name, *places, each, world, kill_before if each == rank else 0, broken)
+        arguments = (str(recorder.library()), name, *places, each, world, 0, broken)
         processes.append(context.Process(target=run, args=arguments, daemon=True))
         processes[-1].start()
     for process in processes:
@@ -130,16 +128,23 @@ def test_power_failures_of_two_ranks(tmp_path: Path, name: str, seed: int) -> No
     ALL.check(name, disk, tmp_path, random.Random(seed))
 
 
-def kills(name: str, folder: Path, first: int, every: int) -> int:
-    """Kill a process before each change of its save from the `first` on, or every so many-th; how many kills that were."""
-    process = context.Process(target=run_and_kill, args=(str(recorder.library()), name, folder, first, every))
+def kills(name: str, folder: Path, first: int, every: int, world: int = 1, killed: int = 0) -> int:
+    """Kill a rank before each change of its save from the `first` on, or every so many-th; how many kills that were."""
+    arguments = str(recorder.library()), name, folder / "kills", first, every, world, killed
+    process = context.Process(target=run_and_kill, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == 0
-    left = sorted(folder.iterdir())
+    left = sorted((folder / "kills").iterdir())
     for at in left:
+        codes = json.loads((at / "codes").read_text())
+        if at == left[-1]:
+            assert codes == [0] * world
+        else:
+            assert codes.pop(killed) == -signal.SIGKILL
+            assert {*codes} <= {0, 1}, f"{at.name}: the other one hangs or crashes"
         done = any(record.what == "mark" for record in read_log(at / "log"))
-        check(name, at / "root", done, True, at.name)
+        check(name, at / "root", done, True, f"{at.name} of rank {killed}")
     return len(left) - 1
 
 
@@ -161,17 +166,7 @@ def test_kills(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_kills_of_one_rank_of_two(tmp_path: Path, name: str, rank: int) -> None:
     """The other one raises, and ends."""
-    for kill_before in itertools.count(1, 2):
-        at = tmp_path / f"killed_{kill_before}"
-        prepared(name, at)
-        codes = saved(name, at, 2, rank, kill_before)
-        if codes == [0, 0]:
-            break
-        assert codes[rank] == -signal.SIGKILL
-        assert codes[1 - rank] in (0, 1), "the other one hangs or crashes"
-        done = any(record.what == "mark" for record in read_log(at / "log"))
-        check(name, at / "root", done, True, f"killed before change {kill_before} of rank {rank}")
-    assert kill_before > 3
+    assert kills(name, tmp_path, 1, 1, world=2, killed=rank) > 3
 
 
 FOUND_BY = {

@@ -13,7 +13,6 @@ from tests.checkpoint.sources.written import KINDS, values
 from tests.optim.faults import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot, weight_bytes
-from tests.optim.test_resume import train
 from zerocast import optim
 from zerocast.optim import ZeroAdamW
 
@@ -27,7 +26,7 @@ SHAPES = {spec.name: spec.shape for spec in SPECS}
 def trained() -> Trainer:
     """Some other life: moments, steps, delayed scales."""
     trainer = Trainer(RUN)
-    train(trainer, range(2))
+    trainer.train(range(2))
     return trainer
 
 
@@ -81,7 +80,7 @@ def test_on_several_ranks(ranks: Any, tmp_path: Path, kind: str, world: int) -> 
 def from_own_checkpoint(path: str) -> list[str]:
     """Masters alone, out of a checkpoint that has moments and delayed scales too."""
     trainer, other = trained(), Trainer(RUN)
-    train(other, range(7, 8))
+    other.train(range(7, 8))
     optim.save(trainer.optimizer, path)
     optim.load_masters(other.optimizer, path)
     wanted, found = trainer.optimizer.state_dict(), other.optimizer.state_dict()
@@ -105,8 +104,8 @@ def test_training_goes_on_from_it(tmp_path: Path) -> None:
     for trainer in (first, second):
         optim.load_masters(trainer.optimizer, source)
     second.scheduler = first.scheduler
-    train(first, range(3))
-    train(second, range(3))
+    first.train(range(3))
+    second.train(range(3))
     casts.assert_same_bytes(snapshot(first), snapshot(second))
 
 

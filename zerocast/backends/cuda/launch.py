@@ -23,9 +23,10 @@ Work = tuple[int, int, int, int]
 Stream = tuple[int, int]  # handle and device
 
 
+# a Stream object takes ten times as long to make as the rest of a call
 _current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)  # a Stream object takes ten times as long to make as the rest of a call
+)
 
 
 def stream_of(tensor: Tensor) -> Stream:

@@ -1,10 +1,12 @@
-"""The Adam stages in plain torch: `adam_step` for formats without amaxes, else `adam_amax`."""
+"""The Adam stages in plain torch: `adam_step` for formats without amaxes, else `adam_amax`, or
+`adam_cast` for whole rows of blocks.
+"""
 
 import torch
 from torch import Tensor
 
-from zerocast.backends.descriptor import Column
-from zerocast.backends.reference.stages import partial_amax
+from zerocast.backends.descriptor import Column, check_whole_blocks
+from zerocast.backends.reference.stages import partial_amax, partial_cast
 from zerocast.formats import FormatSpec
 
 
@@ -69,3 +71,24 @@ def adam_amax(
         here = owned & (table[:, Column.MASTER_BASE] == base)
         adam_step(*state, segments[here], scalars, clip, None)
     partial_amax(fmt, nominal, masters, table, packed)
+
+
+def adam_cast(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    table: Tensor,
+    groups: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    packed: Tensor,
+    row_data: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Stage adam_cast: adam_amax, and the codes of the new masters by these amaxes alone."""
+    check_whole_blocks(fmt, table)
+    adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

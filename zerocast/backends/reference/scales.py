@@ -157,8 +157,8 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def choose_map_4(fmt: FormatSpec, x: Tensor, amaxes: Tensor, tensor_amax: Tensor) -> Tensor:
-    """Whether each block of an f32 matrix has a smaller error under the scale that maps its amax to
-    the code 4 than to 6; bool of the shape of `amaxes`.
+    """True for each block of an f32 matrix whose error is smaller under the scale that maps its
+    amax to the code 4 than to 6; bool of the shape of `amaxes`.
 
     A block's error is that of its elements as they decode, summed along each of its rows from left
     to right, and then over the rows in pairs 8, 4, 2 and 1 apart.

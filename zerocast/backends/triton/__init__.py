@@ -13,6 +13,7 @@ except ImportError as error:
     ) from error
 
 from zerocast.backends.triton.adam_amax import adam_amax
+from zerocast.backends.triton.adam_cast import adam_cast
 from zerocast.backends.triton.adam_step import adam_step
 from zerocast.backends.triton.choose_scales import choose_scales
 from zerocast.backends.triton.compute_scales import compute_scales
@@ -30,6 +31,7 @@ PREFERENCE = -1 if INTERPRETED else 1
 
 __all__ = [
     "adam_amax",
+    "adam_cast",
     "adam_step",
     "add_gradients",
     "choose_scales",

@@ -2,19 +2,19 @@
 
 import functools
 import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import Entry, dtype_name
+from zerocast.checkpoint.torch_checkpoint import load
+from zerocast.distributed.group import ONE_PROCESS
 
 
 class DcpSource:
@@ -53,9 +53,7 @@ class DcpSource:
         entry = self._entries[name]
         state = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-                state_dict_loader.load(state, storage_reader=SafeReader(self._path), no_dist=True)
+            load(state, self.reader(), ONE_PROCESS)
         except (
             CheckpointException,
             pickle.UnpicklingError,

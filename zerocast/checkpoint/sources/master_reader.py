@@ -3,17 +3,14 @@
 import fnmatch
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocast.checkpoint.manifest import check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
+from zerocast.checkpoint.torch_checkpoint import load_masters
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 
@@ -55,7 +52,8 @@ def read_masters(
     validate_across_ranks(group, [prefix], problem)
     assert opened is not None
     begin()
-    _load({prefix + name: tensor for name, tensor in masters.items()}, opened, group)
+    state = {prefix + name: tensor for name, tensor in masters.items()}
+    load_masters(state, opened.reader(), group, opened.place)
 
 
 def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, kept: Sequence[str]) -> list[str]:
@@ -72,18 +70,3 @@ def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, 
     if prefix == "model.":  # may be one of our checkpoints, which holds more than masters
         left = [name for name in left if not name.startswith(BESIDE_MASTERS)]
     return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in left]
-
-
-def _load(state: Mapping[str, Any], source: TensorSource, group: Group) -> None:
-    try:
-        with warnings.catch_warnings():
-            # one process without a process group is an ordinary case here
-            warnings.simplefilter("ignore", UserWarning)
-            state_dict_loader.load(
-                dict(state), storage_reader=source.reader(), process_group=group.handle, no_dist=group.handle is None
-            )
-    except CheckpointException as error:  # no Exception, and the same on every rank
-        said = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
-        raise RuntimeError(
-            f"{source.place} cannot be read to its end; masters are now partly what it holds: {said}"
-        ) from error

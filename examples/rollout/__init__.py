@@ -1,0 +1,1 @@
+"""Rollouts by another process that computes with the trainer's own bits."""

@@ -1,0 +1,22 @@
+"""The options of the example."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """A trainer and a generator on the CPU."""
+
+    format: Literal["fp8_block", "nvfp4"] = "fp8_block"
+    """What the trainer computes with, and the generator in the first run."""
+    steps: int = 60
+    """Steps, each with a refit before."""
+    batch_size: int = 64
+    """Answers a step."""
+    lr: float = 3e-4
+    """Learning rate."""
+    seed: int = 1
+    """Of the answers that are drawn."""
+    requantize: bool = False
+    """The control alone: send bf16 weights, which the generator quantizes by a rule of its own."""

@@ -1,0 +1,59 @@
+"""The toy: a small Llama, and a task whose reward is verified by arithmetic."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerocast
+
+DIGITS = 10
+PLUS, EQUALS = 10, 11
+VOCABULARY = 12
+RECIPES = {
+    # matrices of the layers; embeddings, norms and the head stay bf16
+    "fp8_block": zerocast.Recipe({"*_proj.weight": "fp8_block"}),
+    "nvfp4": zerocast.Recipe({"*_proj.weight": "nvfp4"}, share_amax="llama"),
+}
+NAMINGS = {"fp8_block": "deepseek", "nvfp4": "modelopt"}  # what engines call the stored tensors
+
+
+def build() -> Any:
+    """A model of transformers in bf16; its buffers, in which rotary embeddings keep frequencies,
+    stay FP32.
+    """
+    import transformers  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        initializer_range=0.1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def prompts(step: int, count: int) -> Tensor:
+    """`a + b =` as tokens, int64 `[count, 4]`; the same in both processes."""
+    generator = torch.Generator().manual_seed(step)
+    numbers = torch.randint(DIGITS, (count, 2), generator=generator)
+    signs = torch.tensor([PLUS, EQUALS]).expand(count, 2)
+    return torch.stack([numbers[:, 0], signs[:, 0], numbers[:, 1], signs[:, 1]], 1)
+
+
+def reward(sequences: Tensor) -> Tensor:
+    """1 where the token after the prompt is the last digit of the sum, else 0; f32 `[count]`."""
+    return (sequences[:, 4] == (sequences[:, 0] + sequences[:, 2]) % DIGITS).float()
+
+
+def answer_logits(model: nn.Module, sequences: Tensor) -> Tensor:
+    """The logits of the answer in one forward pass over whole sequences, f32 `[count, tokens]`."""
+    logits: Tensor = model(sequences).logits
+    return logits[:, 3].float()

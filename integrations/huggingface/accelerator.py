@@ -1,0 +1,109 @@
+"""Accelerator: accelerate's, for models whose gradients ZeroAdamW reduces."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from zerocast.integrations import zero_run
+from zerocast.integrations.zero_run import check_place, is_quantized, without_reduction
+from zerocast.optim import ZeroAdamW, full_state_dict
+
+_FOLDER = "zerocast"
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate.Accelerator that leaves a model with QuantizedWeights as it is.
+
+    ZeroAdamW averages gradients over the ranks and gathers weights, so DistributedDataParallel must
+    not. The rest of accelerate stays: data loaders, `accumulate`, `clip_grad_norm_`, `autocast`,
+    schedulers, trackers, `save_state` and `load_state`. Models without QuantizedWeights and other
+    optimizers are prepared as ever.
+    """
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As in accelerate, without DistributedDataParallel for a quantized model.
+
+        RuntimeError if such a model is on another device than this process trains on.
+        """
+        if not is_quantized(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        check_place(model, self.device)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As in accelerate; ZeroAdamW's state stays where it is."""
+        return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ZeroAdamW) else device_placement)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Gradients of the model stay on this rank within, as inside `accumulate`."""
+        with without_reduction(self._zero, model), super().no_sync(model):
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """As in accelerate; of a quantized model the masters, on rank 0
+        (`zerocast.optim.full_state_dict`).
+        """
+        if not is_quantized(model):
+            return super().get_state_dict(model, unwrap)
+        return full_state_dict(self.unwrap_model(model), one_of(self._zero))
+
+    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
+        """As in accelerate; masters and moments lie in the folder `zerocast`, each rank's own part,
+        with the buffers of quantized models.
+        """
+        with self._without_zero():
+            folder = super().save_state(output_dir, **kwargs)
+        zero_run.save(Path(folder) / _FOLDER, self._zero, self._quantized)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """What `save_state` wrote, on any number of ranks. ValueError as from
+        `zerocast.optim.load`, and without a folder.
+        """
+        if input_dir is None:
+            raise ValueError("name the folder that save_state returned: load_state(folder)")
+        with self._without_zero():
+            super().load_state(input_dir, *args, **kwargs)
+        zero_run.load(Path(input_dir) / _FOLDER, self._zero, self._quantized)
+
+    @property
+    def _zero(self) -> list[ZeroAdamW]:
+        return [inner for inner in map(inner_of, self._optimizers) if isinstance(inner, ZeroAdamW)]
+
+    @property
+    def _quantized(self) -> list[nn.Module]:
+        return [model for model in self._models if is_quantized(model)]
+
+    @contextlib.contextmanager
+    def _without_zero(self) -> Iterator[None]:
+        """Within, accelerate sees what it can save: whole tensors."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [model for model in models if not is_quantized(model)]
+        self._optimizers = [one for one in optimizers if not isinstance(inner_of(one), ZeroAdamW)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def inner_of(optimizer: Any) -> Any:
+    """The optimizer that accelerate may have wrapped."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def one_of(optimizers: list[ZeroAdamW]) -> ZeroAdamW:
+    """The only one; RuntimeError if there are none or several."""
+    if len(optimizers) != 1:
+        raise RuntimeError(
+            f"{len(optimizers)} ZeroAdamW were prepared: call zerocast.optim.full_state_dict(model, optimizer)"
+        )
+    return optimizers[0]

@@ -1,0 +1,105 @@
+"""FabricZeroStrategy: how Lightning Fabric runs a model whose masters ZeroAdamW has."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+
+from zerocast.integrations import zero_run
+from zerocast.integrations.zero_run import check_place, is_quantized, without_reduction
+from zerocast.optim import ZeroAdamW
+
+_META, _FOLDER = "lightning.ckpt", "zerocast"
+
+
+class FabricZeroStrategy(DDPStrategy):
+    """`Fabric(strategy=FabricZeroStrategy())`: `setup(model, optimizer)` of a quantized model and
+    its ZeroAdamW.
+
+    Processes are started and joined as by DDPStrategy, whose arguments it takes; a quantized model
+    stays as it is, since ZeroAdamW averages gradients and gathers weights. `clip_gradients` and
+    `no_backward_sync` are Fabric's. `save` writes a folder: `lightning.ckpt` with what is neither a
+    quantized model nor a ZeroAdamW, and `zerocast` with each rank's part of masters and moments,
+    which any number of ranks loads.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._zero: list[ZeroAdamW] = []
+        self._backward_sync_control = _BackwardSyncControl(self._zero)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """The module as it is, if it is quantized. RuntimeError if it is on another device than
+        this process trains on.
+        """
+        if not is_quantized(module):
+            return super().setup_module(module)
+        check_place(module, self.root_device)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """As in Fabric."""
+        if isinstance(optimizer, ZeroAdamW):
+            self._zero.append(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """A folder with `lightning.ckpt` and `zerocast`; a file, if nothing in `state` is
+        zerocast's.
+
+        ValueError for a quantized model without its ZeroAdamW in `state`, which has the masters.
+        """
+        models, optimizers, rest = _parts(state)
+        if not models and not optimizers:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        path = Path(self.broadcast(path))
+        super().save_checkpoint(path / _META, rest, storage_options, filter)
+        zero_run.save(path / _FOLDER, optimizers, models)
+
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What `save_checkpoint` wrote, on any number of ranks. ValueError as from
+        `zerocast.optim.load`.
+        """
+        path = Path(self.broadcast(path))
+        if not isinstance(state, dict) or not path.is_dir():
+            return super().load_checkpoint(path, state, strict, weights_only)
+        models, optimizers, rest = _parts(state)
+        zero_run.load(path / _FOLDER, optimizers, models)
+        remaining = super().load_checkpoint(path / _META, rest, strict, weights_only)
+        state.update(rest)
+        return remaining
+
+
+class _BackwardSyncControl:
+    """Fabric's way into `ZeroAdamW.no_sync`."""
+
+    def __init__(self, optimizers: list[ZeroAdamW]) -> None:
+        self._optimizers = optimizers
+
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        with without_reduction(self._optimizers if enabled else [], module):
+            yield
+
+
+def _parts(state: dict[str, Any]) -> tuple[list[nn.Module], list[ZeroAdamW], dict[str, Any]]:
+    """Quantized models, ZeroAdamWs and the rest, in their order."""
+    models = [value for value in state.values() if isinstance(value, nn.Module) and is_quantized(value)]
+    optimizers = [value for value in state.values() if isinstance(value, ZeroAdamW)]
+    if bool(models) != bool(optimizers):
+        raise ValueError("save and load a quantized model and its ZeroAdamW together: it has the masters")
+    ours = {id(value) for value in [*models, *optimizers]}
+    return models, optimizers, {key: value for key, value in state.items() if id(value) not in ours}

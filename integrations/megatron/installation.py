@@ -1,0 +1,299 @@
+"""install(): the stock `pretrain()` of megatron.training builds, attaches, loads and saves.
+
+Functions of megatron.training are replaced where its own code looks them up. `host.py` has their
+names; what they do meanwhile:
+
+    add_megatron_arguments         the command line knows `--zerocast-recipe`
+    setup_model_and_optimizer      ranks compare their recipes, then, inside `quantized_params()`,
+      correct_amax_history_...     the last call before the model is wrapped: it is quantized
+      get_megatron_optimizer       the optimizer is attached, before a checkpoint is loaded
+      load_checkpoint              masters start from loaded values, not from their rounded weights
+    generate_state_dict            quantized weights become plain values, to save and to load
+    train_step                     refuses a model that none of this has seen
+    check_param_hashes_...         hashes values of quantized weights
+"""
+
+import contextlib
+import functools
+import weakref
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from zerocast import Recipe, quantize_
+from zerocast.distributed.agreement import largest_of_ranks, validate_across_ranks
+from zerocast.distributed.group import Group
+from zerocast.formats.recipe import RecipeLike
+from zerocast.integrations.host_adapter import Patch, Patches
+
+from . import host, validate
+from .attachment import Attachment, attach
+from .building import quantized_params
+from .checkpoint import dequantize_
+from .primary import is_primary, weight_of
+
+FLAG = "--zerocast-recipe"
+_installed: "Installation | None" = None
+
+
+class Installation:
+    """An installation in megatron.training, as `install` returns it."""
+
+    def __init__(self, recipe: Recipe | None, verify_every: int | None) -> None:
+        self._recipe, self._verify_every = recipe, verify_every
+        self._attachments: list[weakref.ref[Attachment]] = []
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that setup_model_and_optimizer has built
+        self._patches = Patches()
+
+    @property
+    def attachments(self) -> list[Attachment]:
+        """The attachments of models that are still alive, oldest first, for `zerocast.verify`."""
+        return [one for ref in self._attachments if (one := ref()) is not None]
+
+    def patches(self) -> Iterator[Patch]:
+        """The functions of megatron.training that are replaced until `uninstall`."""
+        training, checkpointing = host.training(), host.module(host.CHECKPOINTING)
+        arguments = host.module(host.ARGUMENTS)
+        add, setup = arguments.add_megatron_arguments, training.setup_model_and_optimizer
+        generate, step = checkpointing.generate_state_dict, training.train_step
+
+        @functools.wraps(setup)
+        def set_up(*args: Any, **kwargs: Any) -> Any:
+            return self._set_up(functools.partial(setup, *args, **kwargs))
+
+        @functools.wraps(generate)
+        def plain_state_dict(*args: Any, **kwargs: Any) -> Any:
+            loads = (kwargs.get("optim_sd_kwargs") or {}).get("is_loading", False)
+            return dequantize_(generate(*args, **kwargs), is_loading=loads)
+
+        @functools.wraps(step)
+        def checked_step(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if optimizer not in self._optimizers:
+                raise RuntimeError(
+                    "install() came after setup_model_and_optimizer, or this model was built by something else: nothing of it is "
+                    "quantized. Call zerocast.integrations.megatron.install(recipe) before pretrain()"
+                )
+            return step(forward_step, data, model, optimizer, *args, **kwargs)
+
+        name = "check_param_hashes_across_dp_replicas"
+        if hasattr(training, name):
+            check = getattr(training, name)
+            yield Patch(training, name, lambda model, **kwargs: check([PlainValues(one) for one in model], **kwargs))
+        yield Patch(arguments, "add_megatron_arguments", lambda parser: add_arguments(add(parser)))
+        yield Patch(training, "setup_model_and_optimizer", set_up)
+        yield Patch(checkpointing, "generate_state_dict", plain_state_dict)
+        yield Patch(training, "train_step", checked_step)
+
+    def install(self) -> None:
+        """Replace the functions."""
+        with Patches() as patches:
+            patches.apply(self.patches())
+            self._patches = patches.pop_all()
+
+    def uninstall(self) -> None:
+        """Give megatron.training its functions back, and detach what was attached.
+
+        Collective where gathers overlap, as `Attachment.detach`.
+        """
+        global _installed  # noqa: PLW0603
+        self._patches.close()
+        _installed = None
+        for one in self.attachments:
+            one.detach()
+        self._attachments.clear()
+
+    def _set_up(self, original: Callable[[], Any]) -> Any:
+        """Megatron's setup of model, optimizer and schedule, inside `quantized_params()`.
+
+        Collective over all ranks.
+        """
+        options = host.training().get_args()
+        recipe, verify_every = self._chosen(options)
+        if recipe is None:
+            built = original()
+        else:
+            with contextlib.ExitStack() as construction, Patches() as patches:
+                construction.enter_context(quantized_params())
+                patches.apply(self._building(recipe, verify_every, options, construction))
+                built = original()
+        optimizer = built[1]
+        if optimizer is not None:
+            self._optimizers.add(optimizer)
+        return built
+
+    def _chosen(self, options: Any) -> tuple[Recipe | None, int | None]:
+        """The recipe, None for none, and `verify_every`, the same on every rank. Collective."""
+        recipe, problem = self._recipe, None
+        verify_every = self._verify_every
+        if verify_every is None:
+            verify_every = getattr(options, "zerocast_verify_every", None)
+        entries = getattr(options, "zerocast_recipe", None)
+        try:
+            if recipe is not None and entries is not None:
+                raise ValueError(
+                    f"install() was given a recipe, and the command line another by {FLAG}: give one of them"
+                )
+            if entries is not None:
+                recipe = Recipe.parse(entries, FLAG) if entries else Recipe({})
+            validate.check_verify_every(verify_every)
+            if recipe is not None:
+                validate.check_options(options)
+        except ValueError as error:
+            problem = error
+        settings = {"recipe": recipe, "verify_every": verify_every}
+        validate_across_ranks(Group.of(None), [], problem, "sets up a model for Megatron", settings)
+        return recipe, verify_every
+
+    def _building(
+        self, recipe: Recipe, verify_every: int | None, options: Any, construction: contextlib.ExitStack
+    ) -> Iterator[Patch]:
+        """The functions that setup_model_and_optimizer calls, in the order of its calls."""
+        training = host.training()
+
+        def before_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+            def quantize(chunks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+                result = original(chunks, *args, **kwargs)
+                if not options.skip_train:  # which wraps nothing, and has plain weights of the same values
+                    quantize_chunks([host.unwrapped(chunk) for chunk in chunks], recipe)
+                return result
+
+            return quantize
+
+        def build_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer = original_factory(config, model_chunks, *args, **kwargs)
+            construction.close()
+            self._attachments.append(weakref.ref(attach(optimizer, model_chunks, verify_every)))
+            return optimizer
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            before, options.load_main_params_from_ckpt = options.load_main_params_from_ckpt, True
+            try:
+                return original_load(*args, **kwargs)
+            finally:
+                options.load_main_params_from_ckpt = before
+
+        for module in host.model_builders():
+            name = "correct_amax_history_if_needed"
+            yield Patch(module, name, before_wrapping(getattr(module, name)))
+        original_factory, original_load = training.get_megatron_optimizer, training.load_checkpoint
+        yield Patch(training, "get_megatron_optimizer", build_optimizer)
+        yield Patch(training, "load_checkpoint", load)
+
+
+class PlainValues:
+    """A chunk whose quantized weights are plain tensors of their values, for what hashes them."""
+
+    def __init__(self, chunk: nn.Module) -> None:
+        self._chunk = chunk
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Names and parameters, with the attribute by which experts are told apart."""
+        for name, param in self._chunk.named_parameters():
+            if is_primary(param):
+                value: Any = weight_of(param).dequantize()
+                value.allreduce = getattr(param, "allreduce", True)
+                yield name, value
+            else:
+                yield name, param
+
+
+def install(recipe: RecipeLike | None = None, verify_every: int | None = None) -> Installation:
+    """Let `pretrain()` of megatron.training train quantized weights. Call it before, on every rank.
+
+    The model that `pretrain` builds is quantized by `recipe`, a mapping of patterns to formats,
+    before it is wrapped in DistributedDataParallel; its optimizer is attached, then a checkpoint is
+    loaded. Checkpoints hold plain values of the nominal dtype, and the FP32 masters. Patterns match
+    the names of Megatron's checkpoints: layers are counted through all pipeline stages, from 0. An
+    empty recipe quantizes nothing and casts the weights of TransformerEngine's layers
+    (`--fp8-param-gather`). Without a recipe the flag `--zerocast-recipe` says it (`add_arguments`),
+    and without that flag Megatron trains as it is. `verify_every` is that of `attach`. With
+    `--skip-train` nothing is quantized: the checkpoint's values are those of its quantized weights.
+
+    RuntimeError if this is installed already, and for a megatron.training without a name that is
+    needed. In `pretrain`, on every rank if on any: ValueError for a recipe that differs between
+    ranks, a pattern that matches no weight of any stage, a model without any quantized weight and
+    settings that are not supported; RuntimeError at the first step of a model that was built before
+    this call.
+    """
+    global _installed  # noqa: PLW0603
+    if _installed is not None:
+        raise RuntimeError("zerocast is installed in megatron.training already: call uninstall() first")
+    validate.check_verify_every(verify_every)
+    installation = Installation(None if recipe is None else Recipe.of(recipe), verify_every)
+    installation.install()
+    _installed = installation
+    return installation
+
+
+def uninstall() -> None:
+    """Undo `install`: megatron.training is as it was, and attached optimizers are detached.
+
+    Nothing happens where nothing is installed.
+    """
+    if _installed is not None:
+        _installed.uninstall()
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """An `extra_args_provider` of Megatron: `--zerocast-recipe '*.linear_*.weight=nvfp4' ...`.
+
+    It installs too, if nothing is installed, so that it is the one line of a script that asks its
+    command line for a recipe. `--zerocast-verify-every N` is the `verify_every` of `attach`. Once
+    `install` was called, a script knows both flags without it.
+    """
+    if FLAG not in parser._option_string_actions:
+        group = parser.add_argument_group("zerocast")
+        about = (
+            "formats of weights by their names; without any, the primary weights of TransformerEngine alone are cast"
+        )
+        group.add_argument(FLAG, nargs="*", metavar="PATTERN=FORMAT", help=about)
+        group.add_argument("--zerocast-verify-every", type=int, metavar="STEPS", help="compare all live bytes so often")
+    if _installed is None:
+        install()
+    return parser
+
+
+def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
+    """Quantize the unwrapped chunks of this rank's stage. Collective over all ranks.
+
+    ValueError, on every rank, for a pattern that matches no weight on any, for no quantized weight
+    on any, and for what `quantize_` refuses on one.
+    """
+    world, named = Group.of(None), [_global_names(chunk) for chunk in chunks]
+    everything = [name for names in named for name in names.values()]
+    matched = largest_of_ranks(world, [*recipe.used(everything), 0], "which patterns of the recipe match")
+    problem: Exception | None = None
+    try:
+        if not all(matched[:-1]):
+            recipe.check_used(everything)
+        for chunk, names in zip(chunks, named, strict=True):
+            formats = {name: recipe.format_of(known) for name, known in names.items()}
+            validate.check_layers(chunk, {name for name, fmt in formats.items() if fmt.element is not None})
+            quantize_(chunk, Recipe(formats, share_amax=recipe.share_amax))
+    except (TypeError, ValueError) as error:
+        problem = error
+    validate_across_ranks(world, [], problem, "quantizes a model for Megatron")
+    count = sum(is_primary(param) for chunk in chunks for param in chunk.parameters())
+    if not largest_of_ranks(world, [count], "how many weights are quantized")[0]:
+        raise ValueError(
+            f"{recipe} quantizes no weight of the model, and it has none of TransformerEngine's (--fp8-param-gather): "
+            "name weights in the recipe, or do without install()"
+        )
+
+
+def _global_names(chunk: nn.Module) -> dict[str, str]:
+    """By the name of each weight of a chunk the one in which layers count through all stages."""
+    numbers = {
+        f"{name}.{child}.": f"{name}.{number - 1}."
+        for name, module in chunk.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for child, layer in module.named_children()
+        if isinstance(number := getattr(layer, "layer_number", None), int)
+    }
+    names = {}
+    for name in (name for name, param in chunk.named_parameters() if param.dim() >= 2):
+        prefix = next((prefix for prefix in numbers if name.startswith(prefix)), "")
+        names[name] = numbers.get(prefix, "") + name.removeprefix(prefix)
+    return names

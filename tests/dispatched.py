@@ -1,0 +1,28 @@
+"""The operators that pass torch's dispatcher."""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Dispatched(TorchDispatchMode):
+    """Remembers the operators within by name and in their order, as in `aten::copy_` and `zerocast::partial_cast`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each was called."""
+        return Counter(self.names)
+
+    @property
+    def stages(self) -> list[str]:
+        """Those of ours, in their order, without the namespace."""
+        return [name.removeprefix("zerocast::") for name in self.names if name.startswith("zerocast::")]

@@ -1,0 +1,232 @@
+"""install() before pretrain(), in the ranks of a pool: right bytes, and each mistake."""
+
+import argparse
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests.megatron.pretraining import WHY_NOT, Trained, pretrain
+from tests.megatron.training import NARROW, Case, Run
+from tests.workers import error_of
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import host, installation, validate
+
+if not WHY_NOT:
+    import megatron.training.training as loop
+
+RECIPE = {"*.linear_*.weight": NARROW}
+FLAG = ("--zerocast-recipe", f"*.linear_*.weight={NARROW}")
+PLACES = (
+    "TRAINING",
+    "CHECKPOINTING",
+    "ARGUMENTS",
+    "MODEL_BUILDERS",
+    "FP8",
+    "FP4",
+    "BUFFER",
+    "DDP",
+    "OPTIMIZER",
+    "FACTORIES",
+)
+
+
+@contextlib.contextmanager
+def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]:
+    """Within, zerocast is installed."""
+    try:
+        yield integration.install(recipe, verify_every)
+    finally:
+        integration.uninstall()
+
+
+def _left(trained: Trained) -> dict[str, Any]:
+    assert trained.run is not None
+    run = trained.run
+    run.force_sync()
+    return {
+        "losses": trained.losses,
+        "evaluated": trained.evaluated,
+        "stale": run.stale_bytes(),
+        "masters": run.masters(),
+        "weights": {name: str(weight.format) for name, weight in run.weights.items()},
+    }
+
+
+def train(*flags: str, recipe: Any = RECIPE) -> dict[str, Any]:
+    """What a run leaves: losses, stale bytes, masters and formats of its quantized weights."""
+    with installed(recipe) as own:
+
+        def after(trained: Trained) -> dict[str, Any]:
+            (attachment,) = own.attachments
+            assert zerocast.verify(attachment).ok
+            return _left(trained)
+
+        return pretrain(*flags, after=after)
+
+
+def by_the_flag(*flags: str) -> dict[str, Any]:
+    """The same where the script has an extra_args_provider, and no call of install()."""
+    try:
+        return pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=_left)
+    finally:
+        integration.uninstall()
+
+
+def plain(*flags: str) -> dict[str, Any]:
+    """Without zerocast."""
+    return pretrain(*flags, after=_left)
+
+
+def installed_without_a_recipe() -> dict[str, Any]:
+    with installed():
+        return plain("--train-iters", "2")
+
+
+def after_uninstall() -> tuple[list[str], str, dict[str, Any]]:
+    """What has another value after a run than before; what the optimizer then says; a run without zerocast."""
+    modules = [importlib.import_module(getattr(host, place)) for place in PLACES]
+    before = [{name: value for name, value in vars(module).items() if callable(value)} for module in modules]
+    with installed(RECIPE):
+        optimizer = pretrain("--train-iters", "1", after=lambda trained: trained.run.optimizer)
+    changed = [
+        f"{module.__name__}.{name}"
+        for module, values in zip(modules, before, strict=True)
+        for name, value in values.items()
+        if vars(module).get(name) is not value
+    ]
+    return changed, error_of(optimizer.step), plain("--train-iters", "1")
+
+
+def begun(*flags: str) -> dict[str, Any]:
+    """The masters before the first step of a run."""
+    held: dict[str, Any] = {}
+    with installed(RECIPE):
+        step = loop.train_step
+
+        def look(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            held.update(held or Run(model[0], optimizer, Case()).masters())
+            return step(forward_step, data, model, optimizer, *args, **kwargs)
+
+        with mock.patch.object(loop, "train_step", look):
+            pretrain(*flags)
+    return held
+
+
+def names_of_layers() -> dict[str, str]:
+    """Two pipeline stages: layers count through both."""
+    with installed({"decoder.layers.1.mlp.*.weight": "fp8_block"}):
+        flags = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--train-iters", "1")
+        return pretrain(*flags, after=_left)["weights"]
+
+
+def _two_recipes() -> None:
+    with installed({"*.linear_*.weight": ("fp8_block", "fp8_current")[dist.get_rank()]}):
+        pretrain("--train-iters", "1")
+
+
+def _with(*flags: str, recipe: Any = RECIPE, without: str = "") -> Callable[[], Any]:
+    def case() -> None:
+        with installed(recipe, None):
+            pretrain("--train-iters", "1", *flags, without=without)
+
+    return case
+
+
+def _twice() -> None:
+    with installed(RECIPE):
+        integration.install(RECIPE)
+
+
+def _after_building() -> None:
+    setup = loop.setup_model_and_optimizer
+
+    def then_install(*args: Any, **kwargs: Any) -> Any:
+        built = setup(*args, **kwargs)
+        integration.install(RECIPE)
+        return built
+
+    loop.setup_model_and_optimizer = then_install
+    try:
+        pretrain("--train-iters", "1")
+    finally:
+        integration.uninstall()
+        loop.setup_model_and_optimizer = setup
+
+
+def _attached_by_hand() -> None:
+    """A provider of data that attaches what install() has attached."""
+    with installed(RECIPE):
+        setup = loop.setup_model_and_optimizer
+
+        def and_attach(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, schedule = setup(*args, **kwargs)
+            integration.attach(optimizer, model)
+            return model, optimizer, schedule
+
+        loop.setup_model_and_optimizer = and_attach
+        try:
+            pretrain("--train-iters", "1")
+        finally:
+            loop.setup_model_and_optimizer = setup
+
+
+def _quantized_te_layer() -> None:
+    """A layer that says it is TransformerEngine's, as far as a check can see without it."""
+
+    class Linear(torch.nn.Linear):
+        __module__ = "transformer_engine.pytorch.module.linear"
+
+    model = torch.nn.ModuleDict({"linear_fc1": Linear(64, 64)})
+    installation.quantize_chunks([model], zerocast.Recipe({"linear_*.weight": "fp8_block"}))
+
+
+def _both() -> None:
+    with installed(RECIPE):
+        pretrain("--train-iters", "1", *FLAG)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "twice": _twice,
+    "after building": _after_building,
+    "attached by hand": _attached_by_hand,
+    "two recipes": _two_recipes,
+    "an embedding": _with(recipe={"*.weight": "fp8_block"}),
+    "refused on one rank": _with(
+        "--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}
+    ),
+    "a recipe and a flag": _both,
+    "a flag that is none": _with("--zerocast-recipe", "nvfp4", recipe=None),
+    "a pattern of nothing": _with(recipe={"*.linear_*.weight": "fp8_block", "*.liner.weight": "fp8_block"}),
+    "nothing quantized": _with(recipe={}),
+    "a layer of TransformerEngine": _quantized_te_layer,
+    "verified never": lambda: integration.install(RECIPE, 0),
+    "verified never by the flag": _with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
+    "mxfp8": _with(recipe={"*.linear_*.weight": "mxfp8"}),
+    "torch": _with("--ckpt-format", "torch"),
+    "whole masters": _with(without="--use-distributed-optimizer"),
+    "muon": _with("--optimizer", "muon"),
+    "upcycling": lambda: validate.check_options(
+        argparse.Namespace(use_distributed_optimizer=True, moe_use_upcycling=True)
+    ),
+}
+
+
+def say(name: str) -> str:
+    """The message that a case raises; afterwards nothing is installed."""
+    said = error_of(CASES[name])
+    assert installation._installed is None
+    return said
+
+
+def parsed(*line: str) -> Any:
+    """What add_arguments reads."""
+    try:
+        return integration.add_arguments(argparse.ArgumentParser()).parse_args(line)
+    finally:
+        integration.uninstall()

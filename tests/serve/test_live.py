@@ -1,0 +1,303 @@
+"""Live weights are what an export would hold, without its files: views, in buckets, of one step."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests.fsdp2 import models as sharded_models
+from tests.fsdp2.models import Net
+from tests.serve.models import made, quantized
+from tests.serve.test_export import CASES, model, read
+from zerocast import CastPlan, Recipe
+from zerocast.export import export_hf, export_safetensors
+from zerocast.serve import dequantized, named_tensors
+
+NAMINGS = [(naming, fmt) for naming, fmt, _ in CASES if "floor" not in fmt and "False" not in fmt]
+
+
+def collected(*arguments: Any, **options: Any) -> dict[str, Tensor]:
+    """Copies of all tensors by name."""
+    return {name: t.clone() for bucket in named_tensors(*arguments, **options) for name, t in bucket}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (found[name], tensor))), name
+
+
+@pytest.mark.parametrize(("naming", "fmt"), NAMINGS)
+@pytest.mark.parametrize("bucket_bytes", [1, 40_000])
+def test_live_weights_are_those_of_an_export(tmp_path: Path, naming: str, fmt: str, bucket_bytes: int) -> None:
+    source = model(fmt, fmt if naming == "bf16" else "identity")
+    export_safetensors(source, tmp_path / "out", naming)
+    sizes = []
+    for bucket in named_tensors(source, naming, bucket_bytes=bucket_bytes):
+        assert all(tensor.is_contiguous() for _, tensor in bucket)
+        sizes.append((bucket.nbytes, len(bucket)))
+    assert all(nbytes <= bucket_bytes or count == 1 for nbytes, count in sizes)
+    assert len(sizes) < 8 or bucket_bytes == 1
+    assert_same(collected(source, naming, bucket_bytes=bucket_bytes), read(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "naming", "fmt"), [("qwen3_moe", "deepseek", "fp8_block"), ("llama", "bf16", "nvfp4")]
+)
+def test_names_of_a_transformers_model(tmp_path: Path, name: str, naming: str, fmt: str) -> None:
+    """Experts one by one, also where they are dequantized."""
+    source = quantized(name, fmt)
+    export_hf(source, tmp_path / "out", naming)
+    assert_same(collected(source, naming, dtype=torch.bfloat16, bucket_bytes=10**5), read(tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_experts_that_are_dequantized(tmp_path: Path) -> None:
+    source = quantized("qwen3_moe", "nvfp4")
+    export_hf(source, tmp_path / "out", "bf16")
+    assert_same(collected(source, "bf16", dtype=torch.bfloat16, bucket_bytes=10**5), read(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("naming", "fmt"), NAMINGS)
+def test_stored_weights_have_the_values_of_the_live_ones(naming: str, fmt: str) -> None:
+    source = model(fmt)
+    found = dict(dequantized(collected(source, naming)))
+    assert set(found) == {name for name, _ in source.named_parameters()} | {"kept"}
+    for name in ("up.weight", "zeros.weight"):
+        wanted = source.get_parameter(name).dequantize()  # type: ignore[operator]
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"w": torch.zeros(16, 16, dtype=torch.uint8)}, r"no naming stores a weight as w torch.uint8 \(16, 16\)"),
+        (
+            {
+                "w": torch.zeros(16, 8, dtype=torch.uint8),
+                "w_scale": torch.zeros(16, 1).to(torch.float8_e4m3fn),
+                "w_scale_2": torch.tensor(0.3),
+            },
+            "no tensor amax of dtype torch.bfloat16 gives w the global scale 0.3",
+        ),
+        (
+            {"w": torch.zeros(2, 4).to(torch.float8_e4m3fn), "w_scale": torch.tensor([1.0, 2.0])},
+            "no naming stores a weight as",
+        ),
+    ],
+)
+def test_what_is_stored_otherwise(stored: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(dequantized(stored))
+
+
+def test_codes_are_views_and_one_bucket_is_alive() -> None:
+    """What is copied beside them is less than a bucket, also of many, and is freed with it."""
+    source = zerocast.quantize_(
+        nn.Sequential(*(nn.Linear(160, 288, bias=False) for _ in range(12))).bfloat16(), {"*": "nvfp4"}
+    )
+    own = {p.state.rowwise_data.data_ptr() for p in source.parameters()}  # type: ignore[attr-defined]
+    most, buckets = 60_000, 0
+
+    copies: list[weakref.ref[Tensor]] = []
+    for bucket in named_tensors(source, "modelopt", bucket_bytes=most):
+        codes = [t for name, t in bucket if name.endswith("weight")]
+        assert all(t.data_ptr() in own for t in codes)
+        own -= {t.data_ptr() for t in codes}
+        copies += [weakref.ref(t) for name, t in bucket if not name.endswith("weight")]
+        assert 0 < sum(t.nbytes for t in (reference() for reference in copies) if t is not None) <= most
+        buckets += 1
+    assert not own and buckets > 4 and sum(reference() is not None for reference in copies) == 0
+
+
+def test_a_bucket_that_was_given_up_says_so() -> None:
+    buckets = list(named_tensors(model("nvfp4"), "modelopt", bucket_bytes=1))
+    with pytest.raises(RuntimeError, match=r"given up when the next one was asked for.* do not collect"):
+        list(buckets[0])
+
+
+def trained(fmt: str = "nvfp4", **options: Any) -> tuple[nn.Module, zerocast.ZeroAdamW]:
+    source = model(fmt)
+    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=0.1, config=zerocast.ZeroConfig(**options))
+    step(source, optimizer)
+    return source, optimizer
+
+
+def step(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in source.parameters():
+        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
+    optimizer.step()
+
+
+def from_an_optimizer() -> None:
+    """Of the model and of the optimizer, with a gather in flight; any rank, alone."""
+    source, optimizer = trained(overlap_all_gather=True)
+    if torch.distributed.get_rank() == 1:
+        found = collected(source, "modelopt")
+        plain = {name for name, _ in source.named_parameters()} | {"up.weight_scale", "up.weight_scale_2"}
+        assert found.keys() == plain | {"zeros.weight_scale", "zeros.weight_scale_2", "kept"}
+        del found["kept"]  # no parameter
+        assert_same(collected(optimizer, "modelopt"), found)
+        weight: Any = source.get_parameter("up.weight")
+        assert torch.equal(dict(dequantized(found))["up.weight"], weight.dequantize())
+    torch.distributed.barrier()
+    step(source, optimizer)
+    buckets = named_tensors(optimizer, "modelopt", bucket_bytes=1)
+    next(buckets)
+    step(source, optimizer)
+    with pytest.raises(
+        RuntimeError, match="cast or changed between two buckets, so those that were read are of two steps"
+    ):
+        next(buckets)
+
+
+def test_under_zero_adamw(ranks: Any) -> None:
+    ranks(2)(from_an_optimizer)
+
+
+def from_shards() -> None:
+    """Group by group, also of what a forward pass without gradients left gathered; all ranks have all of it."""
+    net = Net(("nvfp4", "fp8_block"), 64, 96)
+    sharded = sharded_models.sharded(net)
+    whole = zerocast.quantize_(Net(("nvfp4", "fp8_block"), 64, 96), Recipe(net.recipe), dtype=torch.bfloat16)
+    wanted = collected(whole, "modelopt", dtype=torch.bfloat16)
+    assert_same(collected(sharded, "modelopt", bucket_bytes=4000), wanted)
+    with torch.no_grad():
+        sharded(torch.randn(8, 64, device=sharded_models.place()))
+    assert_same(collected(sharded, "modelopt"), wanted)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    sharded(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    changed = collected(sharded, "modelopt")
+    assert not torch.equal(changed["blocks.0.1.weight"], wanted["blocks.0.1.weight"])
+    assert zerocast.verify(sharded).ok
+    buckets = named_tensors(sharded, "modelopt", bucket_bytes=1)
+    next(buckets)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="cast or changed between two buckets"):
+        next(buckets)
+    with pytest.raises(TypeError, match=r"got AdamW; under FSDP2 give the model"):
+        named_tensors(optimizer, "modelopt")
+
+
+def test_under_fsdp2(ranks: Any) -> None:
+    ranks(2)(from_shards)
+
+
+def from_a_plan() -> None:
+    source = zerocast.quantize_(nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16(), {"*": "nvfp4"})
+    weight: Any = source[0].weight
+    half = weight.numel() // 2
+    rank = torch.distributed.get_rank()
+    master = nn.Parameter(weight.dequantize().float().flatten()[rank * half : (rank + 1) * half].clone())
+    plan = CastPlan([weight], [master], [rank * half], names=["0.weight"])
+    optimizer = torch.optim.SGD([master], lr=0.1)
+
+    def cast() -> None:
+        plan.cast()
+        data = weight.rowwise_data.view(-1)
+        torch.distributed.all_gather_single(data, data.chunk(2)[rank].clone()) if hasattr(
+            torch.distributed, "all_gather_single"
+        ) else torch.distributed.all_gather_into_tensor(data, data.chunk(2)[rank].clone())
+
+    cast()
+    with pytest.raises(RuntimeError, match="holds this rank's part of the last cast only"):
+        collected(plan, "modelopt")
+    plan.post_all_gather()
+    assert_same(collected(plan, "modelopt"), collected(source, "modelopt"))
+    cast()
+    plan.post_all_gather()  # masters are observed from here on
+    master.grad = torch.ones_like(master)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="an optimizer has stepped over its masters since its last cast"):
+        collected(plan, "modelopt")
+    cast()
+    plan.post_all_gather()
+    collected(plan, "modelopt")
+    with torch.no_grad():
+        master.add_(1.0)
+    with pytest.raises(RuntimeError, match="its masters have been written since its last cast"):
+        collected(source, "modelopt")
+
+
+def test_under_a_plan(ranks: Any) -> None:
+    ranks(2)(from_a_plan)
+
+
+def _partial() -> Any:
+    source, optimizer = trained()
+    with pytest.raises(ZeroDivisionError), optimizer._plan.transaction("a step"):
+        raise ZeroDivisionError
+    return source
+
+
+def _never_cast() -> Any:
+    source = nn.Module()
+    source.weight = nn.Parameter(zerocast.QuantizedWeight.empty((16, 16), "nvfp4"), requires_grad=False)
+    return source
+
+
+def _untied() -> Any:
+    source: Any = made("llama, tied")
+    source.lm_head.weight = nn.Parameter(source.lm_head.weight.detach().clone())
+    return source
+
+
+ROWS = {"up.weight": {"a": [range(300)]}}
+REFUSED: dict[str, tuple[Any, str, dict[str, Any], type[Exception], str]] = {
+    "a naming": (model, "gguf", {}, ValueError, "naming is one of bf16"),
+    "no bucket": (model, "bf16", {"bucket_bytes": 0}, ValueError, "bucket_bytes must be at least 1, got 0"),
+    "a format": (lambda _: model("mxfp4"), "modelopt", {}, ValueError, "modelopt has names for nvfp4"),
+    "experts": (
+        lambda _: model("nvfp4", "nvfp4"),
+        "modelopt",
+        {},
+        ValueError,
+        "readers of quantized weights know matrices",
+    ),
+    "an unknown name": (
+        model,
+        "bf16",
+        {"names": {"down": "x"}},
+        ValueError,
+        "names has down, and the parameters are experts",
+    ),
+    "a name for two": (
+        model,
+        "bf16",
+        {"names": {"up.weight": "up.bias"}},
+        ValueError,
+        "up.weight and up.bias are both called up.bias",
+    ),
+    "rows that there are not": (model, "bf16", {"names": ROWS}, ValueError, r"a the rows range\(0, 300\) of up.weight"),
+    "no model": (lambda _: 3, "bf16", {}, TypeError, "live weights are those of a model, .* got int"),
+    "unequal scales": (
+        lambda _: quantized("llama", "nvfp4"),
+        "modelopt",
+        {},
+        ValueError,
+        "q_proj.weight, .* have tensor amaxes of their own",
+    ),
+    "a head that config.json ties": (lambda _: _untied(), "bf16", {}, ValueError, "lm_head.weight is in no place"),
+    "partial": (lambda _: _partial(), "modelopt", {}, RuntimeError, "a step raised half-way"),
+    "never cast": (lambda _: _never_cast(), "modelopt", {}, RuntimeError, "has never been cast"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    make, naming, options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        collected(make("nvfp4"), naming, **options)
+
+
+def test_scales_that_are_shared() -> None:
+    found = collected(quantized("llama", "nvfp4", "llama"), "modelopt")
+    scales = {float(found[f"model.layers.0.self_attn.{part}_proj.weight_scale_2"]) for part in "qkv"}
+    assert len(scales) == 1
+    collected(quantized("llama", "nvfp4"), "modelopt", allow_unequal_scales=True)

@@ -1,0 +1,345 @@
+"""Refits: a receiver holds the bytes of the run after each of them, or says why not."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zerocast
+from examples.rollout.transport import receive, send
+from tests.fsdp2 import models as sharded_models
+from tests.fsdp2.models import Net
+from tests.serve.models import greedy, in_bf16, logits, made, quantized
+from tests.serve.test_export import model
+from tests.serve.test_live import assert_same, collected, step
+from zerocast.serve import Message, Receiver, Sender, dequantized
+from zerocast.serve.changed_bytes import BITMAP, GAPS_8, GAPS_16, WHOLE, ChangedBytes, digest
+
+
+@given(st.integers(0, 70_000), st.sampled_from([0.0, 1e-5, 1e-3, 0.02, 0.3, 1.0]), st.integers(0, 9))
+def test_changes_lead_from_one_buffer_to_the_other(numel: int, share: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randint(256, (numel,), dtype=torch.uint8, generator=generator)
+    new = torch.where(torch.rand(numel, generator=generator) < share, old + 1, old)
+    found = ChangedBytes.between(old, new)
+    applied = old.clone()
+    applied[found.places()] = found.values()
+    assert torch.equal(applied, new) and digest(applied) == found.digest
+    if numel:
+        assert (digest(old) == found.digest) == torch.equal(old, new)
+    # no encoding would have been smaller: positions of at least one byte a change, or of 1/8 byte for each byte
+    changed = int((old != new).sum())
+    assert found.payload.numel() <= min(numel, -(-numel // 8) + changed)
+
+
+@pytest.mark.parametrize(
+    ("share", "encoding", "most"),
+    [(1e-3, GAPS_16, 0.0034), (0.02, GAPS_8, 0.044), (0.3, BITMAP, 0.43), (0.95, WHOLE, 1.0)],
+)
+def test_positions_take_the_fewest_bytes(share: float, encoding: int, most: float) -> None:
+    old = torch.zeros(300_000, dtype=torch.uint8)
+    found = ChangedBytes.between(old, (torch.rand(old.numel()) < share).byte())
+    assert found.encoding == encoding
+    assert found.payload.numel() / old.numel() <= most
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 1003, 1007])
+def test_a_digest_sees_every_byte_and_its_place(place: int) -> None:
+    buffer = torch.randint(256, (1008,), dtype=torch.uint8)
+    other = buffer.clone()
+    other[place] += 1
+    assert digest(other) != digest(buffer)
+    other = buffer.clone()
+    other[place - 8 : place - 7], other[place : place + 1] = buffer[place].clone(), buffer[place - 8].clone()
+    assert (digest(other) != digest(buffer)) == (buffer[place] != buffer[place - 8])
+
+
+def deliver(messages: Iterator[Message], receiver: Receiver) -> int:
+    """Within one process; the bytes that went over."""
+    nbytes = 0
+    for message in messages:
+        nbytes += message.nbytes
+        receiver.accept(message.header, message.tensors)
+    return nbytes
+
+
+class Run:
+    """A model of two formats that a ZeroAdamW trains."""
+
+    def __init__(self, fmt: str = "fp8_block", naming: str = "modelopt", **options: Any) -> None:
+        self.model, self.naming = model(fmt), naming
+        self.optimizer = zerocast.ZeroAdamW(self.model.named_parameters(), lr=1e-4)
+        self.sender, self.receiver = Sender(self.model, naming, bucket_bytes=30_000, **options), Receiver()
+
+    def step(self) -> None:
+        step(self.model, self.optimizer)
+
+    def full(self) -> int:
+        return deliver(self.sender.named_tensors(), self.receiver)
+
+    def delta(self) -> int:
+        return deliver(self.sender.named_deltas(self.receiver.refit), self.receiver)
+
+    def check(self) -> None:
+        assert_same(dict(self.receiver.tensors), collected(self.model, self.naming))
+
+
+CASES = [("modelopt", "nvfp4"), ("compressed-tensors", "mxfp8"), ("deepseek", "fp8_block"), ("bf16", "fp8_current")]
+
+
+def refit(fmt: str, naming: str) -> list[int]:
+    run = Run(fmt, naming)
+    sizes = [run.full()]
+    run.check()
+    for _ in range(2):
+        run.step()
+        sizes.append(run.delta())
+        run.check()
+    sizes.append(run.delta())  # nothing has changed
+    run.check()
+    if dist.is_initialized():
+        return sizes
+    before = {name: t.clone() for name, t in run.receiver.tensors.items()}
+    state = copy.deepcopy(run.optimizer.state_dict())
+    run.step()
+    run.optimizer.load_state_dict(state)  # as it was: what it undid is no change
+    sizes.append(run.delta())
+    assert_same(dict(run.receiver.tensors), before)
+    return sizes
+
+
+@pytest.mark.parametrize(("naming", "fmt"), CASES)
+def test_deltas_under_zero_adamw(naming: str, fmt: str) -> None:
+    full, first, second, none, undone = refit(fmt, naming)
+    assert 0 < first < full and 0 < second < full and none == undone == 0
+
+
+def test_ranks_share_the_work(ranks: Any) -> None:
+    """Each keeps its share, and all get the same messages."""
+    first, second = ranks(2)(refit, "fp8_block", "modelopt")
+    assert first == second
+
+
+def under_fsdp2() -> None:
+    net = Net(("nvfp4", "fp8_block"), 64, 96)
+    sharded = sharded_models.sharded(net)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4)
+    sender, receiver = Sender(sharded, "modelopt", bucket_bytes=3000), Receiver()
+    deliver(sender.named_tensors(), receiver)
+    for _ in range(2):
+        sharded(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert deliver(sender.named_deltas(receiver.refit), receiver) > 0
+        assert_same(dict(receiver.tensors), collected(sharded, "modelopt"))
+
+
+def test_deltas_under_fsdp2(ranks: Any) -> None:
+    ranks(2)(under_fsdp2)
+
+
+def missed(run: Run) -> None:
+    for _ in run.sender.named_deltas(1):
+        pass
+    run.step()
+    deliver(run.sender.named_deltas(2), run.receiver)
+
+
+def of_another_run(run: Run) -> None:
+    other = Run()
+    other.full()
+    deliver(other.sender.named_deltas(1), run.receiver)
+
+
+def since_another(run: Run) -> None:
+    run.sender.named_deltas(0)
+
+
+def not_read_to_the_end(run: Run) -> None:
+    next(run.sender.named_deltas(1))
+    run.sender.named_deltas(2)
+
+
+def switched(run: Run) -> None:
+    """One weight has another format, and one none."""
+    zerocast.switch(run.optimizer, {"up.weight": "nvfp4"})
+    run.delta()
+
+
+def broke_off(run: Run) -> None:
+    """Of a refit that ended in the middle, nothing is read."""
+    run.step()
+    messages = run.sender.named_deltas(1)
+    first = next(messages)
+    run.receiver.accept(first.header, first.tensors)
+    _ = run.receiver.tensors
+
+
+def out_of_order(run: Run) -> None:
+    run.step()
+    messages = run.sender.named_deltas(1)
+    next(messages)
+    second = next(messages)
+    run.receiver.accept(second.header, second.tensors)
+
+
+def written_by_another(run: Run) -> None:
+    next(iter(run.receiver.tensors.values())).view(-1).view(torch.uint8)[5] += 1
+    run.delta()
+
+
+def damaged(run: Run) -> None:
+    for message in run.sender.named_tensors():
+        tensors = [t.clone() for t in message.tensors]
+        for tensor in tensors[:1]:
+            tensor.view(-1).view(torch.uint8)[3] += 1
+        run.receiver.accept(message.header, tensors)
+
+
+def empty(run: Run) -> None:
+    deliver(run.sender.named_deltas(1), Receiver())
+
+
+def unread(run: Run) -> None:
+    _ = Receiver().tensors
+
+
+def of_another_format(run: Run) -> None:
+    deliver(Sender(model("nvfp4"), "modelopt").named_tensors(), Receiver(dict(run.receiver.tensors)))
+
+
+def with_less(run: Run) -> None:
+    held = {**run.receiver.tensors, "more": torch.zeros(3)}
+    deliver(run.sender.named_tensors(), Receiver(held))
+
+
+def not_contiguous(run: Run) -> None:
+    Receiver({"weight": torch.zeros(4, 4).t()[:2]})
+
+
+REFUSED: dict[Callable[[Run], None], tuple[type[Exception], str, bool]] = {
+    missed: (
+        RuntimeError,
+        "changes since refit 2 came to a receiver of refit 1: one was missed, ask .* named_tensors",
+        True,
+    ),
+    of_another_run: (RuntimeError, "changes since another run's refit 1 came to a receiver of refit 1", True),
+    since_another: (
+        RuntimeError,
+        "changes since refit 0 were asked for, and the bytes of refit 1 are kept: send",
+        True,
+    ),
+    not_read_to_the_end: (RuntimeError, "the bytes of refit 2 are kept, which was not read to its end: send", True),
+    switched: (RuntimeError, "of bucket . are not those of the last refit, as after a switch of formats: send", False),
+    broke_off: (RuntimeError, "not to be read, a refit is under way or broke off: ask the sender", False),
+    out_of_order: (RuntimeError, "message 1 of refit 2 came, and message 0 of none was expected", True),
+    written_by_another: (RuntimeError, "are not those of the sender: something else wrote to these tensors", False),
+    damaged: (RuntimeError, "are not those of the sender: .* or a message was damaged", False),
+    empty: (RuntimeError, "changes came to a receiver without a complete refit", True),
+    unread: (RuntimeError, "not to be read, there was no refit yet", True),
+    of_another_format: (ValueError, "they store weights in different formats", True),
+    with_less: (ValueError, "the sender has no more: it stores other weights than this receiver", True),
+    not_contiguous: (ValueError, r"weight is not contiguous, strides \(1, 4\)", True),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+def test_what_does_not_follow(case: Callable[[Run], None]) -> None:
+    """It raises, leaves complete tensors where nothing was written, and a full refit mends everything."""
+    run = Run()
+    run.full()
+    error, message, stays_complete = REFUSED[case]
+    with pytest.raises(error, match=message):
+        case(run)
+    if stays_complete:
+        assert run.receiver.refit == 1
+        _ = run.receiver.tensors
+    run.step()
+    run.full()
+    run.check()
+    run.step()
+    run.delta()
+    run.check()
+
+
+def test_tensors_of_an_engine_are_written_in_place() -> None:
+    run = Run()
+    own = {name: torch.zeros_like(t) for name, t in collected(run.model, "modelopt").items()}
+    places = {name: tensor.data_ptr() for name, tensor in own.items()}
+    run.receiver = Receiver(own)
+    run.full()
+    run.step()
+    run.delta()
+    run.check()
+    assert {name: tensor.data_ptr() for name, tensor in run.receiver.tensors.items()} == places
+
+
+def test_what_changed_is_named() -> None:
+    run = Run()
+    run.full()
+    with torch.no_grad():
+        run.model.get_parameter("up.bias")[3] += 1
+    names = [
+        name for message in run.sender.named_deltas(1) for name in run.receiver.accept(message.header, message.tensors)
+    ]
+    assert names == ["up.bias"]
+    run.check()
+
+
+def other_arguments() -> str:
+    naming = ("modelopt", "bf16")[dist.get_rank()]
+    with pytest.raises(ValueError, match=r"naming is .modelopt. on rank 0 and .bf16. on rank 1"):
+        Sender(model("nvfp4"), naming, group=dist.group.WORLD)
+    return naming
+
+
+def test_ranks_that_disagree(ranks: Any) -> None:
+    ranks(2)(other_arguments)
+
+
+def rollout(fmt: str, naming: str) -> Any:
+    """Ranks 0 and 1 train a model of transformers; rank 2 generates with a plain one that holds what comes over."""
+    trainers = dist.new_group([0, 1])
+    ids = torch.arange(24).view(2, 12)
+    if dist.get_rank() == 2:
+        generator = in_bf16(made("llama"))  # but its buffers, in which rotary embeddings keep frequencies
+        parameters, receiver, found = dict(generator.named_parameters()), Receiver(), []
+        for _ in range(3):
+            changed = receive(receiver, 0)
+            for name, value in dequantized(receiver.tensors):
+                parameters[name].data.copy_(value)
+            found.append((logits(generator), greedy(generator), len(changed)))
+        return found
+    source = in_bf16(quantized("llama", fmt, "llama"))
+    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3, group=trainers)
+    sender, found = Sender(source, naming, group=trainers, bucket_bytes=10**6), []
+    for number in range(3):
+        if number:
+            source(ids, labels=ids.roll(number, 1)).loss.backward()
+            optimizer.step()
+        for message in sender.named_deltas(number) if number else sender.named_tensors():
+            if dist.get_rank() == 0:
+                send(message, 2)
+        found.append((logits(source), greedy(source), 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("naming", "fmt"),
+    [
+        ("deepseek", "fp8_block"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case[1] != "fp8_block"),
+    ],
+)
+def test_a_generator_in_another_process(ranks: Any, naming: str, fmt: str) -> None:
+    """Its logits and tokens are the trainer's own, to the bit, after every step."""
+    trainer, _, generator = ranks(3)(rollout, fmt, naming)
+    for number, ((wanted, tokens, _), (found, generated, changed)) in enumerate(zip(trainer, generator, strict=True)):
+        assert torch.equal(found, wanted), number
+        assert torch.equal(generated, tokens) and changed > 0
+    assert not torch.equal(trainer[0][0], trainer[1][0])

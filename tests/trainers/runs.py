@@ -1,0 +1,247 @@
+"""Runs of trainers with ZeroAdamW, one process a rank: `-m tests.trainers.runs TRAINER FOLDER STEPS RESUME`.
+
+Each trains a small model with accumulation of two and clipping, saves after its last step and prints what a test compares.
+The runs of accelerate, Fabric and Lightning then repeat by hand what their model saw, with ZeroAdamW's own calls.
+"""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+
+Found = dict[str, Any]
+ACCUMULATED, CLIP, BATCH, RATE = 2, 0.5, 4, 1e-2
+
+
+class Seen(nn.Module):
+    """A model that remembers its inputs, with a persistent buffer that counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.register_buffer("count", torch.zeros(()))
+        self.inputs: list[Tensor] = []
+        zerocast.quantize_(self.net, {"*.weight": "nvfp4"}, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(x.detach().clone())
+        self.count += 1
+        return (self.net(x) - x).float().square().mean()
+
+
+def batches() -> Any:
+    """An epoch: six steps on one rank, three on two."""
+    rows = torch.randn(6 * ACCUMULATED * BATCH, 64, generator=torch.Generator().manual_seed(3))
+    return torch.utils.data.DataLoader(rows, batch_size=BATCH)
+
+
+def optimizer_of(model: nn.Module) -> tuple[zerocast.ZeroAdamW, Any]:
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=RATE)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+
+
+def by_hand(inputs: list[Tensor]) -> str:
+    """Masters after the same micro-batches."""
+    model = Seen()
+    optimizer, scheduler = optimizer_of(model)
+    for start in range(0, len(inputs), ACCUMULATED):
+        *held, last = inputs[start : start + ACCUMULATED]
+        with torch.autocast("cpu", torch.bfloat16):
+            for x in held:
+                with optimizer.no_sync():
+                    (model(x) / ACCUMULATED).backward()
+            (model(last) / ACCUMULATED).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return digest(optimizer)
+
+
+def digest(optimizer: zerocast.ZeroAdamW) -> str:
+    """Masters, moments and rates of this rank."""
+    state = optimizer.state_dict()
+    tensors = [*state["model"].values(), *(t for one in state["optim"]["state"].values() for t in one.values())]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return casts.sha(torch.cat([getattr(t, "flat", t).reshape(-1).float() for t in tensors])) + repr(rates)
+
+
+def result(model: Any, optimizer: zerocast.ZeroAdamW, resume: str, **more: Any) -> Found:
+    ok = zerocast.verify(optimizer).ok
+    hand = digest(optimizer) if resume else by_hand(copy.copy(model.inputs))
+    return {"digest": digest(optimizer), "by hand": hand, "verified": ok, "count": int(model.count), **more}
+
+
+def accelerate(folder: str, steps: int, resume: str) -> Found:
+    from zerocast.integrations.huggingface import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, mixed_precision="bf16")
+    model = Seen()
+    optimizer, scheduler = optimizer_of(model)
+    prepared, loader, stepper, schedule = accelerator.prepare(model, batches(), optimizer, scheduler)
+    schedule.split_batches = True  # one step of the schedule a step, on any number of ranks
+    done = 0
+    if resume:
+        accelerator.load_state(resume)
+        done = int(model.count) // ACCUMULATED
+    while done < steps:
+        for x in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(x))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(prepared.parameters(), CLIP)
+                stepper.step()
+                schedule.step()
+                stepper.zero_grad()
+            done += accelerator.sync_gradients
+    accelerator.save_state(folder)
+    whole = accelerator.get_state_dict(prepared)
+    return result(model, optimizer, resume, plain=all(type(t) is Tensor for t in whole.values()), names=len(whole))
+
+
+def fabric(folder: str, steps: int, resume: str) -> Found:
+    import lightning
+
+    from zerocast.integrations.lightning import FabricZeroStrategy
+
+    runner = lightning.Fabric(accelerator="cpu", strategy=FabricZeroStrategy(), devices=ranks(), precision="bf16-mixed")
+    runner.launch()
+    model = Seen()
+    optimizer, scheduler = optimizer_of(model)
+    module, stepper = runner.setup(model, optimizer)
+    state = {"model": module, "optimizer": stepper, "schedule": scheduler, "done": 0}
+    if resume:
+        runner.load(resume, state)
+    loader = runner.setup_dataloaders(batches())
+    while state["done"] < steps:
+        for index, x in enumerate(loader):
+            last = (index + 1) % ACCUMULATED == 0
+            with runner.no_backward_sync(module, enabled=not last):
+                runner.backward(module(x) / ACCUMULATED)
+            if last:
+                runner.clip_gradients(module, stepper, max_norm=CLIP)
+                stepper.step()
+                stepper.zero_grad()
+                scheduler.step()
+                state["done"] += 1
+    runner.save(folder, state)
+    return result(model, optimizer, resume)
+
+
+def lightning_trainer(folder: str, steps: int, resume: str) -> Found:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from zerocast.integrations.lightning import ZeroStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = Seen()
+
+        def training_step(self, x: Tensor, index: int) -> Tensor:
+            return self.seen(x)
+
+        def configure_optimizers(self) -> Any:
+            optimizer, scheduler = optimizer_of(self)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def train_dataloader(self) -> Any:
+            return batches()
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps // 2, save_top_k=-1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks(),
+        strategy=ZeroStrategy(),
+        precision="bf16-mixed",
+        max_steps=steps,
+        accumulate_grad_batches=ACCUMULATED,
+        gradient_clip_val=CLIP,
+        callbacks=[saving],
+        **quiet,
+    )
+    module = Module()
+    trainer.fit(module, ckpt_path=resume or None)
+    return result(module.seen, trainer.optimizers[0], resume)
+
+
+def hf_trainer(folder: str, steps: int, resume: str) -> Found:
+    import transformers
+
+    from zerocast.integrations.huggingface import Trainer
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    texts = torch.randint(0, 96, (64, 16), generator=torch.Generator().manual_seed(4))
+    arguments = transformers.TrainingArguments(
+        str(Path(folder).parent),
+        max_steps=6,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_grad_norm=CLIP,
+        learning_rate=RATE,
+        save_steps=3,
+        logging_steps=1,
+        bf16=True,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+    def made(recipe: dict[str, str] | None, kind: type[transformers.Trainer]) -> transformers.Trainer:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        if recipe:
+            zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
+        return kind(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in texts])
+
+    trainer = made({"*.mlp.*": "nvfp4", "*_proj.weight": "fp8_block"}, Trainer)
+    trainer.train(resume_from_checkpoint=resume or None)
+    optimizer = trainer._zero()
+    found = {"digest": digest(optimizer), "verified": zerocast.verify(optimizer).ok, "logs": logs(trainer)}
+    if not resume:
+        read = transformers.LlamaForCausalLM.from_pretrained(Path(folder).parent / "checkpoint-6", dtype=torch.float32)
+        whole = zerocast.optim.full_state_dict(trainer.model, optimizer)
+        found["read back"] = all(torch.equal(t.float(), read.state_dict()[name]) for name, t in whole.items())
+        arguments.save_strategy = "no"
+        plain = made(None, transformers.Trainer)
+        plain.train()
+        found["stock"] = logs(plain)
+    return found
+
+
+def logs(trainer: Any) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+RUNS: dict[str, Callable[[str, int, str], Found]] = {
+    "accelerate": accelerate,
+    "fabric": fabric,
+    "lightning": lightning_trainer,
+    "transformers": hf_trainer,
+}
+
+if __name__ == "__main__":
+    name, folder, steps, resume, report = sys.argv[1:]
+    found = RUNS[name](folder, int(steps), resume)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    Path(f"{report}.{rank}").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

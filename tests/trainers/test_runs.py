@@ -1,0 +1,97 @@
+"""accelerate, transformers' Trainer, Lightning's Trainer and Fabric with ZeroAdamW: train, clip, accumulate, save, resume."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = {"accelerate": "accelerate", "transformers": "transformers", "fabric": "lightning", "lightning": "lightning"}
+WORLDS = [1, pytest.param(2, marks=pytest.mark.slow)]
+pytestmark = pytest.mark.timeout(300)
+
+
+QUICK = "accelerate"  # of the trainers whose loop is repeated by hand; each run imports for seconds
+
+
+@pytest.fixture(params=[name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PACKAGE])
+def trainer(request) -> str:
+    package = PACKAGE[request.param]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make hosts readers")
+    return request.param
+
+
+def run(trainer: str, folder: Path, steps: int, world: int, resume: Path | None = None) -> list[dict[str, Any]]:
+    """What each rank found."""
+    report = folder.parent / f"report-{folder.name}"
+    arguments = ["-m", "tests.trainers.runs", trainer, str(folder), str(steps), str(resume or ""), str(report)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}"]
+    command = [sys.executable, *(launcher if world > 1 else []), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(Path(f"{report}.{rank}").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_is_what_its_own_calls_do_and_resumes(trainer: str, world: int, tmp_path: Path) -> None:
+    if trainer == "transformers":
+        pytest.skip("below: its loss is not a mean of micro-batches")
+    steps = 6 if world == 1 else 3
+    whole = run(trainer, tmp_path / "whole", 2 * steps, world)
+    assert all(rank["digest"] == rank["by hand"] and rank["verified"] for rank in whole)
+    assert all(rank["count"] == 4 * steps for rank in whole)
+    half = tmp_path / "whole" / f"step={steps}.ckpt"  # Lightning saves on its way, the others when they end
+    if trainer != "lightning":
+        half = tmp_path / "half"
+        run(trainer, half, steps, world)
+    resumed = run(trainer, tmp_path / "resumed", 2 * steps, world, resume=half)
+    assert [rank["digest"] for rank in resumed] == [rank["digest"] for rank in whole]
+    assert all(rank["count"] == 4 * steps and rank["verified"] for rank in resumed)
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_resumes(trainer: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "of two"
+    folder.parent.mkdir()
+    run(trainer, folder, 6, 2)
+    saved = {"lightning": folder / "step=3.ckpt", "transformers": folder.parent / "checkpoint-3"}.get(trainer, folder)
+    (resumed,) = run(trainer, folder.parent / "of one", 12, 1, resume=saved)
+    assert resumed["verified"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_transformers(world: int, tmp_path: Path) -> None:
+    """Losses and norms are near those of the stock Trainer and the same model in FP32, and resumed ones equal."""
+    pytest.importorskip("transformers", reason="transformers is not installed: make readers")
+    (tmp_path / "a").mkdir()
+    whole = run("transformers", tmp_path / "a" / "run", 6, world)
+    assert all(rank["verified"] and len(rank["logs"]) == 6 for rank in whole)
+    assert whole[0]["read back"]
+    for (loss, norm), (stock_loss, stock_norm) in zip(whole[0]["logs"], whole[0]["stock"], strict=True):
+        assert abs(loss - stock_loss) < 0.05 and abs(norm - stock_norm) < 0.2 * stock_norm
+    resumed = run("transformers", tmp_path / "a" / "again", 6, world, resume=tmp_path / "a" / "checkpoint-3")
+    assert [rank["digest"] for rank in resumed] == [rank["digest"] for rank in whole]
+    assert resumed[0]["logs"] == whole[0]["logs"]
+
+
+@pytest.mark.slow
+def test_what_nobody_would_reduce_is_refused(trainer: str, tmp_path: Path) -> None:
+    """Models and optimizers that are not ours, where ours are needed, and states that are not theirs."""
+    report = tmp_path / "refused"
+    command = [sys.executable, "-m", "tests.trainers.refusals", trainer, str(tmp_path), str(report)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for said, expected in json.loads(report.read_text()):
+        assert expected in said

@@ -1,0 +1,37 @@
+"""Stage adam_cast: the kernels of adam_amax and of partial_cast, one after the other.
+
+A pass that keeps the masters of a block until its amax is known is left to the CUDA backend; here
+they are read once more. No rank has to be asked for the amaxes in between.
+"""
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.descriptor import check_whole_blocks
+from zerocast.backends.triton.adam_amax import adam_amax
+from zerocast.backends.triton.partial_cast import partial_cast
+from zerocast.formats import FormatSpec
+
+
+def adam_cast(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    table: Tensor,
+    groups: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    packed: Tensor,
+    row_data: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Run Adam over spans of whole rows of blocks, take the partial amaxes, and cast by them."""
+    checked = table.__dict__.setdefault("_zerocast_whole_blocks", set())
+    if fmt not in checked:  # once a table, as its tiles are counted
+        check_whole_blocks(fmt, table)
+        checked.add(fmt)
+    adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

@@ -1,0 +1,50 @@
+"""CastTables: the descriptor tables of a plan, for where everything lies now."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.cast.packed_amax import PackedAmax
+from zerocast.cast.partition import Partition
+from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.formats.layout import Span
+
+
+@dataclass(frozen=True)
+class CastTables:
+    """The tables that a cast works by.
+
+    Attributes:
+        owned: the weights that this rank computes scales of, with the elements that it owns.
+        boundary: the elements of other ranks that it writes beside its own, where two ranks share a
+            byte.
+        cut_blocks: the rows of blocks that boundaries cut, where blocks choose their scales by
+            their elements.
+    """
+
+    owned: list[WeightTable]
+    boundary: list[WeightTable]
+    cut_blocks: list[WeightTable]
+
+    @staticmethod
+    def of(partition: Partition, cast: Sequence[int], packed: PackedAmax, param_groups: Sequence[int]) -> "CastTables":
+        """The tables of the weights `cast`, whose amaxes lie in `packed`. Local and silent."""
+        device, backend, shards = packed.buffer.device, partition.backend, partition.shards
+        owned, boundary = WeightTables(device, backend), WeightTables(device, backend)
+        for index in cast:
+            if index not in packed.offsets:
+                continue  # others compute its scales
+            shard = shards[index]
+            master = torch.float32 if shard.master is None else shard.master.dtype
+            shared = packed.shared.get(index, -1)
+            for half, table in enumerate(owned.of_halves(shard.weight, master)):
+                table.add_shard(shard, packed.offsets[index][half:], param_groups[index], shared)
+        for index, element, slot in packed.boundary_elements:
+            shard = shards[index]
+            for half, table in enumerate(boundary.of_halves(shard.weight)):
+                if table.key.fmt.elements_per_byte > 1:
+                    row = table.add(shard.weight, packed.offsets[index][half:])
+                    table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
+        cut_blocks = packed.cut_blocks.tables(dict(enumerate(shards)), packed.offsets, device, backend)
+        return CastTables(owned.freeze(), boundary.freeze(), cut_blocks)

@@ -1,0 +1,107 @@
+"""torch.distributed.checkpoint as this package calls it: files that are on the disk once they are
+written, errors of the operating system in their own words, and no warning about one process.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader
+
+from zerocast.checkpoint.whole_folder import sync_file
+from zerocast.distributed.group import Group
+
+
+def save(state: Mapping[str, Any], folder: Path, group: Group, planner: SavePlanner | None) -> None:
+    """Write this rank's part of a state dictionary into a folder; CheckpointException on every rank
+    if any cannot.
+    """
+    with _without_process_group_warning():
+        state_dict_saver.save(
+            dict(state),
+            storage_writer=ClearWriter(folder),
+            planner=planner,
+            process_group=group.handle,
+            no_dist=group.handle is None,
+        )
+
+
+def load(state: dict[str, Any], reader: StorageReader, group: Group) -> None:
+    """Fill the tensors of a state dictionary in place; CheckpointException on every rank if any
+    cannot read.
+    """
+    with _without_process_group_warning():
+        state_dict_loader.load(state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None)
+
+
+def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
+    """Like `load`, with an error that says what has become of the masters: RuntimeError on every
+    rank.
+    """
+    try:
+        load(state, reader, group)
+    except CheckpointException as error:  # no Exception, and the same on every rank
+        raise RuntimeError(
+            f"{place} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
+        ) from error
+
+
+def reasons(error: CheckpointException) -> str:
+    """The error of each rank that failed, without tracebacks."""
+    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+
+
+@contextlib.contextmanager
+def _without_process_group_warning() -> Iterator[None]:
+    """Silence torch's warning that there is no process group, which is an ordinary case here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+class _SyncedFiles(FileSystem):
+    """Files that are on the disk once they are closed, by the process that wrote them."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        if "w" in mode:
+            sync_file(Path(path))
+
+
+class ClearWriter(FileSystemWriter):
+    """torch's FileSystemWriter, with synced files and the operating system's errors.
+
+    torch syncs a file before it flushes its own buffer, so that the end of a file, or all of a
+    small one, is still in memory; this writer syncs each file after closing it. When a write fails,
+    torch.save reports "unexpected pos 704 vs 598"; the OSError, such as a full disk, is only in the
+    exception's context, which is not sent to other ranks. This writer raises the OSError itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=False)
+        self.fs = _SyncedFiles()
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Write this rank's tensors; raises the first OSError behind a failure."""
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise _first_os_error(error) from error
+
+
+def _first_os_error(error: BaseException) -> BaseException:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return OSError(cause.errno, cause.strerror)
+        cause = cause.__cause__ or cause.__context__
+    return error

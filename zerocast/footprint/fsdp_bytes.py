@@ -1,0 +1,119 @@
+"""The bytes of one rank under FSDP2 and HSDP, for a rank with a full share.
+
+Every parameter is cut along its first dimension, as torch's `fully_shard` cuts it. Every block is a
+unit that is resharded after its forward pass and gathered again for its backward pass; parameters
+outside of blocks form the root, gathered once. The FP32 shard is the parameter; next to it lie the
+scales of its blocks, and the codes of the unit that is being gathered, or all codes where they are
+kept: few of them, or a shard group of one rank. At the peak the root and two blocks are unsharded,
+the one that computes and the next one, with one columnwise copy, and the gradients of two units.
+Traffic is that of a step with one micro-batch and with torch's norm of gradients.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.footprint.network import Collective
+from zerocast.footprint.shapes import ROOT
+from zerocast.footprint.weight_bytes import (
+    FP32,
+    Bytes,
+    Placed,
+    all_reduce,
+    copy_bytes,
+    gradient_collective,
+    quantized,
+    scale_bytes,
+)
+from zerocast.formats.layout import exchange_unit
+from zerocast.fsdp2.gather_layout import MOST_KEPT, GatherLayout
+from zerocast.fsdp2.shard import RowShards, ShardGeometry
+from zerocast.optim import ZeroConfig
+from zerocast.weight import QuantizedWeight
+
+
+def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
+    """(bytes in memory by purpose, the collectives of a step) of a rank with full shards."""
+    every = [tensor for _, tensor, _ in tensors]
+    owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in every)
+    grad = (config.grad_dtype or torch.bfloat16).itemsize
+    units: dict[int, list[Tensor]] = {}
+    for _, tensor, unit in tensors:
+        units.setdefault(unit, []).append(tensor)
+    weights = quantized(every)
+    sent = {unit: sum(_sent(tensor, shards) for tensor in held) for unit, held in units.items()}
+    whole = _at_the_most({unit: shards * nbytes for unit, nbytes in sent.items()})
+    scales = _at_the_most({unit: sum(map(scale_bytes, quantized(held))) for unit, held in units.items()})
+    gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
+    reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in held) for held in units.values()]
+    packed = _cut_amaxes(weights, shards)
+    codes = [sum(_codes(weight, shards) for weight in quantized(held)) for held in units.values()]
+    keep = shards == 1 or sum(codes) <= MOST_KEPT
+    memory = {
+        "weights": sum(_sent(w, shards) for w in weights) + (0 if keep else max(codes) - sum(codes)) + whole,
+        "columnwise copies": max(map(copy_bytes, weights), default=0),
+        "scales": 4 * len(weights) + packed + scales,
+        "masters": owned * FP32,
+        "moments": 2 * owned * config.moment_dtype.itemsize,
+        "gradients": owned * FP32,
+        "buckets": sum(gradients) * grad,
+    }
+    others = shards - 1
+    gathers = {unit: 1 if unit == ROOT else 2 for unit in units}
+    part = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
+    return memory, [
+        gradient_collective([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], shards, config),
+        all_reduce("gradients", len(units), owned * grad if replicas > 1 else 0, replicas, shards),
+        all_reduce("the norm", 1, FP32, shards),
+        all_reduce("amaxes", 1, packed, shards),
+        Collective("all-gather", "weights", sum(gathers.values()), part * others, shards),
+    ]
+
+
+def _at_the_most(by_unit: dict[int, int]) -> int:
+    """The bytes of the root and of the two largest blocks."""
+    blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
+    return by_unit.get(ROOT, 0) + sum(blocks[-2:])
+
+
+def _rows(tensor: Tensor, shards: int) -> int:
+    """The rows of the first dimension on a rank with a full share."""
+    return -(-tensor.shape[0] // shards)
+
+
+@functools.lru_cache(maxsize=1024)
+def _geometry(weight: QuantizedWeight, shards: int) -> ShardGeometry:
+    """The shard of the first rank, which no other exceeds."""
+    rows, columns = weight.matrix_shape
+    cut = RowShards(rows, _rows(weight, shards) * (rows // weight.shape[0]), shards)
+    return ShardGeometry(weight.format, weight.dtype, cut, columns, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sent(tensor: Tensor, shards: int) -> int:
+    """The bytes that each rank contributes to one all-gather."""
+    if isinstance(tensor, QuantizedWeight):
+        return GatherLayout(_geometry(tensor, shards)).nbytes
+    return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def _codes(weight: QuantizedWeight, shards: int) -> int:
+    """The bytes of these that are codes."""
+    return GatherLayout(_geometry(weight, shards)).codes_nbytes
+
+
+def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
+    """The bytes of the one all-reduce: tensor amaxes and those of block rows that shards cut, in
+    bf16.
+    """
+    total = 0
+    for geometry in (_geometry(weight, shards) for weight in weights):
+        cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
+        fmt = geometry.format
+        if fmt.chooses_scales and fmt.block:
+            cut += len(geometry.shards.cut(fmt.block[0])) * exchange_unit(fmt, geometry.columns)
+        total += 2 * (cut + geometry.has_tensor_amax)
+    return total

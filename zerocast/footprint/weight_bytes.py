@@ -1,0 +1,79 @@
+"""The bytes of weights, and of the collectives, that every sharding has."""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.flat_buffer import ALIGNMENT
+from zerocast.footprint.network import Collective
+from zerocast.formats import Columnwise
+from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, round_up
+from zerocast.optim import ZeroConfig
+from zerocast.weight import QuantizedWeight
+
+FP32, FP64 = torch.float32.itemsize, torch.float64.itemsize
+SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")
+Placed = tuple[str, Tensor, int]  # name, tensor, number of its unit or bucket
+Bytes = dict[str, int]
+
+
+def all_reduce(content: str, calls: int, nbytes: int, ranks: int, distance: int = 1) -> Collective:
+    """All-reduces of `nbytes` bytes together, each of which a rank sends twice but for its part."""
+    return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks, distance)
+
+
+def gradient_collective(parts: Sequence[tuple[int, torch.dtype]], ranks: int, config: ZeroConfig) -> Collective:
+    """How gradients reach their owners; `parts` are what one of them is sent: elements, and the
+    dtype that is reduced.
+    """
+    if config.grad_wire:
+        sent = sum(GradientMessage(numel).nbytes for numel, _ in parts) * (ranks - 1)
+        return Collective("all-to-all", "gradients", len(parts), sent, ranks)
+    sent = sum(numel * dtype.itemsize for numel, dtype in parts) * (ranks - 1)
+    return Collective("reduce-scatter", "gradients", len(parts), sent, ranks)
+
+
+def quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
+    """The quantized weights among them."""
+    return [tensor for tensor in tensors if isinstance(tensor, QuantizedWeight)]
+
+
+@functools.lru_cache(maxsize=1024)
+def scale_bytes(weight: QuantizedWeight) -> int:
+    """The bytes of scale buffers, amax and delayed scaling, in flat buffers; without the scales of
+    a columnwise copy.
+    """
+    found = buffers(weight.format, weight.matrix_shape, weight.dtype)
+    transposed = weight.format.columnwise is Columnwise.TRANSPOSE
+    names = [name for name in SCALES if not (name == "columnwise_scale_inv" and transposed)]
+    return sum(_in_flat_buffer(found[name]) for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def copy_bytes(weight: QuantizedWeight) -> int:
+    """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
+    fmt = weight.format.halves[-1]
+    if fmt.columnwise is not Columnwise.TRANSPOSE:
+        return 0
+    found = buffers(fmt, weight.matrix_shape, weight.dtype)
+    names = ["columnwise_data", "columnwise_scale_inv"] if fmt.block else ["columnwise_data"]
+    return sum(_in_flat_buffer(found[name]) for name in names)
+
+
+def choice_bytes(weights: Sequence[QuantizedWeight]) -> int:
+    """The bf16 bytes of the amaxes that are reduced again with the choices of their blocks."""
+    return 2 * sum(sum(amax_counts(w.format, *w.matrix_shape)) for w in weights if w.format.chooses_scales)
+
+
+def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
+    """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
+    weights = quantized(tensors)
+    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
+    return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0)) + (choice_bytes(weights) if ranks > 1 else 0)
+
+
+def _in_flat_buffer(buffer: Buffer | None) -> int:
+    return round_up(math.prod(buffer.shape), ALIGNMENT) * buffer.dtype.itemsize if buffer else 0

@@ -1,0 +1,145 @@
+"""The bytes of one rank of a ZeroAdamW: its own buckets, laid out over meta tensors.
+
+The gradients of stage 2 are the FP32 shard and the buckets in flight, for a backward pass that
+completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps all
+gradients of this rank. Columnwise copies are those of all weights where they are kept, else the
+largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
+the norm of gradients.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.cut_blocks import cut_rows_of
+from zerocast.cast.packed_amax import cut_rows
+from zerocast.footprint.network import Collective
+from zerocast.footprint.weight_bytes import (
+    FP32,
+    FP64,
+    Bytes,
+    Placed,
+    all_reduce,
+    choice_bytes,
+    copy_bytes,
+    gradient_collective,
+    quantized,
+    scale_bytes,
+)
+from zerocast.formats.layout import GradientMessage, amax_counts, exchange_unit
+from zerocast.optim import ZeroConfig
+from zerocast.optim.bucket import Bucket, FlatBuffer, Slot, fill_buckets, flat_numel
+from zerocast.weight import QuantizedWeight
+
+
+def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
+    """(bytes in memory by purpose, the collectives of a step) of one rank of a ZeroAdamW."""
+    buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
+    shard = flat_numel(buckets)
+    weights = quantized(tensor for _, tensor, _ in tensors)
+    computed = quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
+    gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
+    reduced, own = _packed_amaxes(buckets, ranks)
+    kept = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors) if stage == 1 else 0
+    copies = list(map(copy_bytes, weights)) or [0]
+    memory = {
+        "weights": sum(_flat(bucket, bucket.storage.codes) for bucket in buckets),
+        "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
+        "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
+        "masters": shard * FP32,
+        "moments": 2 * shard * config.moment_dtype.itemsize,
+        "gradients": shard * FP32 + kept,
+        "buckets": _in_flight(tensors, buckets, ranks, stage, config),
+    }
+    others, choices = ranks - 1, choice_bytes(quantized(tensor for _, tensor, _ in tensors))
+    gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets]
+    gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
+    part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
+    return memory, [
+        gradient_collective(gradients, ranks, config),
+        all_reduce("the norm", 1, FP64, ranks),
+        all_reduce("amaxes", 1, reduced, ranks),
+        *([all_reduce("choices of scales", 1, choices, ranks)] if choices else []),
+        Collective("all-gather", "weights", gathers, part * others, ranks),
+    ]
+
+
+def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
+    """The bytes of these flat buffers of a bucket, padding included."""
+    return sum(bucket.numel // elements * dtype.itemsize for _, dtype, elements in buffers)
+
+
+def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
+    """The dtype in which autograd brings a gradient."""
+    widened = isinstance(tensor, QuantizedWeight) and config.grad_dtype is torch.float32
+    return torch.float32 if widened else tensor.dtype
+
+
+def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int, stage: int, config: ZeroConfig) -> int:
+    """The most that gradients take in a backward pass, from their arrival until their bucket is in
+    the FP32 shard; at stage 1 without the gradients themselves, which stay.
+    """
+    place = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
+    missing = {id(bucket): len(bucket.slots) for bucket in buckets}
+    arrived = dict.fromkeys(missing, 0)
+    waiting = flying = peak = 0
+    for name, tensor, _ in reversed(tensors):
+        bucket, dtype = place[name], _arriving(tensor, config)
+        if stage == 2:
+            arrived[id(bucket)] += tensor.numel() * dtype.itemsize
+            waiting += tensor.numel() * dtype.itemsize
+        peak = max(peak, waiting + flying)
+        missing[id(bucket)] -= 1
+        if missing[id(bucket)]:
+            continue
+        storage, gone = bucket.storage, arrived[id(bucket)]
+        in_place = bucket.is_one_gradient and dtype is storage.grad_dtype
+        packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
+        peak = max(peak, waiting + packed)  # the bucket before has landed
+        waiting -= gone
+        flying = (packed or gone) + _result(bucket, ranks, config)
+        peak = max(peak, waiting + flying)
+        if config.grad_wire:
+            flying -= packed or gone  # codes are made of them before they are sent
+    return peak
+
+
+def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
+    """The bytes of what a collective leaves, until they are in the FP32 shard; of messages also
+    what it sends.
+    """
+    dtype = bucket.storage.grad_dtype
+    if config.grad_wire:
+        return min(ranks, 2) * ranks * GradientMessage(bucket.shard_numel).nbytes
+    if ranks == 1:
+        return 0
+    if config.deterministic:
+        return bucket.numel * dtype.itemsize
+    return 0 if dtype is torch.float32 else bucket.shard_numel * dtype.itemsize
+
+
+def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
+    """(the bf16 bytes of the one all-reduce with two numbers that compare the ranks' calls, those
+    of amaxes that only their rank has): where scales are gathered, only cut blocks are reduced.
+    """
+    reduced = own = 0
+    for bucket in buckets:
+        for slot in bucket.slots:
+            matrix, cuts = slot.matrix_shape, bucket.cuts(slot)
+            amaxes = sum(amax_counts(slot.format, *matrix))
+            if cuts is None:
+                reduced += amaxes + _cut_elements(bucket, slot)
+            else:
+                reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
+                own += -(-amaxes // ranks)
+    return 2 * (reduced + (2 if reduced + own and ranks > 1 else 0)), 2 * own
+
+
+def _cut_elements(bucket: Bucket, slot: Slot) -> int:
+    """The elements of rows of blocks that shards cut, where blocks choose their scales by them."""
+    if not slot.format.chooses_scales:
+        return 0
+    first = -(-slot.offset // bucket.shard_numel) * bucket.shard_numel - slot.offset
+    unit = exchange_unit(slot.format, slot.matrix_shape[1])
+    return sum(row.span.numel for row in cut_rows_of("", unit, range(first, slot.numel, bucket.shard_numel), 0))

@@ -1,0 +1,102 @@
+"""The values of stored weights, as `QuantizedWeight.dequantize` gives them.
+
+For readers that compute in bf16, such as a plain model of transformers that generates beside a run.
+Dtypes, names and shapes tell how a weight is stored (`zerocast.serve.namings`). The tensor amax of
+an NVFP4 weight is found again from the global scale that was made of it, so that values are equal
+to the bit where the nominal dtype is bf16.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import FormatSpec, get_format, layout
+from zerocast.weight import QuantizedWeight
+
+TOP = 6.0 * 448.0  # the largest code times the largest scale
+Stored = Mapping[str, Tensor]  # by what follows the name of the weight
+_SUFFIXES = ("_packed", "_global_scale", "_scale", "_scale_2", "_scale_inv")
+
+
+def dequantized(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of each weight that these stored tensors hold, quantized ones in `dtype`, which
+    is their nominal dtype, one at a time; what is not quantized as it is.
+
+    ValueError for tensors that no naming stores.
+    """
+    weights: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        suffix = next((s for s in _SUFFIXES if name.endswith(s) and _is_weight(name.removesuffix(s), tensors)), "")
+        weights.setdefault(name.removesuffix(suffix), {})[suffix] = tensor
+    for name, stored in weights.items():
+        if list(stored) == [""] and stored[""].dtype not in (torch.uint8, torch.float8_e4m3fn):
+            yield name, stored[""]
+        else:
+            yield name, _weight(name, stored, dtype).dequantize()
+
+
+def _is_weight(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    return name in tensors or f"{name}_packed" in tensors
+
+
+# by the dtypes of codes and scales
+_FORMATS = {
+    (torch.uint8, torch.uint8): "mxfp4",
+    (torch.uint8, torch.float8_e4m3fn): "nvfp4",
+    (torch.float8_e4m3fn, torch.uint8): "mxfp8",
+    (torch.float8_e4m3fn, torch.float32): "fp8_block",
+}
+
+
+def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
+    """A weight of the format in which these tensors store it."""
+    codes, scales = stored.get("_packed", stored.get("")), stored.get("_scale", stored.get("_scale_inv"))
+    key = None if codes is None or scales is None else _FORMATS.get((codes.dtype, scales.dtype))
+    if codes is None or scales is None or key is None or (key == "fp8_block" and not _has_blocks(scales)):
+        parts = ", ".join(f"{name}{suffix} {t.dtype} {tuple(t.shape)}" for suffix, t in stored.items())
+        raise ValueError(f"no naming stores a weight as {parts}")
+    if key == "fp8_block" and scales.dim() == 1:
+        key, scales = "fp8_current", scales[:1]
+    fmt = get_format(key)
+    shape = codes.shape[0], codes.shape[1] * fmt.elements_per_byte
+    buffers = {"rowwise_data": codes.view(torch.uint8), "rowwise_scale_inv": _padded(fmt, shape, scales)}
+    if key == "nvfp4":
+        buffers["amax"] = _amax(name, stored, dtype)
+    return QuantizedWeight.of_buffers(shape, fmt, dtype, buffers)
+
+
+def _has_blocks(scales: Tensor) -> bool:
+    """True for scales of blocks, and for one scale of the tensor, once or for each row."""
+    return scales.dim() in (2, 4) or (scales.dim() == 1 and bool((scales == scales[0]).all()))
+
+
+def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
+    """The tensor amax, a number of the nominal dtype, of which the stored global scale was made."""
+    make: Callable[[Tensor], Tensor]
+    if "_scale_2" in stored:
+        factor, make = stored["_scale_2"].view(1), lambda amax: amax / TOP
+        near = factor * TOP
+    else:
+        factor, make = stored["_global_scale"].view(1), lambda amax: TOP / amax
+        near = TOP / factor
+    amax = near.to(dtype).float()
+    if not torch.equal(make(amax), factor):
+        raise ValueError(
+            f"no tensor amax of dtype {dtype} gives {name} the global scale {float(factor)}: the nominal dtype is another one, "
+            "or the format has another scale_max"
+        )
+    return amax
+
+
+def _padded(fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) -> Tensor:
+    """Scales in a buffer of the format, with its padding."""
+    buffer = layout.rowwise_scale_inv(fmt, *shape)
+    assert buffer is not None
+    if len(buffer.shape) == 1:
+        return scales.float()
+    found = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=scales.device)
+    scales = scales.reshape(scales.shape[0], -1)
+    down, across = scales.shape
+    found[:down, :across] = scales.view(buffer.dtype)
+    return found

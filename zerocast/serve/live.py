@@ -1,0 +1,221 @@
+"""Live weights: the bytes of a run that goes on, in the layout of a checkpoint, bucket by bucket.
+
+`named_tensors` gives what `export_hf` would write, without writing it: names and tensors for an
+engine's own loader, or for a `Receiver`. Codes are views of the weights. What must be copied is
+copied into the bucket that is being filled, and a bucket is given up when the next one is asked
+for, so no more than one of them takes memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from zerocast.serve.fused_amaxes import check_shared_amaxes
+from zerocast.serve.hugging_face import pieces_of, quantized_pieces
+from zerocast.serve.namings import check_naming
+from zerocast.serve.piece import Names, Piece, named_pieces
+from zerocast.serve.stored_model import StoredModel, check_stored, is_stored_by_transformers
+from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight
+from zerocast.serve.weight_source import Casts, live_source_of
+from zerocast.serve.write import check_pieces
+from zerocast.weight import QuantizedWeight
+
+BUCKET_BYTES = 2**28
+
+
+class Bucket(Sequence[tuple[str, Tensor]]):
+    """(name, tensor) pairs that are valid until the next bucket is asked for; then reading them
+    raises RuntimeError.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        self._pairs: tuple[tuple[str, Tensor], ...] | None = tuple(pairs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, views and copies."""
+        return sum(tensor.nbytes for _, tensor in self)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, Tensor]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._held[index]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._held)
+
+    def give_up(self) -> None:
+        """Let go of the tensors, which are not valid any more."""
+        self._pairs = None
+
+    @property
+    def _held(self) -> tuple[tuple[str, Tensor], ...]:
+        if self._pairs is None:
+            raise RuntimeError(
+                "this bucket was given up when the next one was asked for: use or copy its tensors before, and do not collect "
+                "buckets in a list"
+            )
+        return self._pairs
+
+
+def named_tensors(
+    model_or_optimizer: Any,
+    naming: str,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    config: Any = None,
+    names: Names | None = None,
+    dtype: torch.dtype | None = None,
+    allow_unequal_scales: bool = False,
+) -> Iterator[Bucket]:
+    """The live weights as (name, tensor) pairs in checkpoint layout, in buckets.
+
+    Args:
+        model_or_optimizer: a model; or a ZeroAdamW, a CastPlan with names or an attachment to
+            Megatron-Core or Apex, which give the parameters that they have masters of. Under FSDP2
+            the model, which is gathered one group at a time.
+        naming: `compressed-tensors`, `modelopt`, `deepseek` or `bf16`, as for `export_hf`.
+        bucket_bytes: most bytes of a bucket, unless a single tensor is larger. Under FSDP2 a bucket
+            also ends with a gathered group.
+        config: the PreTrainedConfig, config.json or folder of one that describes the model which
+            reads; by default a transformers model's own. Names and shapes are then held against it,
+            and experts are given one by one.
+        names: for parameters with names of their own, such as Megatron's: by parameter the stored
+            name, or stored names with the ranges of rows that each of them has. Others keep their
+            names.
+        dtype: of what is not quantized; by default what it computes in, which is its own dtype, or
+            the one of FSDP2's mixed precision.
+        allow_unequal_scales: do not raise where weights that engines fuse have tensor amaxes of
+            their own.
+
+    Tensors are contiguous and on the device of the weights; writing to one may write the weight.
+    Under FSDP2 and in hosts with gathers to come all ranks call this and read to the end together;
+    under ZeroAdamW any rank may, alone. Gathers in flight are waited for.
+
+    Raises, before the first bucket: ValueError for an unknown naming, for weights that it cannot
+    express or that no reader finds, for names that meet, and for fused weights with tensor amaxes
+    of their own; TypeError for anything but the above. While it is read: RuntimeError for weights
+    that were never cast, are partial or older than their masters as far as that is known, and for a
+    cast between two buckets, which would mix the weights of two steps.
+    """
+    live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
+    return live.buckets()
+
+
+class LiveWeights:
+    """The stored tensors of a run, checked once; the arguments are those of `named_tensors`."""
+
+    def __init__(
+        self,
+        what: Any,
+        naming: str,
+        bucket_bytes: int = BUCKET_BYTES,
+        config: Any = None,
+        names: Names | None = None,
+        dtype: torch.dtype | None = None,
+        allow_unequal_scales: bool = False,
+    ) -> None:
+        check_naming(naming)
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        self._bucket_bytes = bucket_bytes
+        self.naming, self.source, self._dtype = naming, live_source_of(what), dtype
+        is_described = config is not None or is_stored_by_transformers(what)
+        self._stored = _stored_model(what, config) if is_described else None
+        self._pieces = self._named_pieces(names or {})
+        self._is_whole, self._allow_unequal_scales = isinstance(what, torch.nn.Module), allow_unequal_scales
+        self._check()
+
+    @property
+    def stored_names(self) -> list[str]:
+        """The names by which readers know the weights."""
+        return [piece.name for pieces in self._pieces.values() for piece in pieces]
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The tensors in buckets, each valid until the next; formats may have changed since."""
+        self._check()
+        casts: Casts | None = None
+        pairs: list[tuple[str, Tensor]] = []
+        nbytes = 0
+        for batch in self.source.batches():
+            casts = self._check_casts(casts)
+            for name, tensor in batch:
+                for stored in self._stored_tensors(name, tensor):
+                    if pairs and nbytes + stored.nbytes > self._bucket_bytes:
+                        bucket, pairs, nbytes = Bucket(pairs), [], 0
+                        yield bucket
+                        bucket.give_up()
+                        self._check_casts(casts)
+                    pairs.append((stored.name, stored.make()))
+                    nbytes += stored.nbytes
+            if pairs and self.source.is_transient:
+                bucket, pairs, nbytes = Bucket(pairs), [], 0
+                yield bucket
+                bucket.give_up()
+        if pairs:
+            bucket, pairs = Bucket(pairs), []
+            yield bucket
+            bucket.give_up()
+        self._check_casts(casts)
+
+    def _check_casts(self, before: Casts | None) -> Casts:
+        now = self.source.casts()
+        if before not in (None, now):
+            raise RuntimeError(
+                "weights were cast or changed between two buckets, so those that were read are of two steps: read all buckets "
+                "between two steps, and begin anew"
+            )
+        return now
+
+    def _stored_tensors(self, name: str, tensor: Tensor) -> Iterator[StoredTensor]:
+        if isinstance(tensor, QuantizedWeight):
+            return of_weight(tensor, self.naming, name, self._pieces[name])
+        if type(tensor.detach()) is not Tensor:
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, whose bytes are known to its owner alone: give the attachment or the "
+                "optimizer in place of the model"
+            )
+        return of_plain(tensor, self._pieces[name], self._plain_dtype(name, tensor))
+
+    def _plain_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        kept = self._stored is not None and (name in self._stored.buffers or self._stored.keeps_float32(name))
+        return tensor.dtype if kept else self._dtype or self.source.dtype_of(name, tensor)
+
+    def _named_pieces(self, names: Names) -> Mapping[str, Sequence[Piece]]:
+        shapes = self.source.shapes
+        unknown = sorted(set(names) - set(shapes))
+        if unknown:
+            raise ValueError(
+                f"names has {', '.join(unknown[:4])}, and the parameters are {', '.join(list(shapes)[:4])}, …"
+            )
+        if self._stored is None:
+            return {name: named_pieces(name, shape, names) for name, shape in shapes.items()}
+        return {name: pieces_of(self._stored, name, shape, names) for name, shape in shapes.items()}
+
+    def _check(self) -> None:
+        found: dict[str, str] = {}
+        for name, pieces in self._pieces.items():
+            for piece in pieces:
+                if piece.name in found:
+                    raise ValueError(f"{found[piece.name]} and {name} are both called {piece.name}")
+                found[piece.name] = name
+        check_pieces(self.source, self.naming, lambda name, _: self._pieces[name])
+        if self._stored is not None:
+            check_stored(self._stored, self._pieces, self._is_whole)
+            if self.naming != "bf16":
+                quantized_pieces(self._stored, self.source, self._pieces, self.naming)
+        if self.naming != "bf16" and not self._allow_unequal_scales:
+            check_shared_amaxes(self.naming, self._pieces, self.source.formats, self.source.shared_amaxes)
+
+
+def _stored_model(what: Any, config: Any) -> StoredModel:
+    return StoredModel.of(what) if config is None else StoredModel.of_config(config)

@@ -1,0 +1,217 @@
+"""Sender: refits of an inference engine by a run that goes on, in full or by what changed.
+
+A refit is a sequence of messages: one for each bucket of live weights, and one that ends it. Each
+has a header, plain values that any serializer takes, and tensors. The first refit holds everything.
+A later one may hold the bytes that changed since the one before: each rank keeps its share of the
+bytes that were sent last, compares it with the live bytes, and the ranks gather what they found.
+The live bytes themselves are compared, so it does not matter who changed them (a step, a load, an
+average that was swapped) or how often since.
+"""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Group, GroupLike
+from zerocast.formats.layout import Span, round_up
+from zerocast.serve.changed_bytes import ChangedBytes, digest
+from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
+from zerocast.serve.piece import Names
+
+FULL, DELTA, END = "full", "delta", "end"
+Header = Mapping[str, Any]
+
+
+class Message:
+    """One part of a refit: `header`, and tensors that are valid until the next message is asked
+    for.
+    """
+
+    def __init__(self, header: Header, bucket: Bucket) -> None:
+        self.header, self._bucket = header, bucket
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of a full refit, or one of changed bytes, u8."""
+        return [tensor for _, tensor in self._bucket]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors together."""
+        return self._bucket.nbytes
+
+
+class Sender:
+    """Refits receivers from live weights. All ranks of `group` make one, and read each refit to its
+    end together.
+
+    Args:
+        model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales: as for
+            `named_tensors`.
+        group: the ranks that share the work of finding changes; by default those that share the
+            masters. Each of them gets all messages.
+
+    A rank keeps its share of the bytes that were sent last, 1 byte an element for FP8 and half of
+    one for 4-bit codes, divided by the ranks. Raises what `named_tensors` raises, and ValueError
+    where ranks pass different arguments.
+    """
+
+    def __init__(
+        self,
+        model_or_optimizer: Any,
+        naming: str,
+        *,
+        group: GroupLike = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        config: Any = None,
+        names: Names | None = None,
+        dtype: torch.dtype | None = None,
+        allow_unequal_scales: bool = False,
+    ) -> None:
+        options = config, names, dtype, allow_unequal_scales
+        self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, *options)
+        self._group = self._live.source.masters_group if group is None else Group.of(group)
+        settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
+        validate_across_ranks(self._group, self._live.stored_names, None, "serves live weights", settings)
+        self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
+        self._refit, self._is_complete = 0, False
+        self._sent: list[Tensor] = []  # this rank's share of each bucket
+        self._layouts: list[str] = []
+
+    @property
+    def refit(self) -> int:
+        """The number of the last refit, 0 before the first."""
+        return self._refit
+
+    def named_tensors(self) -> Iterator[Message]:
+        """A full refit: every tensor, by name, in checkpoint layout."""
+        self._refit, self._is_complete = self._refit + 1, False
+        self._sent, self._layouts = [], []
+        for bucket in self._live.buckets():
+            share = self._share(bucket)
+            self._sent.append(share)
+            self._layouts.append(layout_digest(_layout(bucket)))
+            digests = self._gathered_numbers([digest(share)], share.device)
+            header = {
+                **self._header(FULL, len(self._sent) - 1),
+                "tensors": _layout(bucket),
+                "digests": [d for (d,) in digests],
+            }
+            yield Message(header, bucket)
+        yield self._end()
+
+    def named_deltas(self, since: int) -> Iterator[Message]:
+        """A refit by what changed since refit `since`, which has to be the last one.
+
+        RuntimeError, with nothing sent, for any other refit, after one that was not read to its
+        end, and where weights are stored otherwise than then: send `named_tensors()`.
+        """
+        if since != self._refit or not self._is_complete:
+            state = "" if self._is_complete else ", which was not read to its end"
+            raise RuntimeError(
+                f"changes since refit {since} were asked for, and the bytes of refit {self._refit} are kept{state}: send "
+                "named_tensors()"
+            )
+        return self._deltas()
+
+    def _deltas(self) -> Iterator[Message]:
+        since_refit = self._refit
+        self._refit, self._is_complete = self._refit + 1, False
+        index = -1
+        for index, bucket in enumerate(self._live.buckets()):
+            layout = layout_digest(_layout(bucket))
+            if index >= len(self._layouts) or layout != self._layouts[index]:
+                raise RuntimeError(
+                    f"the tensors of bucket {index} are not those of the last refit, as after a switch of formats: send "
+                    "named_tensors()"
+                )
+            share = self._share(bucket)
+            found = ChangedBytes.between(self._sent[index], share)
+            self._sent[index] = share
+            segments, payload = self._gathered(found)
+            changes = Bucket([("changes", payload)])
+            since = {"since": since_refit, "layout": layout, "segments": segments}
+            yield Message({**self._header(DELTA, index), **since}, changes)
+            changes.give_up()
+        if index + 1 != len(self._layouts):
+            raise RuntimeError(
+                f"there are {index + 1} buckets, and the last refit had {len(self._layouts)}: send named_tensors()"
+            )
+        yield self._end()
+
+    def _header(self, kind: str, index: int) -> dict[str, Any]:
+        return {"kind": kind, "run": self._run, "refit": self._refit, "naming": self._live.naming, "index": index}
+
+    def _end(self) -> Message:
+        self._is_complete = True
+        return Message(self._header(END, len(self._sent)), Bucket([]))
+
+    def _share(self, bucket: Bucket) -> Tensor:
+        """A copy of the bytes of a bucket that this rank compares."""
+        return flat_bytes([t for _, t in bucket], shares(bucket.nbytes, self._group.size)[self._group.rank])
+
+    def _gathered_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """The numbers of each rank, by rank."""
+        if self._group.size == 1:
+            return [list(numbers)]
+        own = torch.tensor([numbers], dtype=torch.int64).to(device)
+        found = own.new_empty(self._group.size, len(numbers))
+        self._group.all_gather_into(found, own, what="the sizes of changes")
+        rows: list[list[int]] = found.tolist()
+        return rows
+
+    def _gathered(self, own: ChangedBytes) -> tuple[list[list[int]], Tensor]:
+        """(numel, encoding, count, digest and payload bytes of each rank, the payloads end to
+        end).
+        """
+        numbers = [own.numel, own.encoding, own.count, own.digest, own.payload.numel()]
+        segments = self._gathered_numbers(numbers, own.payload.device)
+        if self._group.size == 1:
+            return segments, own.payload
+        most = max(row[-1] for row in segments)
+        part = own.payload.new_zeros(1, most)
+        part[0, : own.payload.numel()] = own.payload
+        found = part.new_empty(self._group.size, most)
+        if most:
+            self._group.all_gather_into(found, part, what="changed bytes")
+        return segments, torch.cat([row[: numbers[-1]] for row, numbers in zip(found, segments, strict=True)])
+
+
+def shares(nbytes: int, ranks: int) -> list[Span]:
+    """The bytes of a bucket that each rank compares: equal shares, whole words of 8 bytes."""
+    step = round_up(-(-nbytes // ranks), 8)
+    return [Span(min(rank * step, nbytes), min((rank + 1) * step, nbytes)) for rank in range(ranks)]
+
+
+def flat_bytes(tensors: Sequence[Tensor], span: Span) -> Tensor:
+    """A copy of some bytes of contiguous tensors laid end to end, u8."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    found, start = torch.empty(span.numel, dtype=torch.uint8, device=device), 0
+    for tensor in tensors:
+        held = Span(start, start + tensor.nbytes)
+        common = held.intersect(span)
+        if common.numel:
+            own = as_bytes(tensor)[common.start - start : common.stop - start]
+            found[common.start - span.start : common.stop - span.start] = own
+        start = held.stop
+    return found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as u8, flat: the same memory."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def layout_digest(layout: Sequence[Sequence[Any]]) -> str:
+    """A text that tells layouts apart: names, dtypes and shapes."""
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
+
+
+def _layout(bucket: Bucket) -> list[list[Any]]:
+    return [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]

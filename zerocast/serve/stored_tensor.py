@@ -1,0 +1,86 @@
+"""StoredTensor: a tensor in which readers expect a weight, or a piece of one, made when asked for.
+
+Codes and scales are views of the weight wherever its layout allows: whole rows without padding.
+What has to be copied (scales with padding, rows from several places, values that are dequantized)
+is copied when `make` is called, so that whoever collects tensors knows their sizes before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zerocast.serve.namings import Part, layout_of
+from zerocast.serve.piece import Piece, block_rows, cut, cut_part, part_rows
+from zerocast.weight import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor by its stored name; `make` gives it, contiguous."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tensor takes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def of_weight(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece]) -> Iterator[StoredTensor]:
+    """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast,
+    is partial, or older than its masters; ValueError for pieces that divide a block.
+    """
+    weight.check_current()
+    weight.wait()
+    rows = weight.matrix_shape[0]
+    if weight.format.element is None:
+        yield from of_plain(weight.rowwise_data.view(weight.shape), pieces, weight.dtype)
+        return
+    if naming == "bf16":
+        for piece in pieces:
+            yield StoredTensor(piece.name, torch.bfloat16, piece.shape, partial(_dequantized, weight, piece))
+        return
+    parts = layout_of(naming, name, weight.format).parts(weight)
+    for piece in pieces:
+        for suffix, part in parts.items():
+            shape = _part_shape(part, piece, rows)
+            yield StoredTensor(piece.name + suffix, part.tensor.dtype, shape, partial(_cut_part, part, piece, rows))
+
+
+def of_plain(tensor: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> Iterator[StoredTensor]:
+    """The tensors that store the pieces of a tensor that is not quantized, in this dtype."""
+    for piece in pieces:
+        yield StoredTensor(piece.name, dtype, piece.shape, partial(_cut_plain, tensor, piece, dtype))
+
+
+def _part_shape(part: Part, piece: Piece, rows: int) -> tuple[int, ...]:
+    if part.height is None:
+        return tuple(part.tensor.shape)
+    return sum(map(len, part_rows(part, piece, rows))), *part.tensor.shape[1:]
+
+
+def _cut_part(part: Part, piece: Piece, rows: int) -> Tensor:
+    return cut_part(part, piece, rows).contiguous()
+
+
+def _cut_plain(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    return cut(tensor.detach(), piece).to(dtype).contiguous()
+
+
+def _dequantized(weight: QuantizedWeight, piece: Piece) -> Tensor:
+    """The values of a piece, bf16; of one of several, without dequantizing the others."""
+    rows, columns = weight.matrix_shape
+    if piece.rows == (range(rows),):
+        return weight.dequantize().to(torch.bfloat16).view(piece.shape)
+    found = torch.empty(piece.shape, dtype=torch.bfloat16, device=weight.device)
+    places = found.view(-1, columns).split([len(r) for r in piece.rows])
+    for place, r in zip(places, piece.rows, strict=True):
+        some, first = block_rows(weight, r)
+        place.copy_(some.dequantize()[r.start - first : r.stop - first])
+    return found
