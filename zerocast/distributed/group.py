@@ -20,6 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
+# how many groups torch was made to count for a name; nobody has as many, so the name is ours
+_most_groups = 1_000
+
 
 @dataclass(eq=False)
 class Caller:
@@ -106,7 +109,29 @@ class Group:
         backend = backend or dist.get_backend_config(self.handle)  # not that of the default group
         timeout = _timeout(self.handle)
         timeout = timeout and patience * timeout
-        return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+        with self._counting_alike():
+            return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+
+    @contextlib.contextmanager
+    def _counting_alike(self) -> Iterator[None]:
+        """Within, every rank seems to be in as many groups as the others, and in more than before.
+
+        torch names a new group by its ranks and by how many groups the process is in. Ranks find
+        each other by that name: not where one of them is in more groups, nor where a group was
+        destroyed, whose name and addresses then come again.
+        """
+        global _most_groups  # noqa: PLW0603
+        names = dist.distributed_c10d._world.pg_names
+        most = torch.tensor([max(len(names), _most_groups + 1)], device=self.device)
+        self.all_reduce_max(most, "the number of process groups")
+        _most_groups = int(most)
+        stand_ins: Any = [object() for _ in range(_most_groups - len(names))]
+        names.update(dict.fromkeys(stand_ins, ""))
+        try:
+            yield
+        finally:
+            for stand_in in stand_ins:
+                del names[stand_in]
 
     def called_by(self, caller: Caller) -> "Group":
         """The same group with errors that name the caller, unless they already name one."""

@@ -1,0 +1,77 @@
+"""Groups that zerocast makes: torch names them by how many groups a process is in, which differs between ranks."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import Ranks
+from zerocast.distributed.group import Group
+
+
+def sums(group: Group, times: int = 2) -> list[float]:
+    """The sums of ranks over new groups of the same ranks."""
+    found = []
+    for _ in range(times):
+        ranks = torch.tensor([float(dist.get_rank())])
+        group.duplicate().all_reduce_sum(ranks)
+        found.append(ranks.item())
+    return found
+
+
+def in_more_groups() -> list[float]:
+    dist.new_group([0, 1])
+    return sums(Group.of(None))
+
+
+def in_more_groups_of_their_own() -> list[float]:
+    for _ in range(dist.get_rank()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return sums(Group.of(None))
+
+
+def after_a_group_is_destroyed() -> list[float]:
+    asked = dist.new_group()
+    found = sums(Group.of(None))
+    dist.destroy_process_group(asked)
+    return found + sums(Group.of(None))
+
+
+def after_one_of_ours_is_destroyed() -> list[float]:
+    found = []
+    for _ in range(3):
+        ours = Group.of(None).duplicate()
+        ranks = torch.tensor([float(dist.get_rank())])
+        ours.all_reduce_sum(ranks)
+        dist.destroy_process_group(ours.handle)
+        found.append(ranks.item())
+    return found
+
+
+def of_some_ranks() -> list[float]:
+    """Ranks 0 and 1 are in a group that rank 2 is not in, and ranks 1 and 2 make new ones."""
+    dist.new_group([0, 1])
+    pair = dist.new_group([1, 2])
+    return sums(Group.of(pair)) if dist.get_rank() else [3.0]
+
+
+CASES = [in_more_groups, in_more_groups_of_their_own, after_a_group_is_destroyed, after_one_of_ours_is_destroyed, of_some_ranks]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_in_unequal_numbers_of_groups(ranks: Ranks, case: Callable[[], Any]) -> None:
+    assert set(itertools.chain.from_iterable(ranks(3)(case))) == {3.0}
+
+
+def left_behind() -> int:
+    names = dist.distributed_c10d._world.pg_names
+    before = len(names)
+    Group.of(None).duplicate()
+    return len(names) - before
+
+
+def test_nothing_but_the_group_is_left_behind(ranks: Ranks) -> None:
+    assert ranks(2)(left_behind) == [1, 1]
