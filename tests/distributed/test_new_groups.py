@@ -58,7 +58,13 @@ def of_some_ranks() -> list[float]:
     return sums(Group.of(pair)) if dist.get_rank() else [3.0]
 
 
-CASES = [in_more_groups, in_more_groups_of_their_own, after_a_group_is_destroyed, after_one_of_ours_is_destroyed, of_some_ranks]
+CASES = [
+    in_more_groups,
+    in_more_groups_of_their_own,
+    after_a_group_is_destroyed,
+    after_one_of_ours_is_destroyed,
+    of_some_ranks,
+]
 
 
 @pytest.mark.parametrize("case", CASES)
