@@ -4,7 +4,7 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
 
     quantize_, Recipe, get_format, FormatSpec   which weights of a model take which format
     ZeroAdamW, ZeroConfig                       AdamW over sharded masters that casts and gathers
-    ZeroMuon                                    Muon over whole matrices owned by ranks, AdamW for the rest
+    ZeroMuon                                    Muon over matrices that ranks own in whole
     fsdp2                                       the same weights under torch's fully_shard
     CastPlan                                    a cast of masters that your optimizer steps
     switch                                      other formats in the middle of a run

@@ -36,7 +36,9 @@ RUNS = {
         config=ZeroConfig(bucket_size=1, deterministic=True, keep_columnwise=True),
     ),
     "library order": Run(SPECS, max_norm=0.1, config=ZeroConfig(bucket_size=4096)),
-    "Muon": Run(SPECS, config=CONFIG, options=({"lr": 1e-2, "use_muon": True}, {**ADAM, "use_muon": False}), optimizer=ZeroMuon),
+    "Muon": Run(
+        SPECS, config=CONFIG, options=({"lr": 1e-2, "use_muon": True}, {**ADAM, "use_muon": False}), optimizer=ZeroMuon
+    ),
 }
 GROUP = "zerocast.distributed.group:Group"
 

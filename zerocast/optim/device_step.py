@@ -35,7 +35,7 @@ class DeviceStep:
     Args:
         gradients: this rank's averaged gradients, flat f32 like the masters.
         order: that of a deterministic norm, or None for the library's.
-        muon: the update of the matrices that this rank owns in whole, or None without any.
+        muon: the update of the matrices that this rank owns in whole, if there are any.
 
     `count` and `skipped`, int64[1], are the steps taken and skipped; `clip`, f32[1], is what the
     gradients of the coming step are multiplied by, 1 again after it; `clipped` says that the host
@@ -49,7 +49,7 @@ class DeviceStep:
         hyperparameters: Hyperparameters,
         order: LogicalOrder | None,
         group: Group,
-        muon: MuonStep | None = None,
+        muon: MuonStep,
     ) -> None:
         self._gradients, self._masters, self._muon = gradients, masters, muon
         self._hyperparameters, self._order, self._group = hyperparameters, order, group
@@ -85,8 +85,7 @@ class DeviceStep:
         found_inf = ~square_sum.isfinite().view(1)
         self.count += ~found_inf
         self.skipped += found_inf
-        if self._muon:
-            self._muon(self._gradients, self.clip, found_inf)
+        self._muon(self._gradients, self.clip, found_inf)
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
         return AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip), found_inf
 

@@ -26,8 +26,8 @@ class EMA(Average):
     `optimizer`; starts at the masters.
 
     Args:
-        optimizer: the ZeroAdamW or ZeroMuon whose masters are averaged. It does not keep the average alive:
-            hold on to this object.
+        optimizer: the ZeroAdamW or ZeroMuon whose masters are averaged. It does not keep the
+            average alive: hold on to this object.
         decay: between 0 and 1; may be changed between steps. `1 - 1 / n` at the n-th step gives the
             equal average of SWA.
 

@@ -177,8 +177,7 @@ def _check_fields(name: str, bucket: Bucket, moments: Mapping[str, Any]) -> None
     wanted = fields_of(bucket)
     if not {*wanted} <= moments.keys():
         raise ValueError(
-            f"the state does not fit this optimizer: {name} has {sorted(moments)} there and needs {sorted(wanted)}, which its update "
-            "here keeps"
+            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps {sorted(wanted)}"
         )
 
 

@@ -34,13 +34,15 @@ def batches(members: Sequence[Whole[T]], bucket_size: int, ranks: int) -> list[l
     padding; what is left over at the end goes with the bucket before it.
     """
     done: list[list[Whole[T]]] = []
-    batch, parts = [], [0] * ranks
+    batch: list[Whole[T]] = []
+    size = largest = 0
     for member in members:
         batch.append(member)
-        heapq.heapreplace(parts, parts[0] + member.size)
-        if sum(parts) >= bucket_size and ranks * max(parts) <= (1 + PADDING) * sum(parts):
+        size, largest = size + member.size, max(largest, member.size)
+        most = (1 + PADDING) * size / ranks  # that a part may hold
+        if size >= bucket_size and largest <= most and max(map(_size, _parts(batch, ranks))) <= most:
             done.append(batch)
-            batch, parts = [], [0] * ranks
+            batch, size, largest = [], 0, 0
     if batch and done:
         done[-1] += batch
     elif batch:
@@ -52,17 +54,11 @@ def deal(batch: Sequence[Whole[T]], loads: list[int]) -> tuple[list[tuple[int, W
     """((offset, parameter) in order of offsets, elements of a shard) of one bucket; `loads`, the
     work of each rank so far, is brought up to date.
     """
-    ranks = len(loads)
-    parts: list[list[Whole[T]]] = [[] for _ in range(ranks)]
-    held = [(0, part) for part in range(ranks)]
-    for member in sorted(batch, key=lambda member: -member.size):
-        size, part = held[0]
-        parts[part].append(member)
-        heapq.heapreplace(held, (size + member.size, part))
-    shard = max(size for size, _ in held)
+    parts = _parts(batch, len(loads))
+    shard = max(map(_size, parts))
     parts.sort(key=lambda part: -sum(member.cost for member in part))
     placed = []
-    idlest = sorted(range(ranks), key=lambda rank: loads[rank])
+    idlest = sorted(range(len(loads)), key=lambda rank: loads[rank])
     for rank, part in zip(idlest, parts, strict=True):
         offset = rank * shard
         for member in sorted(part, key=lambda member: member.order):
@@ -71,3 +67,17 @@ def deal(batch: Sequence[Whole[T]], loads: list[int]) -> tuple[list[tuple[int, W
             loads[rank] += member.cost
     return sorted(placed, key=lambda place: place[0]), shard
 
+
+def _parts(batch: Sequence[Whole[T]], ranks: int) -> list[list[Whole[T]]]:
+    """The parameters in so many parts of about one size."""
+    parts: list[list[Whole[T]]] = [[] for _ in range(ranks)]
+    held = [(0, part) for part in range(ranks)]
+    for member in sorted(batch, key=lambda member: -member.size):
+        size, part = held[0]
+        parts[part].append(member)
+        heapq.heapreplace(held, (size + member.size, part))
+    return parts
+
+
+def _size(part: Sequence[Whole[T]]) -> int:
+    return sum(member.size for member in part)

@@ -54,5 +54,7 @@ class ZeroAdamW(ZeroOptimizer):
     def _with_rules(self, given: list[Any]) -> list[Any]:
         for group in given:
             if isinstance(group, dict) and rule_of(group) is not ADAMW:
-                raise ValueError("use_muon=True in a parameter group of a ZeroAdamW: zerocast.ZeroMuon takes such groups")
+                raise ValueError(
+                    "use_muon=True in a parameter group of a ZeroAdamW: zerocast.ZeroMuon takes such groups"
+                )
         return given

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerocast.distributed.group import GroupLike
-from zerocast.optim.bucket import Bucket
+from zerocast.distributed.group import Group, GroupLike
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep
 from zerocast.optim.muon_step import newton_schulz_flops
@@ -19,6 +18,7 @@ logger = logging.getLogger(__name__)
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's
 BETAS, ADAM_EPS = (0.9, 0.999), 1e-8  # torch.optim.AdamW's
 MUON_DIMS = (2, 3)
+LOGGED_PADDING = 1 / 4  # of the matrices; less goes without a word
 
 
 class ZeroMuon(ZeroOptimizer):
@@ -35,8 +35,8 @@ class ZeroMuon(ZeroOptimizer):
             "ns_coefficients", "ns_steps" (5) and "eps" (1e-7), which groups may have. The rate of a
             matrix `[m, n]` is `lr * sqrt(max(1, m / n))` (None or "original", Jordan et al. 2024,
             https://kellerjordan.github.io/posts/muon/) or `0.2 * lr * sqrt(max(m, n))`
-            ("match_rms_adamw", Liu et al. 2025, https://arxiv.org/abs/2502.16982), with which AdamW's
-            rate and decay serve all groups. AdamW's groups may have "betas" and "eps".
+            ("match_rms_adamw", Liu et al. 2025, https://arxiv.org/abs/2502.16982), with which
+            AdamW's rate and decay serve all groups. AdamW's groups may have "betas" and "eps".
         group, stage, config: as in ZeroAdamW. Momentum is FP32 whatever `moment_dtype` is.
 
     The update is torch.optim.Muon's own function: momentum and decay in FP32, Newton-Schulz in
@@ -101,6 +101,20 @@ class ZeroMuon(ZeroOptimizer):
                     "and stacks of them [experts, m, n]: give it to a group with use_muon=False"
                 )
 
+    def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
+        super()._build(named, stage, reduction_group)
+        buckets = [buffer.bucket for buffer in self._weights.buffers if buffer.bucket.storage.whole]
+        held, needed = sum(b.numel for b in buckets), sum(slot.numel for b in buckets for slot in b.slots)
+        if held > (1 + LOGGED_PADDING) * needed and self._group.rank == 0:
+            logger.warning(
+                "the matrices of a ZeroMuon, %d elements in %d, take %d more of padding on every rank: equal parts for %d ranks, "
+                "which own them in whole, are as large as the largest one",
+                needed,
+                sum(len(b.slots) for b in buckets),
+                held - needed,
+                self._group.size,
+            )
+
     def _costs(self, named: list[Named]) -> dict[str, int]:
         groups = self.param_groups
         return {
@@ -122,4 +136,6 @@ class ZeroMuon(ZeroOptimizer):
         """RuntimeError: Muon's scalars are the host's, and a graph would keep those of its
         recording.
         """
-        raise RuntimeError("a step of a ZeroMuon cannot be captured, since Muon's learning rates are read on the host: call step()")
+        raise RuntimeError(
+            "a step of a ZeroMuon cannot be captured, since Muon's learning rates are read on the host: call step()"
+        )

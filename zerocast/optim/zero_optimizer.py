@@ -1,8 +1,8 @@
 """ZeroOptimizer: FP32 master shards, whose weights are cast and gathered after each step.
 
 One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
-for non-finite values, the update of this rank's shard, cast, all-gather of bytes, columnwise copies. Only
-the device knows whether a step is skipped, so nothing here waits for it on the host.
+for non-finite values, the update of this rank's shard, cast, all-gather of bytes, columnwise
+copies. Only the device knows whether a step is skipped, so nothing here waits for it on the host.
 """
 
 import contextlib
