@@ -21,7 +21,7 @@ from tests.hosts.under_test import different
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks
 from zerocast import fsdp2, verify
-from zerocast.fsdp2.amax_reduction import CastGroup
+from zerocast.fsdp2.cast_group import CastGroup
 
 
 def trained(formats: tuple[str, ...] = FORMATS) -> Any:

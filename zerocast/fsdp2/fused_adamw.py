@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
-from zerocast.cast.weight_table import TableKey, WeightTable
+from zerocast.cast.weight_table import WeightTable
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.amax_reduction import CastGroup
 from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
+from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind

@@ -25,9 +25,11 @@ from zerocast.distributed.agreement import check_same_call, largest_of_ranks, va
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.amax_reduction import CastGroup, ReductionGroup
+from zerocast.fsdp2.amax_reduction import ReductionGroup
+from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.gather_layout import MOST_KEPT
-from zerocast.fsdp2.gather_status import ParamGroups, StatusExchange, prepared_params
+from zerocast.fsdp2.gather_status import StatusExchange
+from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
 from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
 from zerocast.verification.master_views import MasterView, MasterViews

@@ -10,7 +10,7 @@ The life of a prepared parameter:
         │ optimizers, clipping and checkpoints see this and nothing else
         │ a step, a load or any other write makes a cast due
         ▼
-    cast of all weights, before the next gather       manager.py, amax_reduction.py
+    cast of all weights, before the next gather       manager.py, cast_group.py
         │ amaxes, one all-reduce, scales
         │ fsdp_pre_all_gather: codes of the shard     weight.py, gather_cast.py
         │ are cast; codes, scales, header are sent    gather_layout.py

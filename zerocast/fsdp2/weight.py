@@ -20,7 +20,8 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import GatherLayout, JointLayout, RowFill, ScaleFill, header_of
-from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus, ParamGroup
+from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus
+from zerocast.fsdp2.param_groups import ParamGroup
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.weight.freshness import Freshness
