@@ -29,6 +29,7 @@ from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.muon_step import newton_schulz_flops
 
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
+NS = (3.4445, -4.7750, 2.0315)
 OPTIONS = (MUON, {**ADAM, "use_muon": False})
 SPECS = (
     Spec("embedding", (50, 24), group=1),
@@ -92,6 +93,43 @@ def test_backends(ranks: Ranks, backend: str) -> None:
     """Adam's kernels, whose moments end where Muon's masters begin."""
     run = dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, backend=backend))
     assert ranks(2)(check, run) == [0, 0]
+
+
+def orthogonalized(update: Tensor, dtype: torch.dtype) -> Tensor:
+    """Newton-Schulz as Emerging-Optimizers' `newton_schulz` takes it (coefficients "simple"): normalised in FP32, then in the
+    `dtype` that its products have; theirs is bf16 at the precision "medium", its default.
+    """
+    wide = update if update.shape[0] <= update.shape[1] else update.T
+    x = (wide / wide.norm()).to(dtype)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=NS[1], alpha=NS[2]), x, beta=NS[0])
+    return x if wide is update else x.T
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (128, 64), (64, 64)])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_emerging_optimizers(shape: tuple[int, int], adjust: str) -> None:
+    """Two steps, each from the same master and momentum: no farther from f64 than 1.5 times what Emerging-Optimizers' arithmetic
+    is. Where it ends depends on every rounding to bf16, since small singular values grow 485-fold in five products.
+    """
+    weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    group = {"params": [("weight", weight)], "use_muon": True}
+    optimizer = ZeroMuon([group], lr=0.5, weight_decay=0.1, adjust_lr_fn=adjust)
+    scale = max(1, shape[0] / shape[1]) ** 0.5 if adjust == "original" else 0.2 * max(shape) ** 0.5
+    momentum = torch.zeros(shape)
+    for step in range(2):
+        before = weight.detach().clone()
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(10 + step))
+        momentum = 0.95 * momentum + (1 - 0.95) * gradient
+        update = 0.05 * gradient + 0.95 * momentum
+        weight.grad = gradient.clone()
+        optimizer.step()
+        found = ((1 - 0.5 * 0.1) * before - weight.detach()).double() / (0.5 * scale)
+        wanted = orthogonalized(update.double(), torch.float64)
+        theirs = float((orthogonalized(update, BF16) - wanted).norm())
+        assert float((found - wanted).norm()) <= 1.5 * theirs < 0.1 * float(wanted.norm())
+        optimizer.zero_grad()
 
 
 def skipping(name: str, culprit: int, clip: bool) -> None:

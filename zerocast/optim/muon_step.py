@@ -1,10 +1,11 @@
-"""Muon's update of the matrices that this rank owns in whole, by torch's own function.
+"""Muon's update of the matrices that this rank owns in whole, by torch's own optimizer.
 
 Momentum, the orthogonalization by Newton-Schulz (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/) and the adjustment of the learning rate are
-`torch.optim.Muon`'s, over FP32 masters and FP32 momentum, in whatever version of torch runs. What
-is added is the factor of a clip, and that a step with a gradient that is not finite is undone on
-the device, which alone knows of it.
+https://kellerjordan.github.io/posts/muon/) and the adjustment of the learning rate are those of
+`torch.optim.Muon`, over FP32 masters and FP32 momentum, in whatever version of torch runs: one of
+them steps each matrix. The function behind it would have less around it, but is private, and its
+arguments have changed before. What is added is the factor of a clip, and that a step with a
+gradient that is not finite is undone on the device, which alone knows of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,26 +13,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim._muon import muon
+from torch import Tensor, nn
 
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.flat_masters import FlatMasters
 
-ARGUMENTS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+STATE = "momentum_buffer"
 
 
 @dataclass(frozen=True)
 class Matrix:
     """One matrix, or one of a stack: its parameter group, where its gradient starts in this rank's
-    shard, and its f32 `[m, n]` master and momentum, views of the flat tensors.
+    shard, its f32 `[m, n]` master, a view of the flat masters, and torch's Muon for it, whose
+    momentum is one of the flat momentum.
     """
 
     param_group: int
     start: int
-    master: Tensor
-    momentum_buffer: Tensor
+    master: nn.Parameter
+    muon: torch.optim.Muon
+
+    @staticmethod
+    def of(param_group: int, start: int, master: Tensor, momentum_buffer: Tensor) -> "Matrix":
+        """A matrix whose master and momentum lie there."""
+        parameter = nn.Parameter(master)
+        muon = torch.optim.Muon([parameter])
+        muon.state[parameter][STATE] = momentum_buffer
+        return Matrix(param_group, start, parameter, muon)
+
+    def step(self, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """One step with an f32 `[m, n]` gradient and the hyper-parameters of a parameter group."""
+        self.muon.param_groups[0].update({name: group[name] for name in ARGUMENTS}, lr=float(group["lr"]))
+        self.master.grad = gradient
+        self.muon.step()
+        self.master.grad = None
 
 
 class MuonStep:
@@ -58,20 +75,12 @@ class MuonStep:
         Newton-Schulz takes in bf16.
         """
         for matrix in self._matrices:
-            master, momentum_buffer = matrix.master, matrix.momentum_buffer
-            before = master.clone(), momentum_buffer.clone()
+            master = matrix.master.detach()
+            held = master, matrix.muon.state[matrix.master][STATE]
+            before = [tensor.clone() for tensor in held]
             part = gradients[matrix.start : matrix.start + master.numel()]
-            group = self._param_groups[matrix.param_group]
-            muon(
-                [master],
-                [part.view(master.shape) * clip],
-                [momentum_buffer],
-                lr=float(group["lr"]),
-                weight_decay=float(group["weight_decay"]),
-                has_complex=False,
-                **{name: group[name] for name in ARGUMENTS},
-            )
-            for now, then in zip((master, momentum_buffer), before, strict=True):
+            matrix.step(part.view(master.shape) * clip, self._param_groups[matrix.param_group])
+            for now, then in zip(held, before, strict=True):
                 torch.where(skip, then, now, out=now)
 
 
@@ -96,6 +105,6 @@ def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[Ma
         assert span.numel == slot.numel, slot.name
         _, start = bucket.owned(slot, group.rank)
         shape = torch.Size(slot.shape[-2:])
-        master, momentum = (views[name].view(-1, *shape).unbind() for name in ("master", "momentum_buffer"))
+        master, momentum = (views[name].view(-1, *shape).unbind() for name in ("master", STATE))
         for number, pair in enumerate(zip(master, momentum, strict=True)):
-            yield Matrix(slot.param_group, start + number * shape.numel(), *pair)
+            yield Matrix.of(slot.param_group, start + number * shape.numel(), *pair)

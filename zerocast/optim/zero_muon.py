@@ -39,7 +39,7 @@ class ZeroMuon(ZeroOptimizer):
             AdamW's rate and decay serve all groups. AdamW's groups may have "betas" and "eps".
         group, stage, config: as in ZeroAdamW. Momentum is FP32 whatever `moment_dtype` is.
 
-    The update is torch.optim.Muon's own function: momentum and decay in FP32, Newton-Schulz in
+    The update is made by torch.optim.Muon itself: momentum and decay in FP32, Newton-Schulz in
     bf16. It needs the whole matrix, so a rank owns a weight in whole or has nothing of it: masters,
     momentum, gradients and the cast are there, and other ranks get its bytes. Weights are dealt to
     ranks so that memory and Newton-Schulz's work are spread (`zerocast.optim.whole`); with fewer
