@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from tests.hosts.under_test import gathered
 from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, assert_equals, boxes, check, snapshot
+from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, assert_equals, boxes, check, snapshot, weight_bytes
 from tests.optim.test_skipped_steps import everything
 from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, verify
-from zerocast.optim import EMA, full_state_dict, load, load_masters, save
+from zerocast.optim import EMA, Checkpoints, full_state_dict, load, load_masters, save
 from zerocast.optim.bucket import fill_buckets
 from zerocast.optim.muon_step import newton_schulz_flops
 
@@ -240,6 +241,55 @@ def resumed(folder: str) -> None:
 
 def test_resumes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2)(resumed, str(tmp_path / "dcp"))
+
+
+def whole_after(folder: str, steps: range, resumes: bool, by_torch: bool) -> dict[str, Any]:
+    """Unsharded state and the bytes of all weights after these steps; a checkpoint of them, or of what they begin with, is in
+    `folder`. All ranks have the same gradients, of 8 bits, so that their mean is exact.
+    """
+    trainer = Trainer(RUN)
+    optimizer, checkpoints = trainer.optimizer, Checkpoints(f"{folder}/ours")
+    if resumes and by_torch:
+        with optimizer.overwriting():
+            state = optimizer.state_to_overwrite()
+            dcp.load(state, checkpoint_id=f"{folder}/torch")
+            optimizer.load_state_dict(state)
+    elif resumes:
+        assert checkpoints.load(optimizer) == steps.start
+    for step in steps:
+        given = {spec.name: spec.gradient(step, 0) for spec in RUN.specs}
+        gradients = {name: None if g is None else g.to(BF16).to(g.dtype) for name, g in given.items()}
+        trainer.probe.loss(gradients).backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not resumes:
+        checkpoints.save(optimizer, steps.stop)
+        dcp.save(optimizer.state_dict(), checkpoint_id=f"{folder}/torch")
+    state = optimizer.state_dict()
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, held in (*state["optim"]["state"].items(), *state["zerocast"].items()):
+        found |= {f"{key}.{name}": value for key, value in held.items()}
+    pieces = {name: [(where, part.clone()) for where, part in boxes(value)] for name, value in found.items()}
+    whole = gathered(pieces, {name: value.shape for name, value in found.items()})
+    bytes_of = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}
+    return {**{name: casts.raw(value) for name, value in whole.items()}, **bytes_of}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "by_torch"),
+    [
+        (2, 3, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1, True), (1, 4, False), (4, 2, True))),
+    ],
+)
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int, by_torch: bool) -> None:
+    """From the same reduced gradients any ranks make the same bits: two steps, saved, and a third on others."""
+    folder = str(tmp_path)
+    ranks(before)(whole_after, folder, range(2), False, by_torch)
+    expected = ranks(before)(whole_after, str(tmp_path / "straight"), range(3), False, by_torch)[0]
+    for found in ranks(after)(whole_after, folder, range(2, 3), True, by_torch):
+        casts.assert_same_bytes(found, expected, f"{before} ranks, then {after}")
 
 
 def of_another_update(folder: str) -> list[str]:
