@@ -4,6 +4,7 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
 
     quantize_, Recipe, get_format, FormatSpec   which weights of a model take which format
     ZeroAdamW, ZeroConfig                       AdamW over sharded masters that casts and gathers
+    ZeroMuon                                    Muon over matrices that ranks own in whole
     fsdp2                                       the same weights under torch's fully_shard
     CastPlan                                    a cast of masters that your optimizer steps
     switch                                      other formats in the middle of a run
@@ -29,7 +30,7 @@ if _app.needs_library():  # `zerocast --help` is answered without torch
     from zerocast.formats import FormatSpec, get_format, recipe
     from zerocast.formats.recipe import Recipe
     from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
-    from zerocast.optim import ZeroAdamW, ZeroConfig
+    from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
     from zerocast.quantize import quantize_
     from zerocast.serve import export
     from zerocast.verification.report import VerificationError, VerifyReport
@@ -52,6 +53,7 @@ __all__ = [
     "VerifyReport",
     "ZeroAdamW",
     "ZeroConfig",
+    "ZeroMuon",
     "backends",
     "fsdp2",
     "gemm",

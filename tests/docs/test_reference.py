@@ -12,7 +12,7 @@ from zerocast.cli import app
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 HOSTS = ("integrations.apex", "integrations.megatron", "integrations.torchtitan", "integrations.transformer_engine")
 SURFACES = ("zerocast", "zerocast.optim", "zerocast.fsdp2", "zerocast.metrics", "zerocast.serve", *HOSTS)
-ELSEWHERE = {"zerocast.ZeroAdamW": "zerocast.optim.ZeroAdamW", "zerocast.ZeroConfig": "zerocast.optim.ZeroConfig"}
+ELSEWHERE = {f"zerocast.{name}": f"zerocast.optim.{name}" for name in ("ZeroAdamW", "ZeroConfig", "ZeroMuon")}
 
 
 def public_names(package: str) -> list[str]:

@@ -46,7 +46,7 @@ def _mutant(guards: str, path: str, before: str, after: str, *hosts: str) -> Mut
 
 
 GUARD, WEIGHT = "zerocast/weight/write_guard.py", "zerocast/weight/weight.py"
-VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_adamw.py"
+VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_optimizer.py"
 FUSED, STATE = "zerocast/fsdp2/fused_adamw.py", "zerocast/fsdp2/state.py"
 PREPARE, MANAGER = "zerocast/fsdp2/prepare.py", "zerocast/fsdp2/manager.py"
 METHODS, APEX = "integrations/megatron/guard.py", "integrations/apex/optimizer.py"

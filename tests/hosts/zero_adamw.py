@@ -1,4 +1,4 @@
-"""ZeroAdamW under the shared tests: the probe of tests/optim."""
+"""ZeroAdamW and ZeroMuon under the shared tests: the probe of tests/optim."""
 
 import dataclasses
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests import casts
 from tests.hosts.stopping import Place, around
 from tests.hosts.under_test import Calls, HostUnderTest, gathered
 from tests.optim.probe import Spec
-from tests.optim.runs import Run, Trainer, boxes, snapshot
-from zerocast import QuantizedWeight, ZeroConfig
+from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
+from zerocast import QuantizedWeight, ZeroConfig, ZeroMuon
 from zerocast.optim import Checkpoints
 
 SPECS = (
@@ -36,12 +36,15 @@ RUNS = {
         config=ZeroConfig(bucket_size=1, deterministic=True, keep_columnwise=True),
     ),
     "library order": Run(SPECS, max_norm=0.1, config=ZeroConfig(bucket_size=4096)),
+    "Muon": Run(
+        SPECS, config=CONFIG, options=({"lr": 1e-2, "use_muon": True}, {**ADAM, "use_muon": False}), optimizer=ZeroMuon
+    ),
 }
 GROUP = "zerocast.distributed.group:Group"
 
 
 class Zero(HostUnderTest):
-    """A ZeroAdamW and its checkpoints."""
+    """A ZeroAdamW, or a ZeroMuon, and its checkpoints."""
 
     VARIANTS = tuple(RUNS)
     PLACES = (

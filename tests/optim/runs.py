@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests import casts
 from tests.formats import model
 from tests.optim.probe import MIXED, PLAIN, Probe, Spec
-from tests.optim.undistributed import F32, Undistributed, mean
-from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+from tests.optim.undistributed import F32, Undistributed, UndistributedMuon, mean
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 
 ADAM: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
@@ -38,6 +38,7 @@ class Run:
     no_sync: bool = True
     assign: bool = False  # gradients are put on the parameters, there is no backward pass
     device: str = "cpu"
+    optimizer: type[ZeroAdamW] | type[ZeroMuon] = ZeroAdamW
 
     def factor(self, step: int) -> float:
         """What the schedule multiplies learning rates by."""
@@ -78,7 +79,7 @@ class Trainer:
         self.run, self.probe = run, Probe(run.specs).to(run.device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         groups = self.probe.param_groups(run.options)
-        self.optimizer = ZeroAdamW(groups, group=group, stage=run.stage, config=run.config)
+        self.optimizer = run.optimizer(groups, group=group, stage=run.stage, config=run.config)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, run.factor)
 
     def backward(self, step: int) -> None:
@@ -150,12 +151,12 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None:
     """Masters, moments, step and bytes are the reference's, to the bit."""
     state = trainer.optimizer.state_dict()
-    expected = {"exp_avg": reference.exp_avg, "exp_avg_sq": reference.exp_avg_sq}
     for name in reference.specs:
         held = {"master": (state["model"][name], reference.master[name])}
-        moments = state["optim"]["state"][name]
-        held |= {field: (moments[field], values[name]) for field, values in expected.items()}
-        assert float(moments["step"]) == reference.step_count, what
+        moments, expected = state["optim"]["state"][name], reference.state(name)
+        assert moments.keys() - {"step"} == expected.keys(), what
+        held |= {field: (moments[field], values) for field, values in expected.items()}
+        assert float(moments.get("step", reference.step_count)) == reference.step_count, what
         for field, (found, wanted) in held.items():
             for where, values in boxes(found):
                 label = f"{what}: {field} of {name} at {where}"
@@ -171,7 +172,8 @@ def _raw(values: F32) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def check(run: Run, each_step: Callable[[Trainer, int], None] | None = None) -> int:
     """Train and compare after every step; returns the steps that were skipped."""
-    trainer, reference = Trainer(run), Undistributed(run.specs, run.config.moment_dtype)
+    made = Undistributed if run.optimizer is ZeroAdamW else UndistributedMuon
+    trainer, reference = Trainer(run), made(run.specs, run.config.moment_dtype)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     assert_equals(trainer, reference, "before the first step")
     for step in range(run.steps):

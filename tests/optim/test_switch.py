@@ -402,7 +402,7 @@ def test_captured_steps_are_captured_again():
     with (
         mock.patch.object(device_step, "cuda_graph", run_again),
         mock.patch.object(device_step.CapturedStep.__init__, "__defaults__", (run_again,)),
-        mock.patch("zerocast.optim.zero_adamw.check_capturable"),
+        mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
     ):
         step = captured.optimizer.capture(captured.case.max_norm)
     unknown = captured.capture()  # of which the optimizer does not know

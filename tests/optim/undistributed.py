@@ -77,6 +77,10 @@ class Undistributed:
         m, v = (torch.from_numpy(np.asarray(x)).to(self._moment_dtype).float().numpy() for x in (m, v))
         self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = map(np.asarray, (p, m, v))
 
+    def state(self, name: str) -> dict[str, F32]:
+        """What the update of a parameter keeps, by the names of torch.optim."""
+        return {"exp_avg": self.exp_avg[name], "exp_avg_sq": self.exp_avg_sq[name]}
+
     def _cast(self, name: str) -> None:
         spec, master = self.specs[name], torch.from_numpy(self.master[name].copy()).view(self.specs[name].shape)
         if spec.fmt == PLAIN:
@@ -92,6 +96,41 @@ class Undistributed:
             )
             self.bytes[name] |= {"scale": self.scale[name].reshape(1).view(np.uint8)}
             self.bytes[name] |= {"amax_history": self.history[name].view(np.uint8)}
+
+
+class UndistributedMuon(Undistributed):
+    """The same where groups that say use_muon are stepped by torch.optim.Muon: each matrix, or each of a stack, by one of its
+    own."""
+
+    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(specs, moment_dtype)
+        self._muons: dict[str, list[torch.optim.Muon]] = {}
+        self._momentum: dict[str, F32] = {}
+
+    def state(self, name: str) -> dict[str, F32]:
+        """Momentum of Muon's parameters, from zero on."""
+        spec = self.specs[name]
+        if spec.group:
+            return super().state(name)
+        return {"momentum_buffer": self._momentum.get(name, np.zeros(spec.shape, f32))}
+
+    def _adam(self, name: str, g: F32, lr: float, use_muon: bool, **options: Any) -> None:
+        if not use_muon:
+            super()._adam(name, g, lr, **options)
+            return
+        shape = self.specs[name].shape
+        masters = torch.from_numpy(self.master[name].copy()).view(-1, *shape[-2:]).unbind()
+        if name not in self._muons:
+            self._muons[name] = [torch.optim.Muon([torch.nn.Parameter(master)], lr, **options) for master in masters]
+        muons = self._muons[name]
+        for muon, part in zip(muons, torch.from_numpy(np.ascontiguousarray(g)).view(-1, *shape[-2:]), strict=True):
+            (group,) = muon.param_groups
+            group["lr"], group["params"][0].grad = lr, part
+            muon.step()
+        stepped = [muon.param_groups[0]["params"][0] for muon in muons]
+        momentum = [muon.state[p]["momentum_buffer"] for muon, p in zip(muons, stepped, strict=True)]
+        self.master[name] = torch.stack([p.detach() for p in stepped]).view(shape).numpy()
+        self._momentum[name] = torch.stack(momentum).view(shape).numpy()
 
 
 def mean(by_rank: Sequence[Tensor | None], like: Spec) -> F32:

@@ -36,6 +36,7 @@ class TableKey:
     master: torch.dtype = torch.float32
     external_scaling_state: bool = False
     is_backward: bool = False  # `fmt` is that of the columnwise buffers, of a format of two
+    takes_updates: bool = True  # else somebody else steps the masters, before they are measured
 
 
 @dataclass
@@ -161,6 +162,7 @@ class DescriptorTable:
             for row, group in zip(self._rows, self._groups, strict=True)
             if row[Column.NUMEL]
         ]
+        self._end = max((offset + numel for offset, numel, _ in owned), default=0)
         self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
         self._first = [tensor for storages in (self.masters, *self.buffers.values()) for tensor in storages.first]
         self._addresses = [tensor.data_ptr() for tensor in self._first]

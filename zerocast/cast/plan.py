@@ -47,7 +47,8 @@ class CastPlan:
             byte holds element `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's
             own data is then not written.
         backend: a name from `zerocast.backends`; None chooses.
-        param_groups: for each, its row of the scalars of an AdamUpdate; None for casts without one.
+        param_groups: for each, its row of the scalars of an AdamUpdate, or None where that leaves
+            its master as it is; None for casts without one.
         names: what the weights are called in states and reports; None for `weight 0`, `weight 1`
             and so on.
         scale_cuts: for each, None, or where the spans of ranks meet, if the caller gathers the
@@ -74,7 +75,7 @@ class CastPlan:
         *,
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
         backend: str | None = None,
-        param_groups: Sequence[int] | None = None,
+        param_groups: Sequence[int | None] | None = None,
         names: Sequence[str] | None = None,
         scale_cuts: Sequence[range | None] | None = None,
         guard: WriteGuard | None = None,
@@ -99,7 +100,7 @@ class CastPlan:
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
-        self._param_groups = [0] * len(self.weights) if param_groups is None else param_groups
+        self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._watch()

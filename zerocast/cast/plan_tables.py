@@ -28,7 +28,9 @@ class CastTables:
     cut_blocks: list[WeightTable]
 
     @staticmethod
-    def of(partition: Partition, cast: Sequence[int], packed: PackedAmax, param_groups: Sequence[int]) -> "CastTables":
+    def of(
+        partition: Partition, cast: Sequence[int], packed: PackedAmax, param_groups: Sequence[int | None]
+    ) -> "CastTables":
         """The tables of the weights `cast`, whose amaxes lie in `packed`. Local and silent."""
         device, backend, shards = packed.buffer.device, partition.backend, partition.shards
         owned, boundary = WeightTables(device, backend), WeightTables(device, backend)
@@ -38,8 +40,9 @@ class CastTables:
             shard = shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
             shared = packed.shared.get(index, -1)
-            for half, table in enumerate(owned.of_halves(shard.weight, master)):
-                table.add_shard(shard, packed.offsets[index][half:], param_groups[index], shared)
+            group = param_groups[index]
+            for half, table in enumerate(owned.of_halves(shard.weight, master, group is not None)):
+                table.add_shard(shard, packed.offsets[index][half:], group or 0, shared)
         for index, element, slot in packed.boundary_elements:
             shard = shards[index]
             for half, table in enumerate(boundary.of_halves(shard.weight)):

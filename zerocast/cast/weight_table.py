@@ -60,16 +60,21 @@ class WeightTable(DescriptorTable):
         """Amaxes of the blocks that this rank owns elements of, after an `update` of the masters if
         there is one. `cast_rest` with the same update writes what codes it leaves.
         """
-        if update is None or self.key.is_backward:
+        if update is None or not self._is_updated:
             self.partial_amax(packed)
         elif self.key.fmt.casts_in_one_pass:
             self.adam_cast(update, packed, skip)
         else:
             self.adam_amax(update, packed, skip)
 
+    @property
+    def _is_updated(self) -> bool:
+        """True if an update of the masters is taken here, once for a format of two."""
+        return self.key.takes_updates and not self.key.is_backward
+
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
         """The codes that are not written yet, by reduced amaxes."""
-        if update is None or self.key.is_backward or not self.key.fmt.casts_in_one_pass:
+        if update is None or not self._is_updated or not self.key.fmt.casts_in_one_pass:
             self.partial_cast(packed, skip)
         else:
             self.cast_cut_rows(packed, skip)
@@ -120,11 +125,14 @@ class WeightTable(DescriptorTable):
             self.cut_rows.partial_cast(packed, skip)
 
     def _flat_master(self, update: AdamUpdate) -> Tensor:
-        """The one tensor that all masters are views of, as large as those of the update."""
+        """The one tensor that all masters are views of; those of the update lie alike, and moments
+        end where masters begin that take none.
+        """
         assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
         (master,) = self.masters.tensors
         moments = update.exp_avg, update.exp_avg_sq
-        assert all(t.numel() == master.numel() for t in (update.grad, *moments)), [t.shape for t in moments]
+        assert update.grad.numel() == master.numel(), update.grad.shape
+        assert all(t.numel() >= self._end for t in moments), [t.shape for t in moments]
         return master
 
     @cached_property
@@ -222,19 +230,23 @@ class WeightTables(dict[TableKey, WeightTable]):
         super().__init__()
         self._device, self._backend = device, backend
 
-    def of(self, weight: QuantizedWeight, master: torch.dtype = torch.float32, half: int = 0) -> WeightTable:
+    def of(
+        self, weight: QuantizedWeight, master: torch.dtype = torch.float32, half: int = 0, takes_updates: bool = True
+    ) -> WeightTable:
         """The table of a weight with masters of this dtype; of a format of two, that of the `half`
         for forward passes (0) or backward passes (1).
         """
         external, fmt = weight.state.external_scaling_state, weight.format.halves[half]
-        key = TableKey(self._backend, fmt, weight.dtype, master, external, half > 0)
+        key = TableKey(self._backend, fmt, weight.dtype, master, external, half > 0, takes_updates)
         if key not in self:
             self[key] = WeightTable(key, self._device)
         return self[key]
 
-    def of_halves(self, weight: QuantizedWeight, master: torch.dtype = torch.float32) -> list[WeightTable]:
+    def of_halves(
+        self, weight: QuantizedWeight, master: torch.dtype = torch.float32, takes_updates: bool = True
+    ) -> list[WeightTable]:
         """The tables of each format of a weight."""
-        return [self.of(weight, master, half) for half in range(len(weight.format.halves))]
+        return [self.of(weight, master, half, takes_updates) for half in range(len(weight.format.halves))]
 
     def freeze(self) -> list[WeightTable]:
         """All tables, ready for their stages."""

@@ -30,7 +30,7 @@ from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
 from zerocast.weight.write_guard import WriteGuard, transaction
 
-HYPERPARAMETERS = ("lr", "eps", "weight_decay")
+HYPERPARAMETERS = ("lr", "eps", "weight_decay", "momentum")
 BETAS = ("beta1", "beta2")
 
 

@@ -6,5 +6,16 @@ from zerocast.optim.config import ZeroConfig
 from zerocast.optim.ema import EMA
 from zerocast.optim.pretrained import full_state_dict, load_masters
 from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.optim.zero_muon import ZeroMuon
 
-__all__ = ["EMA", "Checkpoints", "ZeroAdamW", "ZeroConfig", "full_state_dict", "load", "load_masters", "save"]
+__all__ = [
+    "EMA",
+    "Checkpoints",
+    "ZeroAdamW",
+    "ZeroConfig",
+    "ZeroMuon",
+    "full_state_dict",
+    "load",
+    "load_masters",
+    "save",
+]

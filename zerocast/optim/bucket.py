@@ -3,11 +3,14 @@
 A bucket holds parameters that are stored alike, so that the same cut is a cut of its gradients, of
 its masters and of its bytes. Parameters start at multiples of `ALIGNMENT` elements and shards are
 multiples of it: no block row of 16, no byte and no vector load is ever cut.
+
+Parameters that one rank is to own in whole lie in buckets of their own, whose cuts fall between
+them (`whole.py`).
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from zerocast.formats import Block, FormatSpec, get_format
 from zerocast.formats.layout import Shape, Span, buffers, elements_per_scale, matrix_shape, round_up
+from zerocast.optim.whole import Whole, batches, deal
 from zerocast.weight import QuantizedWeight
 
 ALIGNMENT = 128
@@ -40,6 +44,7 @@ class Storage:
     columnwise_elements: int  # of a byte, where columnwise codes are gathered too; else 0
     grad_dtype: torch.dtype
     scales: tuple[FlatBuffer, ...] = ()  # gathered too; else every rank computes all scales
+    whole: bool = False  # one rank owns all of a parameter
 
     @property
     def codes(self) -> tuple[FlatBuffer, ...]:
@@ -140,14 +145,15 @@ class Bucket:
         return Span(first, first + common.numel), self.start + common.start - rank * self.shard_numel
 
 
-def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
+def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None, whole: bool = False) -> Storage:
     """The storage class of a parameter."""
     grad_dtype = grad_dtype or parameter.dtype
     if not isinstance(parameter, QuantizedWeight):
-        return Storage(parameter.dtype, 1, 0, grad_dtype)
-    return _storage_of(
+        return Storage(parameter.dtype, 1, 0, grad_dtype, whole=whole)
+    storage = _storage_of(
         parameter.format, parameter.matrix_shape, parameter.dtype, parameter.rowwise_data.dtype, grad_dtype
     )
+    return replace(storage, whole=True) if whole else storage
 
 
 @functools.lru_cache(maxsize=1024)  # experts are many and have few shapes
@@ -164,30 +170,66 @@ def _storage_of(
 
 
 def fill_buckets(
-    parameters: Iterable[tuple[str, Tensor, int]], bucket_size: int, ranks: int, grad_dtype: torch.dtype | None
+    parameters: Iterable[tuple[str, Tensor, int]],
+    bucket_size: int,
+    ranks: int,
+    grad_dtype: torch.dtype | None,
+    costs: Mapping[str, int] | None = None,
 ) -> list[Bucket]:
     """Buckets for (name, parameter, param group) in registration order, in the order in which a
     backward pass completes them.
+
+    `costs` names the parameters of which one rank owns all, and says what the update of each takes
+    there. Their buckets lie behind the others in the flat FP32 tensors.
     """
+    costs = costs or {}
     filling: dict[Storage, list[Slot]] = {}
-    complete: list[tuple[int, Storage, list[Slot]]] = []
+    complete: list[_Unplaced] = []
     last: dict[Storage, int] = {}
+    whole: dict[Storage, list[Whole[Slot]]] = {}
     for order, (name, parameter, param_group) in enumerate(reversed(list(parameters))):
-        storage = storage_of(parameter, grad_dtype)
+        storage = storage_of(parameter, grad_dtype, name in costs)
+        slot = Slot(name, parameter, param_group, 0)
+        if storage.whole:
+            size = round_up(slot.numel, ALIGNMENT)
+            whole.setdefault(storage, []).append(Whole(order, slot, size, costs[name]))
+            continue
         slots = filling.setdefault(storage, [])
-        end = _end(slots)
-        if slots and end + parameter.numel() > bucket_size:
-            complete.append((last[storage], storage, slots))
+        if slots and _end(slots) + slot.numel > bucket_size:
+            complete.append(_Unplaced.cut(last[storage], storage, slots, ranks))
             slots = filling[storage] = []
-        slots.append(Slot(name, parameter, param_group, _end(slots)))
+        slots.append(replace(slot, offset=_end(slots)))
         last[storage] = order
-    complete += [(last[storage], storage, slots) for storage, slots in filling.items()]
-    buckets, start = [], 0
-    for _, storage, slots in sorted(complete, key=lambda item: item[0]):
-        shard_numel = round_up(_end(slots), ranks * ALIGNMENT) // ranks
-        buckets.append(Bucket(storage, tuple(slots), shard_numel, ranks, start))
-        start += shard_numel
-    return buckets
+    complete += [_Unplaced.cut(last[storage], storage, slots, ranks) for storage, slots in filling.items()]
+    complete += _dealt(whole, bucket_size, ranks)
+    complete.sort(key=lambda bucket: bucket.order)
+    starts, start = {}, 0
+    for bucket in sorted(complete, key=lambda bucket: bucket.storage.whole):  # stable
+        starts[bucket.order], start = start, start + bucket.shard_numel
+    return [Bucket(b.storage, b.slots, b.shard_numel, ranks, starts[b.order]) for b in complete]
+
+
+class _Unplaced(NamedTuple):
+    """A bucket that a backward pass completes with parameter number `order`."""
+
+    order: int
+    storage: Storage
+    slots: tuple[Slot, ...]
+    shard_numel: int
+
+    @staticmethod
+    def cut(order: int, storage: Storage, slots: list[Slot], ranks: int) -> "_Unplaced":
+        return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * ALIGNMENT) // ranks)
+
+
+def _dealt(whole: Mapping[Storage, Sequence[Whole[Slot]]], bucket_size: int, ranks: int) -> Iterator[_Unplaced]:
+    """The buckets of parameters that ranks own in whole."""
+    filled = [(storage, batch) for storage, members in whole.items() for batch in batches(members, bucket_size, ranks)]
+    loads = [0] * ranks
+    for storage, batch in sorted(filled, key=lambda pair: pair[1][-1].order):
+        places, shard_numel = deal(batch, loads)
+        slots = tuple(replace(member.item, offset=offset) for offset, member in places)
+        yield _Unplaced(batch[-1].order, storage, slots, shard_numel)
 
 
 def _end(slots: list[Slot]) -> int:

@@ -1,4 +1,4 @@
-"""ZeroConfig: the choices of a ZeroAdamW that are not hyper-parameters of Adam."""
+"""ZeroConfig: the choices of an optimizer that are not hyper-parameters of its update."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,12 @@ from zerocast.distributed.gradient_wire import check_grad_wire
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How a ZeroAdamW communicates.
+    """How a ZeroAdamW or a ZeroMuon communicates.
 
     Attributes:
         bucket_size: elements a bucket, before padding; a larger parameter gets a bucket of its own.
+            Of matrices that ZeroMuon's ranks own in whole it is the least, and a bucket holds about
+            one for each rank.
         overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass.
             Changes no bit.
         deterministic: add gradients in rank order and take the norm in logical order, so that a run
@@ -29,8 +31,9 @@ class ZeroConfig:
         grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32,
             weight gradients of quantized weights are computed in FP32 too.
         backend: a name from `zerocast.backends`; None chooses.
-        moment_dtype: dtype that both moments are stored in; with bf16 an update computes with FP32
-            values, and what it keeps of them is rounded to nearest even. 4 bytes an element less.
+        moment_dtype: dtype that both moments of AdamW are stored in; with bf16 an update computes
+            with FP32 values, and what it keeps of them is rounded to nearest even. 4 bytes an
+            element less.
         keep_columnwise: keep the columnwise copies of quantized weights, 0.5 to 1 byte an element,
             and make them once a step. Else each product that reads a copy makes it and drops it,
             in every micro-batch. Changes no bit.

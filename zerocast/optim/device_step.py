@@ -4,7 +4,7 @@
 Nothing in it waits for the device or asks the host, so one graph can hold all of it, at fixed
 addresses: norm, clip, skip, Adam with its amaxes, the all-reduce, scales and cast; then the
 all-gather and the columnwise copies. With `overlap_all_gather` the all-gather follows the graph,
-since it outlives the step. The host's part before and after is in `zero_adamw.py`, the same for
+since it outlives the step. The host's part before and after is in `zero_optimizer.py`, the same for
 both.
 """
 
@@ -18,6 +18,7 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.distributed.group import Group
 from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.sharded_weights import ShardedWeights
 
@@ -34,6 +35,7 @@ class DeviceStep:
     Args:
         gradients: this rank's averaged gradients, flat f32 like the masters.
         order: that of a deterministic norm, or None for the library's.
+        muon: the update of the matrices that this rank owns in whole, if there are any.
 
     `count` and `skipped`, int64[1], are the steps taken and skipped; `clip`, f32[1], is what the
     gradients of the coming step are multiplied by, 1 again after it; `clipped` says that the host
@@ -47,8 +49,9 @@ class DeviceStep:
         hyperparameters: Hyperparameters,
         order: LogicalOrder | None,
         group: Group,
+        muon: MuonStep,
     ) -> None:
-        self._gradients, self._masters = gradients, masters
+        self._gradients, self._masters, self._muon = gradients, masters, muon
         self._hyperparameters, self._order, self._group = hyperparameters, order, group
         self.count = torch.zeros(1, dtype=torch.int64, device=gradients.device)
         self.skipped = torch.zeros_like(self.count)
@@ -77,11 +80,12 @@ class DeviceStep:
 
     def begin(self, square_sum: Tensor) -> tuple[AdamUpdate, Tensor]:
         """(the Adam step, whether to skip it as bool[1]) for these gradients; a sum that is not
-        finite is skipped.
+        finite is skipped. Muon's matrices have taken theirs.
         """
         found_inf = ~square_sum.isfinite().view(1)
         self.count += ~found_inf
         self.skipped += found_inf
+        self._muon(self._gradients, self.clip, found_inf)
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
         return AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip), found_inf
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerocast.optim.averages import Average
-from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 OUTDATED = (
     "the optimizer has loaded masters and this average has not, so it is an average of others: load its own state "
@@ -26,8 +26,8 @@ class EMA(Average):
     `optimizer`; starts at the masters.
 
     Args:
-        optimizer: the ZeroAdamW whose masters are averaged. It does not keep the average alive:
-            hold on to this object.
+        optimizer: the ZeroAdamW or ZeroMuon whose masters are averaged. It does not keep the
+            average alive: hold on to this object.
         decay: between 0 and 1; may be changed between steps. `1 - 1 / n` at the n-th step gives the
             equal average of SWA.
 
@@ -36,7 +36,7 @@ class EMA(Average):
     changes nothing here either. ValueError for a decay out of range.
     """
 
-    def __init__(self, optimizer: ZeroAdamW, decay: float = 0.999) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
         self.decay = decay
         self._averages = optimizer.averages
         self._average = self._averages.masters.clone()

@@ -1,5 +1,5 @@
-"""FlatMasters: this rank's flat FP32 master shard and Adam moments, and the views of them that
-belong to each parameter.
+"""FlatMasters: this rank's flat FP32 master shard with the state of its updates, and the views of
+them that belong to each parameter.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,14 @@ from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.weight import QuantizedWeight
 
-FIELDS = ("master", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+MOMENTUM = ("momentum_buffer",)  # of Muon, whose parameters ranks own in whole
 
 
 class FlatMasters:
     """Flat tensors, one element for each that this rank owns, bucket after bucket: f32 `master`;
-    `exp_avg` and `exp_avg_sq`.
+    `exp_avg` and `exp_avg_sq` as far as parameters are cut; f32 `momentum_buffer` of those behind
+    them, which ranks own in whole.
     """
 
     def __init__(
@@ -26,7 +28,9 @@ class FlatMasters:
         self._buckets, self._group = list(buckets), group
         numel = flat_numel(self._buckets)
         self.master = torch.zeros(numel, dtype=torch.float32, device=device)
-        self.exp_avg, self.exp_avg_sq = (torch.zeros(numel, dtype=moment_dtype, device=device) for _ in range(2))
+        cut = flat_numel([bucket for bucket in self._buckets if not bucket.storage.whole])
+        self.exp_avg, self.exp_avg_sq = (torch.zeros(cut, dtype=moment_dtype, device=device) for _ in MOMENTS)
+        self.momentum_buffer = torch.zeros(numel - cut, dtype=torch.float32, device=device)
         for bucket in buckets:
             self._initialise(bucket)
 
@@ -45,11 +49,21 @@ class FlatMasters:
                 slot.parameter.high_precision_init_val = None
 
     def owned(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
-        """The elements of a parameter that this rank owns, and their flat masters and moments,
-        as views.
+        """The elements of a parameter that this rank owns, and their flat masters and the state of
+        their update, as views.
         """
         span, start = bucket.owned(slot, self._group.rank)
-        return span, {name: getattr(self, name)[start : start + span.numel] for name in FIELDS}
+        views = {"master": self.master[start : start + span.numel]}
+        if bucket.storage.whole:
+            start -= self.exp_avg.numel()
+        for name in fields_of(bucket):
+            views[name] = getattr(self, name)[start : start + span.numel]
+        return span, views
+
+
+def fields_of(bucket: Bucket) -> tuple[str, ...]:
+    """The state that the update of a bucket's parameters keeps, by its name in torch.optim."""
+    return MOMENTUM if bucket.storage.whole else MOMENTS
 
 
 def _initial_value(parameter: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class GradientReducer:
         self._reduced = False  # a round has run since `reset`
         # no_sync has been entered since the last round; set so, it is the same on every rank
         self._unreduced = False
-        self._idle = IdleParameters()
+        self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
         self._company: weakref.WeakSet[GradientReducer] = weakref.WeakSet()

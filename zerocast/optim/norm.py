@@ -138,7 +138,7 @@ def _segments(buckets: list[Bucket], rank: int) -> tuple[list[int], dict[str, in
     """
     lengths: list[int] = []
     places: dict[str, int] = {}
-    for bucket in buckets:
+    for bucket in sorted(buckets, key=lambda bucket: bucket.start):  # as the shard holds them
         first = len(lengths)
         for slot in bucket.slots:
             places[slot.name] = len(lengths)

@@ -13,12 +13,12 @@ from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
 from zerocast.distributed.group import Group
-from zerocast.optim.zero_adamw import ZeroAdamW
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 from zerocast.weight import QuantizedWeight
 
 
 @torch.no_grad()
-def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] = ()) -> None:
+def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[str] = ()) -> None:
     """Take masters from high-precision weights, and make the weights from them; the rest is as in a
     new optimizer.
 
@@ -47,7 +47,7 @@ def load_masters(optimizer: ZeroAdamW, source: AnySource, ignore: Sequence[str] 
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, optimizer: ZeroAdamW, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The model's state dict with its masters in the place of their weights, for `save_pretrained`
     and other programs that know whole plain tensors.
 

@@ -176,9 +176,11 @@ class IdleParameters:
 
     Experts without tokens are idle rightly, so this warns, and once. A parameter that was replaced
     in the model is idle too. One that is frozen is named at once: a gradient of zero changes it.
+    `owner` is the optimizer, in messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
         self._passes: dict[str, int] = {}  # of parameters without a gradient in the last pass
         self._warned = self._warned_of_frozen = self._warned_of_none = False
         self.found = 0  # gradients so far
@@ -188,9 +190,10 @@ class IdleParameters:
         if not self._warned_of_none:
             self._warned_of_none = True
             logger.warning(
-                "a ZeroAdamW had no gradient on this rank for a step, so all of them count as zero here: its moments and weight "
+                "%s had no gradient on this rank for a step, so all of them count as zero here: its moments and weight "
                 "decay go on changing parameters, where torch's AdamW would leave them. Leave such a step out, on all ranks (this "
-                "is said once)"
+                "is said once)",
+                self._owner,
             )
 
     def note_frozen(self, name: str) -> None:
@@ -198,10 +201,11 @@ class IdleParameters:
         if not self._warned_of_frozen:
             self._warned_of_frozen = True
             logger.warning(
-                "%s is frozen (requires_grad is False) and one of a ZeroAdamW, whose moments and weight decay go on changing it: "
+                "%s is frozen (requires_grad is False) and one of %s, whose moments and weight decay go on changing it: "
                 "give its parameter group lr=0, or build the optimizer without it and load the state of this one (this is said "
                 "once, of the first)",
                 name,
+                self._owner,
             )
 
     def note(self, name: str, has_gradient: bool) -> None:
@@ -216,9 +220,10 @@ class IdleParameters:
             self._warned = True
             idle = [other for other, passes in self._passes.items() if passes >= PATIENCE]
             logger.warning(
-                "%d parameters of a ZeroAdamW got no gradient on this rank in %d backward passes, the first is %s: they are "
+                "%d parameters of %s got no gradient on this rank in %d backward passes, the first is %s: they are "
                 "unused, frozen or no longer parameters of the model (this is said once)",
                 len(idle),
+                self._owner,
                 PATIENCE,
                 idle[0],
             )

@@ -38,14 +38,15 @@ class ShardedWeights:
     ) -> None:
         self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
         self._masters, self._group = masters, group
-        weights, shards, starts, param_groups = {}, [], [], []
+        weights, shards, starts = {}, [], []
+        param_groups: list[int | None] = []  # None: the cast takes no step on it
         for buffer in self.buffers:
             for slot, weight in zip(buffer.bucket.slots, buffer.weights, strict=True):
                 span, views = masters.owned(buffer.bucket, slot)
                 weights[slot.name] = weight
                 shards.append(views["master"])
                 starts.append(span.start)
-                param_groups.append(slot.param_group)
+                param_groups.append(None if buffer.bucket.storage.whole else slot.param_group)
         self._order = list(weights)
         self._flatten_scales()
         self.plan = CastPlan(
@@ -164,6 +165,7 @@ def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterat
         slot.live_weight().convert(formats[slot.name])
     by_storage: dict[Storage, list[Slot]] = {}
     for slot in bucket.slots:
-        by_storage.setdefault(storage_of(slot.parameter, bucket.storage.grad_dtype), []).append(slot)
+        storage = storage_of(slot.parameter, bucket.storage.grad_dtype, bucket.storage.whole)
+        by_storage.setdefault(storage, []).append(slot)
     for storage, slots in by_storage.items():
         yield BucketBytes(replace(bucket, storage=storage, slots=tuple(slots)), buffer.flats[0].device)

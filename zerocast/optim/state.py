@@ -3,6 +3,7 @@ every rank.
 
     model.<name>                                   f32 master, logical shape
     optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments as they are kept; step is f32[]
+    optim.state.<name>.momentum_buffer             f32, of a parameter that Muon updates
     optim.param_groups.<name>.{lr,...}             f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
 
@@ -23,11 +24,12 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket
-from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.flat_masters import FlatMasters, fields_of
 from zerocast.optim.sharded_weights import ShardedWeights
+from zerocast.optim.update_rule import rule_of
 
 logger = logging.getLogger(__name__)
-HYPERPARAMETERS = ("lr", "eps", "weight_decay")
+STEP = "step"  # of Adam alone, as in torch.optim
 
 
 class ZeroState:
@@ -54,7 +56,8 @@ class ZeroState:
             shape = tuple(slot.parameter.shape)
             views = {field: self._leaf(flat, span, shape) for field, flat in owned.items()}
             model[name] = views.pop("master")
-            state[name] = {**views, "step": self._step.float().view(())}
+            count = {} if bucket.storage.whole else {STEP: self._step.float().view(())}
+            state[name] = {**views, **count}
             groups[name] = _hyperparameters(self._param_groups[slot.param_group])
         delayed = self._weights.plan.delayed.state_dict()
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
@@ -101,8 +104,8 @@ class ZeroState:
             moments = state["optim"]["state"][name]
             for field, flat in owned.items():
                 _copy(flat, state["model"][name] if field == "master" else moments[field], span)
-        steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
-        self._step.fill_(int(steps.pop()))
+        for step in self._steps(state):
+            self._step.fill_(int(step))
         for index, values in self._loaded_groups(state).items():
             group = self._param_groups[index]
             if isinstance(group["lr"], Tensor):
@@ -119,13 +122,20 @@ class ZeroState:
     def _check(self, state: Mapping[str, Any]) -> None:
         saved = state["model"]
         self._check_names(saved)
-        for name in self._slots:
-            for tensor in (saved[name], *(state["optim"]["state"][name][field] for field in ("exp_avg", "exp_avg_sq"))):
+        for name, (bucket, _) in self._slots.items():
+            moments = state["optim"]["state"][name]
+            _check_fields(name, bucket, moments)
+            for tensor in (saved[name], *(moments[field] for field in fields_of(bucket))):
                 self._check_tensor(name, tensor)
-        steps = {float(moments["step"]) for moments in state["optim"]["state"].values()}
-        if len(steps) != 1:
+        steps = self._steps(state)
+        if len(steps) > 1:
             raise ValueError(f"one step count is needed for all parameters, the state has {sorted(steps)[:4]}")
         self._loaded_groups(state)
+
+    def _steps(self, state: Mapping[str, Any]) -> set[float]:
+        """The step counts of Adam's parameters; none without any."""
+        saved = state["optim"]["state"]
+        return {float(saved[name][STEP]) for name, (bucket, _) in self._slots.items() if not bucket.storage.whole}
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
         if set(saved) != set(self._slots):
@@ -148,17 +158,27 @@ class ZeroState:
         loaded: dict[int, dict[str, Any]] = {}
         for name, values in state["optim"].get("param_groups", {}).items():
             group = self._slots[name][1].param_group
-            numbers = {key: float(value) for key, value in values.items()}
-            betas = numbers.pop("beta1"), numbers.pop("beta2")
-            if loaded.setdefault(group, {**numbers, "betas": betas}) != {**numbers, "betas": betas}:
+            numbers: dict[str, Any] = {key: float(value) for key, value in values.items()}
+            if "betas" in self._param_groups[group]:
+                numbers["betas"] = numbers.pop("beta1"), numbers.pop("beta2")
+            if loaded.setdefault(group, numbers) != numbers:
                 raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
         return loaded
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:
-    values = {name: float(group[name]) for name in HYPERPARAMETERS}
-    values["beta1"], values["beta2"] = map(float, group["betas"])
+    values = {name: float(group[name]) for name in rule_of(group).numbers}
+    values |= dict(zip(("beta1", "beta2"), map(float, group.get("betas", ())), strict=False))
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def _check_fields(name: str, bucket: Bucket, moments: Mapping[str, Any]) -> None:
+    """ValueError for a state of another update: AdamW's is none of Muon's."""
+    wanted = fields_of(bucket)
+    if not {*wanted} <= moments.keys():
+        raise ValueError(
+            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps {sorted(wanted)}"
+        )
 
 
 def _copy(flat: Tensor, value: Tensor, span: Span) -> None:

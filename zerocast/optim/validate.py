@@ -1,35 +1,34 @@
-"""Validation of what a ZeroAdamW is given: parameters, hyper-parameters, and who owns the weights.
+"""Validation of what an optimizer is given: parameters, hyper-parameters, and who owns the weights.
 
-A weight has one owner: nobody else, and of several ZeroAdamWs the one that was built last.
+A weight has one owner: nobody else, and of several optimizers the one that was built last.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from zerocast.cast.hyperparameters import check_options
 from zerocast.formats.layout import Span
+from zerocast.optim.update_rule import rule_of
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, Held, find_conflict, overlapping
 from zerocast.weight.weight import NOMINAL_DTYPES
 
-WHO = "a ZeroAdamW"
+OURS = ("a ZeroAdamW", "a ZeroMuon")  # which take parameters over from each other
 STAGES = (1, 2)
 TAKEN_OVER = (
     "another optimizer was built over these parameters: this one gets no gradients any more, and writes no weights. Use the newer "
     "one, and load states into that"
 )
 OTHER_GROUPS = (
-    "parameters were added to this ZeroAdamW's param_groups, taken out or moved since it was built, which changes nothing of what "
+    "parameters were added to this {name}'s param_groups, taken out or moved since it was built, which changes nothing of what "
     "it trains: build another one and load the state of this one"
 )
 Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
 
 
-def check_owners(named: Sequence[Named]) -> None:
+def check_owners(named: Sequence[Named], who: str) -> None:
     """RuntimeError for a weight that has no value yet, and for one that another owner writes."""
     for name, parameter, _ in named:
         if isinstance(parameter, QuantizedWeight) and not _has_value(parameter):
@@ -37,10 +36,10 @@ def check_owners(named: Sequence[Named]) -> None:
                 f"{name}, {parameter!r}, has never been cast: masters start from its value, so give it one (quantize_, "
                 "load_state_dict, QuantizedWeight.of_buffers)"
             )
-    other = find_conflict(_held(named), lambda claim: claim.who == WHO, _parameters(named))
+    other = find_conflict(_held(named), lambda claim: claim.who in OURS, _parameters(named))
     if other is not None:
         raise RuntimeError(
-            f"{other.who} writes weights that {WHO} is built over: a weight has one owner, so remove() the handle of that, or "
+            f"{other.who} writes weights that {who} is built over: a weight has one owner, so remove() the handle of that, or "
             "del it"
         )
 
@@ -55,16 +54,16 @@ def check_owns(claim: Claim) -> None:
         raise RuntimeError(TAKEN_OVER)
 
 
-def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[int]:
-    """How many parameters each group has."""
-    return [len(group["params"]) for group in param_groups]
+def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """How many parameters each group has, and what updates them."""
+    return [(len(group["params"]), rule_of(group).name) for group in param_groups]
 
 
-def take_over(named: Sequence[Named]) -> Claim:
-    """Hold these parameters; any older ZeroAdamW over any of them has lost all of its own."""
+def take_over(named: Sequence[Named], who: str) -> Claim:
+    """Hold these parameters; any older optimizer over any of them has lost all of its own."""
     for older in overlapping(_held(named), _parameters(named)):
         older.end()
-    return Claim(WHO, _held(named), _parameters(named))
+    return Claim(who, _held(named), _parameters(named))
 
 
 def _parameters(named: Sequence[Named]) -> list[Tensor]:
@@ -96,22 +95,10 @@ def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
     """
     if stage not in STAGES:
         raise ValueError(f"stage is one of {STAGES}, got {stage}")
-    _check_ranges(param_groups)
+    for group in param_groups:
+        rule_of(group).check(group)
     check_options(param_groups)
     return _check_parameters(param_groups)
-
-
-def _check_ranges(param_groups: list[dict[str, Any]]) -> None:
-    for group in param_groups:
-        for name in ("lr", "eps", "weight_decay"):
-            if not isinstance(group[name], (Real, Tensor)):
-                raise TypeError(f"{name} is a number, got {group[name]!r}")
-        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in ("lr", "eps", "weight_decay")]
-        betas = group["betas"]
-        ranges += [("betas", betas, len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas))]
-        for name, value, valid in ranges:
-            if not valid:
-                raise ValueError(f"{name} is out of range: {value}")
 
 
 def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
@@ -137,7 +124,7 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """The values of a parameter group that ranks compare."""
-    return {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
+    return rule_of(group).compared(group)
 
 
 def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""torch.optim.Muon over a prepared model: DTensors make its matrix products whole, and checkpoints go to ZeroMuon and back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import zerocast
+from tests.selection import worlds
+from tests.workers import Ranks
+from zerocast.fsdp2 import TrainingState
+from zerocast.optim import load, save
+
+LR, MOMENTUM, COEFFICIENTS = 1e-2, 0.95, (3.4445, -4.7750, 2.0315)
+RECIPE = zerocast.Recipe({"*": "fp8_block"})
+
+
+def net() -> nn.Sequential:
+    """Two matrices, whose rows 2 and 3 ranks cut evenly and not, with biases for AdamW."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 71))
+
+
+def split(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """(what Muon updates, what AdamW does) by name."""
+    named = list(model.named_parameters())
+    return [(n, p) for n, p in named if p.dim() == 2], [(n, p) for n, p in named if p.dim() != 2]
+
+
+class Sharded:
+    """The model under FSDP2 with torch's two optimizers."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        zerocast.fsdp2.prepare(self.model, RECIPE)
+        for layer in (self.model[0], self.model[2], self.model):
+            fully_shard(layer)
+        hidden, rest = ([p for _, p in part] for part in split(self.model))
+        self.muon, adam = torch.optim.Muon(hidden, lr=LR), torch.optim.AdamW(rest, lr=LR)
+        self.optimizers: list[torch.optim.Optimizer] = [self.muon, adam]
+
+    def backward(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        self.model(torch.randn(256, 64, generator=generator)).square().sum().backward()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def matrices(self) -> list[Tensor]:
+        return [p.detach().full_tensor() for _, p in split(self.model)[0]]
+
+
+class Whole:
+    """The same model under ZeroMuon."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        zerocast.quantize_(self.model, RECIPE)
+        hidden, rest = split(self.model)
+        groups: list[dict[str, Any]] = [
+            {"params": hidden, "use_muon": True},
+            {"params": rest, "use_muon": False, "weight_decay": 0.01},
+        ]
+        self.optimizer = zerocast.ZeroMuon(groups, lr=LR)
+
+
+def exact(gradient: Tensor, momentum_buffer: Tensor) -> Tensor:
+    """The matrix that a first step with this gradient, after which momentum is this, goes by, in f64."""
+    x = gradient.lerp(momentum_buffer, MOMENTUM).double()
+    x = x / x.norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def stepped_by_torch() -> tuple[list[tuple[float, float]], dict[str, int]]:
+    """(for each matrix how far FSDP2's step and one process' step are from the exact one, relative to it; the collectives of the
+    step)."""
+    run = Sharded()
+    before = run.matrices()
+    twins = [nn.Parameter(value.clone()) for value in before]
+    oracle = torch.optim.Muon(twins, lr=LR, weight_decay=0.0)
+    run.muon.param_groups[0]["weight_decay"] = 0.0
+    run.backward(0)
+    for twin, (_, parameter) in zip(twins, split(run.model)[0], strict=True):
+        twin.grad = parameter.grad.full_tensor()
+    with CommDebugMode() as mode:
+        run.muon.step()
+    oracle.step()
+    found = []
+    for twin, old, new in zip(twins, before, run.matrices(), strict=True):
+        assert twin.grad is not None
+        wanted = exact(twin.grad, oracle.state[twin]["momentum_buffer"])
+        rate = LR * max(1, old.shape[0] / old.shape[1]) ** 0.5
+        errors = [
+            float(((old - value).double() / rate - wanted).norm() / wanted.norm()) for value in (new, twin.detach())
+        ]
+        found.append((errors[0], errors[1]))
+    run.step()
+    run.backward(1)
+    zerocast.verify(run.model).raise_for_differences()
+    return found, {str(op): count for op, count in mode.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("world", worlds(2, slow=(3,)))
+def test_torch_muon(ranks: Ranks, world: int) -> None:
+    """It orthogonalizes whole matrices: as near to f64 as in one process, where products in bf16 are added in another order."""
+    for errors, counts in ranks(world)(stepped_by_torch):
+        assert all(sharded <= 1.5 * whole for sharded, whole in errors), errors
+        assert (
+            sum(counts.values()) >= 2 * 2 * 5
+        )  # two and more for each of five products of two matrices; ZeroMuon has none
+
+
+def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state by their keys."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def there_and_back(folder: str) -> list[str]:
+    """Keys whose values differ after FSDP2's state went through ZeroMuon into another FSDP2 run."""
+    first, whole, last = Sharded(), Whole(), Sharded()
+    for step in range(2):
+        first.backward(step)
+        first.step()
+    last.backward(7)
+    last.step()
+    first.muon.param_groups[0]["momentum"] = 0.9
+    state = TrainingState(first.model, first.optimizers)
+    save(state, f"{folder}/fsdp2")
+    load(whole.optimizer, f"{folder}/fsdp2")
+    assert whole.optimizer.param_groups[0]["momentum"] == 0.9
+    zerocast.verify(whole.optimizer).raise_for_differences()
+    save(whole.optimizer, f"{folder}/zero")
+    other = TrainingState(last.model, last.optimizers)
+    load(other, f"{folder}/zero")
+    held = {"model": state.state_dict()["model"], "optim": state.state_dict()["optim"]}
+    found = dict(leaves(other.state_dict()))
+    return [key for key, value in leaves(held) if not torch.equal(whole_of(value), whole_of(found[key]))]
+
+
+def whole_of(value: Any) -> Tensor:
+    """A DTensor's whole; of anything else itself."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_checkpoints_go_to_zero_muon_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2)(there_and_back, str(tmp_path)) == [[], []]

@@ -1,0 +1,460 @@
+"""ZeroMuon: torch.optim.Muon to the bit on any number of ranks, whole matrices dealt to ranks, and what it refuses.
+
+The reference is one process: torch.optim.Muon over FP32 masters, AdamW and casts as in `undistributed.py`. Resuming, faults in the
+middle of a step and `verify` are asked by tests/hosts, whose ZeroAdamW has the variant "Muon".
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from tests.hosts.under_test import gathered
+from tests.optim.probe import BF16, FP32, Spec
+from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, assert_equals, boxes, check, snapshot, weight_bytes
+from tests.optim.test_skipped_steps import everything
+from tests.optim.undistributed import UndistributedMuon
+from tests.selection import worlds
+from tests.workers import Ranks, error_of
+from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, verify
+from zerocast.optim import EMA, Checkpoints, full_state_dict, load, load_masters, save
+from zerocast.optim.bucket import fill_buckets
+from zerocast.optim.muon_step import newton_schulz_flops
+
+MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
+NS = (3.4445, -4.7750, 2.0315)
+OPTIONS = (MUON, {**ADAM, "use_muon": False})
+SPECS = (
+    Spec("embedding", (50, 24), group=1),
+    Spec("norm", (37,), dtype=FP32, group=1),
+    Spec("cut", (64, 96), "nvfp4", group=1),
+    Spec("delayed", (48, 80), "fp8_delayed:amax_history_len=3"),
+    Spec("current", (13, 7), "fp8_current", FP32),
+    Spec("block", (130, 33), "fp8_block"),
+    Spec("mx", (64, 96), "mxfp8"),
+    Spec("square", (64, 96), "mxfp8:block=32x32"),
+    Spec("nv", (48, 112), "nvfp4"),
+    Spec("nv_late", (16, 32), "nvfp4", FP32, used="by turns"),
+    Spec("unused", (32, 32), "nvfp4", used="never"),
+    Spec("plain", (24, 40), dtype=FP32),
+    Spec("stack", (3, 24, 40)),
+)
+RUN = Run(SPECS, steps=4, options=OPTIONS, optimizer=ZeroMuon)
+SMALL = dataclasses.replace(RUN, specs=tuple(s for s in SPECS if s.name in ("norm", "cut", "block", "nv")))
+TUNED = {"weight_decay": 0.0, "momentum": 0.8, "nesterov": False, "ns_coefficients": (3.0, -3.2, 1.2)}
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_norm": 0.1, "schedule": True},
+    "stage 1": {"stage": 1, "accumulate": 2, "config": ZeroConfig(bucket_size=1, deterministic=True)},
+    "overlap": {
+        "config": dataclasses.replace(DETERMINISTIC, overlap_all_gather=True, bucket_size=2**20),
+        "accumulate": 2,
+    },
+    "FP32 gradients": {
+        "config": dataclasses.replace(DETERMINISTIC, grad_dtype=FP32),
+        "accumulate": 2,
+        "no_sync": False,
+    },
+    "moments in bf16": {"config": dataclasses.replace(DETERMINISTIC, moment_dtype=BF16, keep_columnwise=True)},
+    "tuned": {
+        "options": ({**MUON, **TUNED, "eps": 1e-5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}, OPTIONS[1])
+    },
+}
+
+
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in RUNS]
+
+
+@pytest.mark.parametrize("name", slow("clipped"))
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4)))
+def test_equals_torch(ranks: Ranks, world: int, name: str) -> None:
+    """Masters, momentum, moments and bytes after every step are those of one process."""
+    assert ranks(world)(check, dataclasses.replace(RUN, **RUNS[name])) == [0] * world
+
+
+@pytest.mark.parametrize("world", worlds(3, slow=(2,)))
+def test_ranks_without_a_matrix(ranks: Ranks, world: int) -> None:
+    """One matrix on several ranks, and nothing for AdamW."""
+    run = dataclasses.replace(RUN, specs=(Spec("block", (130, 33), "fp8_block"),), options=(MUON,))
+    assert ranks(world)(check, run) == [0] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_backends(ranks: Ranks, backend: str) -> None:
+    """Adam's kernels, whose moments end where Muon's masters begin."""
+    run = dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, backend=backend))
+    assert ranks(2)(check, run) == [0, 0]
+
+
+def orthogonalized(update: Tensor, dtype: torch.dtype) -> Tensor:
+    """Newton-Schulz as Emerging-Optimizers' `newton_schulz` takes it (coefficients "simple"): normalised in FP32, then in the
+    `dtype` that its products have; theirs is bf16 at the precision "medium", its default.
+    """
+    wide = update if update.shape[0] <= update.shape[1] else update.T
+    x = (wide / wide.norm()).to(dtype)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=NS[1], alpha=NS[2]), x, beta=NS[0])
+    return x if wide is update else x.T
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (128, 64), (64, 64)])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_emerging_optimizers(shape: tuple[int, int], adjust: str) -> None:
+    """Two steps, each from the same master and momentum: no farther from f64 than 1.5 times what Emerging-Optimizers' arithmetic
+    is. Where it ends depends on every rounding to bf16, since small singular values grow 485-fold in five products.
+    """
+    weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    group = {"params": [("weight", weight)], "use_muon": True}
+    optimizer = ZeroMuon([group], lr=0.5, weight_decay=0.1, adjust_lr_fn=adjust)
+    scale = max(1, shape[0] / shape[1]) ** 0.5 if adjust == "original" else 0.2 * max(shape) ** 0.5
+    momentum = torch.zeros(shape)
+    for step in range(2):
+        before = weight.detach().clone()
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(10 + step))
+        momentum = 0.95 * momentum + (1 - 0.95) * gradient
+        update = 0.05 * gradient + 0.95 * momentum
+        weight.grad = gradient.clone()
+        optimizer.step()
+        found = ((1 - 0.5 * 0.1) * before - weight.detach()).double() / (0.5 * scale)
+        wanted = orthogonalized(update.double(), torch.float64)
+        theirs = float((orthogonalized(update, BF16) - wanted).norm())
+        assert float((found - wanted).norm()) <= 1.5 * theirs < 0.1 * float(wanted.norm())
+        optimizer.zero_grad()
+
+
+def skipping(name: str, culprit: int, clip: bool) -> None:
+    """A good step, a bad one, a good one."""
+    trainer, reference = Trainer(SMALL), UndistributedMuon(SMALL.specs)
+    for step in range(3):
+        gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in SMALL.specs}
+        if step == 1 and trainer.rank == culprit:
+            gradients[name] = torch.full_like(gradients[name], torch.nan)
+        before = everything(trainer)
+        trainer.probe.loss(gradients).backward()
+        if clip:
+            trainer.optimizer.clip_grad_norm_(0.1)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        if step == 1:
+            casts.assert_same_bytes(everything(trainer), before, f"rank {trainer.rank}")
+            reference.skipped += 1
+        else:
+            means = {spec.name: SMALL.rounds(spec, step, 2) for spec in SMALL.specs}
+            reference.step(means, SMALL.options, 0.1 if clip else None)
+    assert_equals(trainer, reference, f"rank {trainer.rank}")
+
+
+@pytest.mark.parametrize(
+    ("name", "culprit", "clip"), [("nv", 1, True), pytest.param("norm", 0, False, marks=pytest.mark.slow)]
+)
+def test_skipped_steps(ranks: Ranks, name: str, culprit: int, clip: bool) -> None:
+    ranks(2)(skipping, name, culprit, clip)
+
+
+def clipped_by_torch() -> None:
+    """torch's clip before the step gives what the optimizer's gives, and a GradScaler's scale cancels."""
+    ours, stock, scaled = Trainer(SMALL), Trainer(SMALL), Trainer(SMALL)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(2):
+        for trainer in (ours, stock):
+            trainer.backward(step)
+        gradients = {spec.name: spec.gradient(step, scaled.rank) for spec in SMALL.specs}
+        scaler.scale(scaled.probe.loss(gradients)).backward()
+        norm = ours.optimizer.clip_grad_norm_(0.05)
+        ours.optimizer.step()
+        assert torch.allclose(torch.nn.utils.clip_grad_norm_(stock.probe.parameters(), 0.05), norm, rtol=1e-6, atol=0)
+        stock.optimizer.step()
+        scaler.unscale_(scaled.optimizer)
+        assert torch.equal(scaled.optimizer.clip_grad_norm_(0.05), norm)
+        scaler.step(scaled.optimizer)
+        scaler.update()
+        casts.assert_same_bytes(everything(scaled), everything(ours), f"step {step}")
+        pairs = zip(masters(stock), masters(ours), strict=True)
+        # a factor that is rounded otherwise; what Newton-Schulz makes of it in bf16 is 2**-8 of a step in a few elements
+        assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-3 * MUON["lr"]) for one, other in pairs)
+        for trainer in (ours, stock, scaled):
+            trainer.optimizer.zero_grad()
+
+
+def masters(trainer: Trainer) -> list[Tensor]:
+    """The masters of this rank."""
+    return [part for value in trainer.optimizer.state_dict()["model"].values() for _, part in boxes(value)]
+
+
+@pytest.mark.parametrize("world", worlds(2, slow=(1,)))
+def test_clips_of_torch(ranks: Ranks, world: int) -> None:
+    ranks(world)(clipped_by_torch)
+
+
+def norms_of_parameters() -> None:
+    """Where Muon's parameters are complete first, lie last, and sums are the library's: each norm is that of its own gradient."""
+    specs = (
+        Spec("norm", (300,), dtype=FP32),
+        Spec("nv", (48, 112), "nvfp4", group=1),
+        Spec("plain", (24, 40), group=1),
+    )
+    run = dataclasses.replace(RUN, specs=specs, options=OPTIONS[::-1], config=ZeroConfig(bucket_size=4096))
+    trainer = Trainer(run)
+    trainer.backward(0)
+    for parameter in trainer.probe.parameters():
+        gradient = parameter.grad
+        for kind in (2.0, torch.inf):
+            norm = torch.linalg.vector_norm(gradient.full_tensor(), kind)
+            assert torch.allclose(torch.linalg.vector_norm(gradient, kind), norm, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
+def test_norms_of_parameters(ranks: Ranks, world: int) -> None:
+    ranks(world)(norms_of_parameters)
+
+
+def resumed(folder: str) -> None:
+    """torch.distributed.checkpoint, without zerocast's own files around it."""
+    straight, other = Trainer(RUN), Trainer(RUN)
+    straight.train(range(2))
+    dcp.save(straight.optimizer.state_dict(), checkpoint_id=folder)
+    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    for spec in RUN.specs:
+        kept = {key.split(".")[-1] for key in keys if key.startswith(f"optim.state.{spec.name}.")}
+        assert kept == ({"exp_avg", "exp_avg_sq", "step"} if spec.group else {"momentum_buffer"})
+    assert "optim.param_groups.nv.momentum" in keys
+    other.step(5)
+    with other.optimizer.overwriting():
+        state = other.optimizer.state_to_overwrite()
+        dcp.load(state, checkpoint_id=folder)
+        other.optimizer.load_state_dict(state)
+    for trainer in (straight, other):
+        trainer.step(3)
+    casts.assert_same_bytes(snapshot(other), snapshot(straight), "after another step")
+
+
+def test_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2)(resumed, str(tmp_path / "dcp"))
+
+
+def whole_after(folder: str, steps: range, resumes: bool, by_torch: bool) -> dict[str, Any]:
+    """Unsharded state and the bytes of all weights after these steps; a checkpoint of them, or of what they begin with, is in
+    `folder`. All ranks have the same gradients, of 8 bits, so that their mean is exact.
+    """
+    trainer = Trainer(RUN)
+    optimizer, checkpoints = trainer.optimizer, Checkpoints(f"{folder}/ours")
+    if resumes and by_torch:
+        with optimizer.overwriting():
+            state = optimizer.state_to_overwrite()
+            dcp.load(state, checkpoint_id=f"{folder}/torch")
+            optimizer.load_state_dict(state)
+    elif resumes:
+        assert checkpoints.load(optimizer) == steps.start
+    for step in steps:
+        given = {spec.name: spec.gradient(step, 0) for spec in RUN.specs}
+        gradients = {name: None if g is None else g.to(BF16).to(g.dtype) for name, g in given.items()}
+        trainer.probe.loss(gradients).backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not resumes:
+        checkpoints.save(optimizer, steps.stop)
+        dcp.save(optimizer.state_dict(), checkpoint_id=f"{folder}/torch")
+    state = optimizer.state_dict()
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, held in (*state["optim"]["state"].items(), *state["zerocast"].items()):
+        found |= {f"{key}.{name}": value for key, value in held.items()}
+    pieces = {name: [(where, part.clone()) for where, part in boxes(value)] for name, value in found.items()}
+    whole = gathered(pieces, {name: value.shape for name, value in found.items()})
+    bytes_of = {f"{n} {b}": v for n, held in weight_bytes(trainer.probe).items() for b, v in held.items()}
+    return {**{name: casts.raw(value) for name, value in whole.items()}, **bytes_of}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "by_torch"),
+    [
+        (2, 3, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1, True), (1, 4, False), (4, 2, True))),
+    ],
+)
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int, by_torch: bool) -> None:
+    """From the same reduced gradients any ranks make the same bits: two steps, saved, and a third on others."""
+    folder = str(tmp_path)
+    ranks(before)(whole_after, folder, range(2), False, by_torch)
+    expected = ranks(before)(whole_after, str(tmp_path / "straight"), range(3), False, by_torch)[0]
+    for found in ranks(after)(whole_after, folder, range(2, 3), True, by_torch):
+        casts.assert_same_bytes(found, expected, f"{before} ranks, then {after}")
+
+
+def of_another_update(folder: str) -> list[str]:
+    """What loads say of a state whose moments are another update's, in files and in memory."""
+    muon = Trainer(SMALL)
+    adam = Trainer(dataclasses.replace(SMALL, optimizer=ZeroAdamW, options=(ADAM, ADAM)))
+    muon.step(0)
+    save(adam.optimizer, f"{folder}/adam")
+    save(muon.optimizer, f"{folder}/muon")
+    before, said = everything(muon), []
+    calls: list[Callable[[], object]] = [
+        lambda: load(muon.optimizer, f"{folder}/adam"),
+        lambda: load(adam.optimizer, f"{folder}/muon"),
+    ]
+    calls.append(lambda: muon.optimizer.load_state_dict(adam.optimizer.state_dict()))
+    said = [error_of(call) for call in calls]
+    casts.assert_same_bytes(everything(muon), before, "after a load that was refused")
+    muon.step(1)
+    return said
+
+
+@pytest.mark.parametrize("world", worlds(1, slow=(2,)))
+def test_states_of_another_update(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    for files, back, memory in ranks(world)(of_another_update, str(tmp_path)):
+        assert "ValueError" in files and "optim.state.nv.momentum_buffer is missing" in files
+        assert "ValueError" in back and "optim.state.block.exp_avg is missing" in back
+        assert "nv has ['exp_avg', 'exp_avg_sq', 'step'] there, and its update here keeps ['momentum_buffer']" in memory
+
+
+def masters_in_and_out() -> None:
+    """Masters of somebody, an average of them, other formats, and masters given away."""
+    trainer, given = Trainer(SMALL), {spec.name: spec.initial() + 1 for spec in SMALL.specs}
+    average = EMA(trainer.optimizer, 0.5)
+    trainer.step(0)
+    load_masters(trainer.optimizer, given)
+    average.reset()
+    found = full_state_dict(trainer.probe, trainer.optimizer, FP32)
+    for name, value in found.items():
+        assert torch.equal(value, given[name])
+    for held in trainer.optimizer.state_dict()["optim"]["state"].values():
+        assert not any(part.any() for value in held.values() for _, part in boxes(value))
+    trainer.step(1)
+    with average.swapped():
+        verify(trainer.optimizer).raise_for_differences()
+    zerocast.switch(trainer.optimizer, zerocast.Recipe({"nv": "fp8_block", "cut": "fp8_block", "block": "fp8_block"}))
+    trainer.step(2)
+    verify(trainer.optimizer).raise_for_differences()
+
+
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
+def test_masters_averages_and_switches(ranks: Ranks, world: int) -> None:
+    ranks(world)(masters_in_and_out)
+
+
+class Net(nn.Module):
+    """A matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.vector = nn.Parameter(torch.ones(8, 16)), nn.Parameter(torch.ones(8))
+
+
+def groups(**muon: Any) -> list[dict[str, Any]]:
+    net = Net()
+    return [{"params": [("matrix", net.matrix)], **muon}, {"params": [("vector", net.vector)], "use_muon": False}]
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "parameters alone": (
+        lambda: ZeroMuon(Net().named_parameters()),
+        "a ZeroMuon takes parameter groups that say what updates them",
+    ),
+    "a group that does not say": (lambda: ZeroMuon(groups()), "parameter group 0 of a ZeroMuon says use_muon=None"),
+    "a vector": (
+        lambda: ZeroMuon([{"params": Net().named_parameters(), "use_muon": True}]),
+        r"vector of shape \(8,\) is in a group",
+    ),
+    "too many steps": (lambda: ZeroMuon(groups(use_muon=True, ns_steps=100)), "ns_steps is out of range: 100"),
+    "momentum": (lambda: ZeroMuon(groups(use_muon=True, momentum=1.0)), "momentum is out of range: 1.0"),
+    "two coefficients": (
+        lambda: ZeroMuon(groups(use_muon=True, ns_coefficients=(1.0, 2.0))),
+        "ns_coefficients is out of range",
+    ),
+    "an unknown adjustment": (
+        lambda: ZeroMuon(groups(use_muon=True), adjust_lr_fn="rms"),
+        "adjust_lr_fn is out of range: rms",
+    ),
+    "ZeroAdamW": (lambda: ZeroAdamW(groups(use_muon=True)), "zerocast.ZeroMuon takes such groups"),
+    "a graph": (lambda: ZeroMuon(groups(use_muon=True)).capture(), "a step of a ZeroMuon cannot be captured"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call()
+
+
+def test_values_that_become_invalid() -> None:
+    """Refused before anything is written; `use_muon` is that of the beginning."""
+    trainer = Trainer(SMALL)
+    trainer.backward(0)
+    before, group = everything(trainer), trainer.optimizer.param_groups[0]
+    for name, value, message in (
+        ("ns_steps", 200, "ns_steps is out of range: 200"),
+        ("use_muon", False, "this ZeroMuon's"),
+    ):
+        kept, group[name] = group[name], value
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            trainer.optimizer.step()
+        group[name] = kept
+        casts.assert_same_bytes(everything(trainer), before, name)
+    trainer.optimizer.step()
+
+
+def llama_8b() -> list[tuple[str, Tensor, int]]:
+    """The matrices of Llama 3 8B's layers."""
+    shapes = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
+    shapes |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
+    return [
+        (f"layers.{n}.{key}", torch.empty(s, dtype=BF16, device="meta"), 0)
+        for n in range(32)
+        for key, s in shapes.items()
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 64])
+def test_balance(world: int) -> None:
+    """Every matrix has one owner. No rank works more than 4/3 of what the busiest must, and buffers have little padding."""
+    named = llama_8b()
+    costs = {name: newton_schulz_flops(tuple(p.shape), 5) for name, p, _ in named}
+    buckets = fill_buckets(named, ZeroConfig().bucket_size, world, None, costs)
+    loads, farthest = [0] * world, 0
+    for bucket in buckets:
+        before = loads.copy()
+        for slot in bucket.slots:
+            (owner,) = [rank for rank in range(world) if bucket.owned(slot, rank)[0].numel]
+            assert bucket.owned(slot, owner)[0].numel == slot.numel
+            loads[owner] += costs[slot.name]
+        parts = [after - then for after, then in zip(loads, before, strict=True)]
+        farthest = max(farthest, max(parts) - min(parts))
+    assert max(loads) - min(loads) <= farthest  # whatever the number of buckets is
+    assert sum(loads) == sum(costs.values())
+    assert {slot.name for bucket in buckets for slot in bucket.slots} == costs.keys()
+    # the optimum is no less than the mean, nor than what the rank does that has ceil(matrices / ranks) of the largest
+    largest = sorted(costs.values())[-96:]
+    optimum = max(sum(loads) / world, largest[0] * -(-len(largest) // world))
+    assert max(loads) <= 4 / 3 * optimum
+    assert sum(bucket.numel for bucket in buckets) <= 9 / 8 * sum(p.numel() for _, p, _ in named)
+    assert world == 1 or len(buckets) > 1  # one after the other while the backward pass runs
+    held = sorted((bucket.start, bucket.shard_numel) for bucket in buckets)
+    assert all(start + numel == after for (start, numel), (after, _) in zip(held, held[1:], strict=False))
+
+
+def test_padding_is_logged(caplog: pytest.LogCaptureFixture, ranks: Ranks) -> None:
+    """More ranks than matrices."""
+    assert all(any("of padding" in line for line in said) for said in ranks(3)(padded)[:1])
+
+
+def padded() -> list[str]:
+    """What is logged while a ZeroMuon with one matrix is built."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerocast.optim.zero_muon").addHandler(handler)
+    ZeroMuon(groups(use_muon=True))
+    return said

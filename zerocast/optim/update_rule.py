@@ -1,0 +1,76 @@
+"""UpdateRule: the hyper-parameters of a parameter group, which depend on what updates it: what
+they may be, what ranks compare, what a state holds.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+COMMON = ("lr", "eps", "weight_decay")
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+MOST_STEPS = 99  # torch's own bound
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What updates a parameter group.
+
+    Attributes:
+        name: of the update, for messages.
+        numbers: hyper-parameters that are numbers from 0 on; a state holds them.
+        others: the ones of other kinds, each with what is valid for it.
+    """
+
+    name: str
+    numbers: tuple[str, ...]
+    others: Mapping[str, Callable[[Any], bool]]
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """ValueError or TypeError for hyper-parameters that are out of range."""
+        for name in self.numbers:
+            if not isinstance(group[name], (Real, Tensor)):
+                raise TypeError(f"{name} is a number, got {group[name]!r}")
+        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in self.numbers]
+        ranges += [(name, group[name], valid(group[name])) for name, valid in self.others.items()]
+        for name, value, valid in ranges:
+            if not valid:
+                raise ValueError(f"{name} is out of range: {value}")
+
+    def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that ranks compare."""
+        return {"lr": float(group["lr"]), **{name: group[name] for name in (*self.others, *self.numbers[1:])}}
+
+
+def _is_betas(betas: Any) -> bool:
+    return len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
+
+
+def _is_step_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value <= MOST_STEPS
+
+
+def _are_coefficients(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 3 and all(math.isfinite(number) for number in value)
+
+
+ADAMW = UpdateRule("AdamW", COMMON, {"betas": _is_betas})
+MUON = UpdateRule(
+    "Muon",
+    (*COMMON, "momentum"),
+    {
+        "momentum": lambda value: value < 1.0,
+        "nesterov": lambda value: isinstance(value, bool),
+        "ns_coefficients": _are_coefficients,
+        "ns_steps": _is_step_count,
+        "adjust_lr_fn": lambda value: value in ADJUSTMENTS,
+    },
+)
+
+
+def rule_of(group: Mapping[str, Any]) -> UpdateRule:
+    """Muon of a group that says `use_muon`, else AdamW."""
+    return MUON if group.get("use_muon") else ADAMW

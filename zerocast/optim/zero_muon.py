@@ -1,0 +1,141 @@
+"""ZeroMuon: Muon over FP32 masters of whole matrices, AdamW over shards of the rest."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from zerocast.distributed.group import Group, GroupLike
+from zerocast.optim.config import ZeroConfig
+from zerocast.optim.device_step import CapturedStep
+from zerocast.optim.muon_step import newton_schulz_flops
+from zerocast.optim.update_rule import MUON, rule_of
+from zerocast.optim.validate import Named
+from zerocast.optim.zero_optimizer import ZeroOptimizer
+
+logger = logging.getLogger(__name__)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's
+BETAS, ADAM_EPS = (0.9, 0.999), 1e-8  # torch.optim.AdamW's
+MUON_DIMS = (2, 3)
+LOGGED_PADDING = 1 / 4  # of the matrices; less goes without a word
+
+
+class ZeroMuon(ZeroOptimizer):
+    """Muon for the matrices of hidden layers, AdamW for the rest, over FP32 masters whose weights
+    are cast, and gathered as bytes, after each step.
+
+    Args:
+        params: parameter groups whose "params" are (name, parameter) pairs, each of which says
+            `"use_muon": True` or `"use_muon": False`. Muon takes matrices, QuantizedWeights or not,
+            and stacks of them `[experts, m, n]`, each matrix by itself. Embeddings, heads, norms
+            and biases are for AdamW.
+        lr, weight_decay: of all groups that have none of their own.
+        momentum, nesterov, adjust_lr_fn: of Muon's groups, as in torch.optim.Muon, as are
+            "ns_coefficients", "ns_steps" (5) and "eps" (1e-7), which groups may have. The rate of a
+            matrix `[m, n]` is `lr * sqrt(max(1, m / n))` (None or "original", Jordan et al. 2024,
+            https://kellerjordan.github.io/posts/muon/) or `0.2 * lr * sqrt(max(m, n))`
+            ("match_rms_adamw", Liu et al. 2025, https://arxiv.org/abs/2502.16982), with which
+            AdamW's rate and decay serve all groups. AdamW's groups may have "betas" and "eps".
+        group, stage, config: as in ZeroAdamW. Momentum is FP32 whatever `moment_dtype` is.
+
+    The update is made by torch.optim.Muon itself: momentum and decay in FP32, Newton-Schulz in
+    bf16. It needs the whole matrix, so a rank owns a weight in whole or has nothing of it: masters,
+    momentum, gradients and the cast are there, and other ranks get its bytes. Weights are dealt to
+    ranks so that memory and Newton-Schulz's work are spread (`zerocast.optim.whole`); with fewer
+    matrices than ranks some own none, and buffers are padded, which is logged. AdamW's parameters
+    are cut as in ZeroAdamW. A matrix is orthogonalized by one rank, whichever it is: with the same
+    reduced gradients any number of ranks makes the same bits.
+
+    A gradient that is not finite skips the step, and everything else is as in ZeroAdamW, but that
+    no CUDA graph holds a step: `capture` raises. Raises ValueError for a group without "use_muon",
+    and for a parameter in a group of Muon's that is no matrix.
+    """
+
+    NAME = "ZeroMuon"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str | None = None,
+        group: GroupLike = None,
+        stage: int = 2,
+        config: ZeroConfig | None = None,
+    ) -> None:
+        self._muon_defaults = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": NS_COEFFICIENTS,
+            "eps": 1e-7,
+            "ns_steps": 5,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, group, stage, config)
+
+    def _with_rules(self, given: list[Any]) -> list[Any]:
+        groups = []
+        for number, group in enumerate(given):
+            if not isinstance(group, dict):
+                raise ValueError(
+                    "a ZeroMuon takes parameter groups that say what updates them, got parameters alone: "
+                    '[{"params": [(name, parameter), ...], "use_muon": True}, {"params": ..., "use_muon": False}]'
+                )
+            if not isinstance(group.get("use_muon"), bool):
+                raise ValueError(
+                    f"parameter group {number} of a ZeroMuon says use_muon={group.get('use_muon')}: True for matrices of hidden "
+                    "layers, False for embeddings, heads, norms and biases, which AdamW updates"
+                )
+            defaults = self._muon_defaults if group["use_muon"] else {"betas": BETAS, "eps": ADAM_EPS}
+            groups.append({**defaults, **group})
+        return groups
+
+    def _check_parameters(self, named: list[Named]) -> None:
+        for name, parameter, index in named:
+            if rule_of(self.param_groups[index]) is MUON and parameter.dim() not in MUON_DIMS:
+                raise ValueError(
+                    f"{name} of shape {tuple(parameter.shape)} is in a group with use_muon=True, and Muon updates matrices [m, n] "
+                    "and stacks of them [experts, m, n]: give it to a group with use_muon=False"
+                )
+
+    def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
+        super()._build(named, stage, reduction_group)
+        buckets = [buffer.bucket for buffer in self._weights.buffers if buffer.bucket.storage.whole]
+        held, needed = sum(b.numel for b in buckets), sum(slot.numel for b in buckets for slot in b.slots)
+        if held > (1 + LOGGED_PADDING) * needed and self._group.rank == 0:
+            logger.warning(
+                "the matrices of a ZeroMuon, %d elements in %d, take %d more of padding on every rank: equal parts for %d ranks, "
+                "which own them in whole, are as large as the largest one",
+                needed,
+                sum(len(b.slots) for b in buckets),
+                held - needed,
+                self._group.size,
+            )
+
+    def _costs(self, named: list[Named]) -> dict[str, int]:
+        groups = self.param_groups
+        return {
+            name: newton_schulz_flops(tuple(parameter.shape), groups[index]["ns_steps"])
+            for name, parameter, index in named
+            if rule_of(groups[index]) is MUON
+        }
+
+    def _adam_groups(self) -> list[dict[str, Any]]:
+        for group in self.param_groups:
+            rule_of(group).check(group)  # a step that is refused half-way would be partial
+        return [{"betas": (0.0, 0.0), **group} for group in self.param_groups]
+
+    def _described(self) -> str:
+        groups = [group for group in self.param_groups if rule_of(group) is MUON]
+        return "".join(f"; Muon with {', '.join(f'{name} {group[name]}' for name in MUON.others)}" for group in groups)
+
+    def capture(self, max_norm: float | None = None) -> CapturedStep:
+        """RuntimeError: Muon's scalars are the host's, and a graph would keep those of its
+        recording.
+        """
+        raise RuntimeError(
+            "a step of a ZeroMuon cannot be captured, since Muon's learning rates are read on the host: call step()"
+        )

@@ -1,0 +1,418 @@
+"""ZeroOptimizer: FP32 master shards, whose weights are cast and gathered after each step.
+
+One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
+for non-finite values, the update of this rank's shard, cast, all-gather of bytes, columnwise
+copies. Only the device knows whether a step is skipped, so nothing here waits for it on the host.
+"""
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocast import backends
+from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.switch import SwitchPart
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Caller, Group, GroupLike
+from zerocast.formats import FormatSpec
+from zerocast.formats.shared_amax import SharedAmax
+from zerocast.optim.averages import Averages
+from zerocast.optim.bucket import fill_buckets
+from zerocast.optim.config import ZeroConfig
+from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
+from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.frozen import frozen, listed, warn_where_ranks_differ
+from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.muon_step import MuonStep
+from zerocast.optim.norm import LogicalOrder, ParameterNorms
+from zerocast.optim.reduced_gradient import take_off
+from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
+from zerocast.optim.sharded_weights import ShardedWeights
+from zerocast.optim.state import ZeroState
+from zerocast.optim.validate import (
+    OTHER_GROUPS,
+    Named,
+    check_owners,
+    check_owns,
+    describe,
+    hyperparameters,
+    hyperparameters_by_name,
+    listed_parameters,
+    take_over,
+    trainable,
+    validated,
+)
+from zerocast.verification.master_views import MasterViews
+from zerocast.verification.verify import verify
+from zerocast.weight import QuantizedWeight
+from zerocast.weight.freshness import debugging
+from zerocast.weight.owners import check_gradients
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """FP32 masters in flat buckets, sharded over `group`, which a subclass says how to update.
+
+    Args:
+        params, group, stage, config: as in ZeroAdamW.
+        defaults: hyper-parameters of parameter groups that have none of their own.
+    """
+
+    NAME: ClassVar[str]  # of the class that users build, for messages
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], group: GroupLike, stage: int, config: ZeroConfig | None
+    ) -> None:
+        self._config = config or ZeroConfig()
+        self._caller = Caller(self.NAME)
+        self._group = Group.of(group).called_by(self._caller)
+        given: list[Any] = []
+        named, settings, company, problem = [], {}, False, None
+        try:
+            given = listed(params)
+            super().__init__(self._with_rules(trainable(given)), defaults)
+            named = validated(self.param_groups, stage)
+            self._check_parameters(named)
+            check_owners(named, f"a {self.NAME}")
+            backends.choose(named[0][1].device, self._config.backend)
+            company = has_company(self._group, [parameter for _, parameter, _ in named])
+            settings = {"stage": stage, **vars(self._config), **hyperparameters_by_name(self.param_groups)}
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = error
+        lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
+        validate_across_ranks(self._group, lines, problem, f"builds a {self.NAME}", settings)
+        warn_where_ranks_differ(self._group, frozen(given))
+        free = groups_free_on_all(self._group, company)
+        self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
+
+    def _with_rules(self, given: list[Any]) -> list[Any]:
+        """The given pairs, or groups of them, as torch's constructor takes them. ValueError for a
+        group that says of its update what cannot be.
+        """
+        raise NotImplementedError
+
+    def _check_parameters(self, named: list[Named]) -> None:
+        """ValueError or TypeError for parameters that their group's update cannot take."""
+
+    def _costs(self, named: list[Named]) -> dict[str, int]:
+        """The parameters that a rank owns in whole, with what their update takes."""
+        return {}
+
+    def _described(self) -> str:
+        """The hyper-parameters beside Adam's, which all ranks must have alike."""
+        return ""
+
+    def _adam_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, as the scalars of Adam are made of them; ValueError for values that
+        have become invalid.
+        """
+        return self.param_groups
+
+    def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
+        config, group, device = self._config, self._group, named[0][1].device
+        for _, parameter, _ in named:
+            take_off(parameter)
+            if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
+                parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
+        buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
+        self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
+        self._claim = take_over(named, f"a {self.NAME}")
+        self._weights = ShardedWeights(buckets, self._masters, group, config, self._claim)
+        self._plan = self._weights.plan
+        names = [name for name, _, _ in named]
+        order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
+        norms = ParameterNorms(buckets, reduction_group, order, device)
+        self._reducer = GradientReducer(buckets, reduction_group, stage, config, device, norms)
+        self._hyperparameters = Hyperparameters(len(self.param_groups), device)
+        flat = self._reducer.gradients.flat
+        muon = MuonStep(buckets, self._masters, self.param_groups, group)
+        self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group, muon)
+        self._reducer.gradients.apply_clip = self._device.apply_clip
+        self._reported = 0
+        self._clipped = ""  # to what, since the last step
+        self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
+        self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
+        self._plan.freshness.owner = weakref.ref(self)
+        self._plan.freshness.has_masters = False  # of these parameters alone: a claim says which
+        master, count = self._masters.master, self._device.count
+        self.averages = Averages(master, count, self._state, self._weights, self._reducer, self._claim)
+        self._steps = 0
+        self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
+        self._weights.recast()
+        self._caller.number = 1
+        self._listed = listed_parameters(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of masters, moments and weights. A non-finite gradient anywhere skips it on
+        every rank, nothing changed.
+
+        Uses the gradients up: the next backward pass starts from zero. A parameter whose `grad` is
+        None counts as zero. Returns what `closure` returned, or None. What raises before masters
+        are written (a gradient that is not reduced, out of memory) changes nothing: `zero_grad()`
+        and go on. What raises later leaves an optimizer that says so at every call, until a state
+        is loaded.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        square_sum = self._reduced_square_sum()
+        with self._plan.transaction("an optimizer step"):
+            adam, found_inf = self._device.begin(square_sum)
+            self._plan.cast(update=adam, skip=found_inf)
+            self._weights.gathers.start()
+            self._device.end()
+        self._finish()
+        return loss
+
+    @torch.no_grad()
+    def capture(self, max_norm: float | None = None) -> CapturedStep:
+        """`clip_grad_norm_(max_norm)` and `step()` as one CUDA graph: call what this returns in
+        place of the two.
+
+        All ranks call it, before or between steps; it changes nothing. Loops, schedulers, loading
+        of states and ordinary steps in between stay as they are: learning rates are read anew at
+        every call, whether tensors or numbers. What a graph cannot hold stays outside of it:
+        backward passes with their reductions, closures, step hooks. Raises RuntimeError for
+        parameters that are not on a CUDA device, and for the reference backend.
+        """
+        self._plan.guard.check_complete()
+        self._check_owns()
+        self.averages.check_not_swapped("a step was captured")
+        check_capturable(self._masters.master.device, self._plan.backend)
+        prepare = self._prepare if max_norm is None else functools.partial(self._prepare_clipping, max_norm)
+        step = CapturedStep(self._device, self._weights, prepare, self._finish, max_norm)
+        self._captured.add(step)
+        return step
+
+    def _prepare(self, clipped: str = "") -> None:
+        """The host's part before the device's, which raises with nothing changed.
+
+        It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped`
+        says to what a graph clips.
+        """
+        self._plan.guard.check_complete()
+        check_gradients()
+        if listed_parameters(self.param_groups) != self._listed:
+            raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
+        self.averages.before_step()
+        self._weights.gathers.check_unwritten()
+        self._reduce_gradients()
+        self._hyperparameters.refresh(self._adam_groups())
+        changes = self._reducer.gradients.changes
+        changed = f", after {changes} changes of gradients," if changes else ""
+        same = f"{self._hyperparameters.description}{self._described()}{self.averages.description}"
+        self._weights.ready(f"{clipped or self._clipped}{changed} with {same}")
+        if debugging():
+            self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
+
+    def _check_owns(self) -> None:
+        """RuntimeError once a newer optimizer has taken a parameter over."""
+        check_owns(self._claim)
+
+    def _prepare_clipping(self, max_norm: float) -> None:
+        """The same for a graph that clips: it overwrites the factor of a clip before it."""
+        self._prepare(f", clipped to {max_norm:.6g}")
+        self._apply_clip()
+
+    def _finish(self) -> None:
+        """The host's part after the device's: gradients are used up; every so often all live
+        bytes are verified.
+        """
+        self.averages.after_step()
+        self._plan.freshness.change()
+        self._square_sum, self._clipped, self._device.clipped = None, "", False
+        self._caller.number += 1
+        self._reducer.reset()
+        # torch's schedulers look for it; only a call of `step` itself sets it
+        self._opt_called = True
+        self._steps += 1
+        if self._config.verify_every and self._steps % self._config.verify_every == 0:
+            verify(self).raise_for_differences()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the coming step's gradients so that their global norm is at most `max_norm`;
+        returns the norm before, f32[].
+
+        The norm is that of the averaged gradients over all ranks. As in torch, the factor is
+        `max_norm / (norm + 1e-6)`, at most 1. `torch.nn.utils.clip_grad_norm_` does the same, but
+        takes a kernel for each gradient where this one scales in the update.
+        """
+        self._plan.guard.check_complete()
+        self._reduce_gradients()
+        self._reducer.check_same_call(f"clips gradients to {max_norm}")
+        self._apply_clip()
+        norm = self._reduced_square_sum().sqrt().float()
+        self._device.clip_to(max_norm, norm)
+        self._clipped = f", clipped to {max_norm:.6g}"
+        self._device.clipped = True
+        self._reducer.changed_by_hand()
+        return norm
+
+    def _apply_clip(self) -> None:
+        """Apply a clip that is due; the gradients then have the norm they were clipped to."""
+        if self._device.apply_clip():
+            self._reducer.gradients.everything_changed()
+
+    def _reduced_square_sum(self) -> Tensor:
+        """Sum of squares of the averaged gradient, f64[], the same on every rank."""
+        version = self._reducer.gradients.version
+        if self._square_sum is None or self._square_sum[0] != version:
+            self._square_sum = version, self._device.square_sum()
+        return self._square_sum[1]
+
+    def _reduce_gradients(self) -> None:
+        self._check_owns()
+        self._reducer.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, reduced or not."""
+        self._device.clip.fill_(1.0)
+        self._clipped, self._device.clipped = "", False
+        self._reducer.reset()
+        # else a weight's __torch_function__ would run at every look at a gradient
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward passes accumulate on this rank alone; the next one outside reduces
+        the sum.
+        """
+        before = self._reducer.hold(synchronise=False)
+        try:
+            yield
+        finally:
+            self._reducer.hold(synchronise=before)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group that the masters are sharded over; None for one process without any."""
+        return self._group.handle
+
+    def master_views(self) -> tuple[MasterViews, ...]:
+        """The masters of all parameters, for `zerocast.verify`."""
+        return (self._weights.master_views(),)
+
+    def switch_part(self) -> SwitchPart:
+        """The part of an optimizer in `zerocast.switch`: between `step()` and a backward pass."""
+        return SwitchPart(
+            groups=(self._group,),
+            weights=self._weights.shapes(),
+            plain=self._weights.plain_matrices(),
+            check=self._check_switch,
+            convert=self._weights.convert,
+            recast=self._recast_switched,
+            held=[self._weights, *self._plan.held],
+        )
+
+    def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
+        self._plan.check_switch()
+        self._check_owns()
+        self.averages.check_not_swapped("a recipe was switched")
+        self._reducer.check_used_up()
+        self._weights.gathers.ready()
+
+    def _recast_switched(self, formats: Mapping[str, FormatSpec]) -> None:
+        self._weights.rebuild(formats)
+        for step in self._captured:
+            step.capture()
+
+    @property
+    def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
+        """Format and nominal dtype of each quantized weight by name."""
+        return self._weights.formats()
+
+    @property
+    def shared_amaxes(self) -> dict[str, SharedAmax]:
+        """The weights that share a tensor amax, by the name of each."""
+        return self._weights.shared_amaxes()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps a non-finite gradient has skipped. Reading waits for the device, and
+        logs what is new.
+        """
+        count = int(self._device.skipped)
+        if count > self._reported and self._group.rank == 0:
+            logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
+        self._reported = count
+        return count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name
+        (`zerocast.optim.state`).
+
+        For torch.distributed.checkpoint with several ranks, which then loads in place; also for
+        torch.save with one. RuntimeError after a step that raised half-way, since that would save
+        masters and moments of different steps, and when parameters were written by somebody else:
+        masters do not know of it.
+        """
+        self._plan.guard.check_complete()
+        self.averages.check_not_swapped("the state of an optimizer was asked for")
+        self._plan.check_call()
+        self._weights.gathers.check_unwritten()
+        return self._state.as_dict()
+
+    def state_to_overwrite(self) -> dict[str, Any]:
+        """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
+        raised half-way.
+        """
+        return self._state.as_dict()
+
+    @contextlib.contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Within, the state is overwritten: what raises in here leaves an optimizer that must
+        load again before it goes on.
+        """
+        self._check_owns()
+        self.averages.check_not_swapped("a state was loaded")
+        nested = self._plan.guard.is_open  # a reader, around load_state_dict
+        if self._plan.guard.is_partial:
+            self.zero_grad()
+        if not nested:
+            self._plan.forget_call()
+        with self._plan.transaction("loading a checkpoint"):
+            yield
+        self._plan.freshness.change()
+        if not nested:
+            self.averages.masters_loaded()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of the same parameters, from any number of ranks, and make the weights
+        from its masters.
+
+        ValueError, with nothing changed, for missing names and other shapes. After a step that
+        raised half-way this makes the optimizer whole again, and forgets the gradients of that
+        step.
+        """
+        self._check_owns()
+        self._state.check(state_dict)
+        with self.overwriting():
+            self._state.load(state_dict)
+            self._caller.number = int(self._device.count) + 1
+            self._weights.recast()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """TypeError: shards, hooks and process groups are not copied; `state_dict` is."""
+        raise TypeError(f"a {self.NAME} cannot be copied or pickled: build another one and load the state of this one")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while constructing: shards are laid out once."""
+        if hasattr(self, "_masters"):
+            raise RuntimeError(
+                f"a {self.NAME} cannot take more parameters: build a new one and load the state of this one"
+            )
+        super().add_param_group(param_group)
