@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from zerocast.integrations import zero_run
-from zerocast.integrations.zero_run import check_place, is_quantized, without_reduction
+from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
 from zerocast.optim import ZeroAdamW, full_state_dict
 
 _FOLDER = "zerocast"
@@ -26,6 +26,8 @@ class Accelerator(accelerate.Accelerator):
     optimizers are prepared as ever.
     """
 
+    _owners_checked = False  # since the last model or optimizer was prepared
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
@@ -33,6 +35,7 @@ class Accelerator(accelerate.Accelerator):
 
         RuntimeError if such a model is on another device than this process trains on.
         """
+        self._owners_checked = False
         if not is_quantized(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         check_place(model, self.device)
@@ -40,7 +43,17 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As in accelerate; ZeroAdamW's state stays where it is."""
+        self._owners_checked = False
         return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ZeroAdamW) else device_placement)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in accelerate. RuntimeError, on several ranks, for a parameter of a quantized model
+        that requires a gradient and that no prepared ZeroAdamW has: nobody would reduce it.
+        """
+        if self.num_processes > 1 and not self._owners_checked:
+            check_owners(self._zero, self._quantized)
+            self._owners_checked = True
+        super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -58,8 +71,10 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
         """As in accelerate; masters and moments lie in the folder `zerocast`, each rank's own part,
-        with the buffers of quantized models.
+        with the buffers of quantized models. ValueError for a quantized model whose ZeroAdamW was
+        not prepared: it has the masters.
         """
+        check_together(self._zero, self._quantized)
         with self._without_zero():
             folder = super().save_state(output_dir, **kwargs)
         zero_run.save(Path(folder) / _FOLDER, self._zero, self._quantized)
@@ -71,6 +86,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if input_dir is None:
             raise ValueError("name the folder that save_state returned: load_state(folder)")
+        check_together(self._zero, self._quantized)
         with self._without_zero():
             super().load_state(input_dir, *args, **kwargs)
         zero_run.load(Path(input_dir) / _FOLDER, self._zero, self._quantized)

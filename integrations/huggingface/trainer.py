@@ -30,7 +30,9 @@ class Trainer(transformers.Trainer):
     `from_pretrained`.
 
     Raises ValueError for a model without QuantizedWeights and TypeError for another optimizer when
-    training begins.
+    training begins; ValueError for several GPUs in one process, which transformers would give to
+    DataParallel, when training or an evaluation begins. `save_model` gathers masters: all ranks
+    call it.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -58,6 +60,14 @@ class Trainer(transformers.Trainer):
             )
         self._zero()
         return self.optimizer
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"this process has {self.args.n_gpu} GPUs, and DataParallel cannot copy quantized weights to them: start a process "
+                "a GPU (torchrun --nproc-per-node), or set CUDA_VISIBLE_DEVICES to one"
+            )
+        return super()._wrap_model(model, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         super()._save(output_dir, full_state_dict(self.model, self._zero()) if state_dict is None else state_dict)

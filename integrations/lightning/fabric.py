@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from zerocast.integrations import zero_run
-from zerocast.integrations.zero_run import check_place, is_quantized, without_reduction
+from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
 from zerocast.optim import ZeroAdamW
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
@@ -30,6 +30,8 @@ class FabricZeroStrategy(DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._zero: list[ZeroAdamW] = []
+        self._quantized: list[nn.Module] = []
+        self._owners_checked = False  # since the last model or optimizer was set up
         self._backward_sync_control = _BackwardSyncControl(self._zero)
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -39,13 +41,25 @@ class FabricZeroStrategy(DDPStrategy):
         if not is_quantized(module):
             return super().setup_module(module)
         check_place(module, self.root_device)
+        self._quantized.append(module)
+        self._owners_checked = False
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """As in Fabric."""
+        """As in Fabric; a ZeroAdamW is saved and loaded by rank."""
+        self._owners_checked = False
         if isinstance(optimizer, ZeroAdamW):
             self._zero.append(optimizer)
         return super().setup_optimizer(optimizer)
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """As in Fabric. RuntimeError, on several ranks, for a parameter of a quantized model that
+        requires a gradient and that no ZeroAdamW that was set up has: nobody would reduce it.
+        """
+        if self.world_size > 1 and not self._owners_checked:
+            check_owners(self._zero, self._quantized)
+            self._owners_checked = True
+        super().backward(tensor, module, *args, **kwargs)
 
     def save_checkpoint(
         self,
@@ -84,8 +98,6 @@ class FabricZeroStrategy(DDPStrategy):
 
 
 class _BackwardSyncControl:
-    """Fabric's way into `ZeroAdamW.no_sync`."""
-
     def __init__(self, optimizers: list[ZeroAdamW]) -> None:
         self._optimizers = optimizers
 
@@ -99,7 +111,6 @@ def _parts(state: dict[str, Any]) -> tuple[list[nn.Module], list[ZeroAdamW], dic
     """Quantized models, ZeroAdamWs and the rest, in their order."""
     models = [value for value in state.values() if isinstance(value, nn.Module) and is_quantized(value)]
     optimizers = [value for value in state.values() if isinstance(value, ZeroAdamW)]
-    if bool(models) != bool(optimizers):
-        raise ValueError("save and load a quantized model and its ZeroAdamW together: it has the masters")
+    check_together(optimizers, models)
     ours = {id(value) for value in [*models, *optimizers]}
     return models, optimizers, {key: value for key, value in state.items() if id(value) not in ours}

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 
+from zerocast import QuantizedWeight
 from zerocast.integrations import zero_run
-from zerocast.integrations.zero_run import check_place, is_quantized, without_reduction
-from zerocast.optim import ZeroAdamW, full_state_dict
+from zerocast.integrations.zero_run import check_owners, check_place, is_quantized, of_model, without_reduction
+from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
+from zerocast.optim.pretrained import names_in
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
 
@@ -27,9 +30,29 @@ class ZeroStrategy(DDPStrategy):
     `LightningModule.load_state_dict` of a model without QuantizedWeights takes, and `zerocast` with
     each rank's part of masters and moments, which any number of ranks resumes. A checkpoint of
     weights alone is a file, as ever.
+
+    `validate`, `test` and `predict` need no optimizer: of a checkpoint they cast the masters into
+    the weights of the module. Scales of delayed scaling are seeded anew then. Without a checkpoint
+    each rank takes the module as it is there; DDPStrategy would broadcast that of rank 0.
     """
 
     strategy_name = "zerocast"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._masters_loaded = False  # by load_checkpoint
+
+    def setup(self, trainer: Any) -> None:
+        """As in DDPStrategy, whose broadcast without an optimizer a QuantizedWeight cannot take."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped. ValueError for a model without QuantizedWeights, which nobody would
@@ -44,13 +67,17 @@ class ZeroStrategy(DDPStrategy):
         check_place(self.lightning_module, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As in Lightning. TypeError for an optimizer that is no ZeroAdamW: nobody would reduce its
-        gradients.
+        """As in Lightning. TypeError for an optimizer that is no ZeroAdamW, and RuntimeError, on
+        several ranks, for a parameter that requires a gradient and that none has: nobody would
+        reduce it.
         """
         super().setup_optimizers(trainer)
         others = [type(one).__name__ for one in self.optimizers if not isinstance(one, ZeroAdamW)]
         if others:
             raise TypeError(f"configure_optimizers returned {others[0]}: ZeroStrategy runs zerocast.ZeroAdamW")
+        if self.world_size > 1:
+            assert self.lightning_module is not None
+            check_owners(self._zero, [self.lightning_module])
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -92,19 +119,42 @@ class ZeroStrategy(DDPStrategy):
         `zerocast.optim.load`.
         """
         path = Path(self.broadcast(checkpoint_path))
+        self._masters_loaded = False
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only)
-        assert self.lightning_module is not None
-        zero_run.load(path / _FOLDER, self._zero, [self.lightning_module])
+        if self._zero:
+            assert self.lightning_module is not None
+            zero_run.load(path / _FOLDER, self._zero, [self.lightning_module])
+            self._masters_loaded = True
         return super().load_checkpoint(path / _META, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing where an optimizer made the weights of its masters."""
-        if not self._zero:
-            super().load_model_state_dict(checkpoint, strict)
+        """Nothing after `load_checkpoint` of a folder into the module's optimizer; else the weights
+        are cast from the checkpoint's masters, by the module's optimizer or one for this purpose.
+
+        ValueError on every rank for masters that are missing or do not fit.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if self._masters_loaded:
+            return
+        state, names = checkpoint["state_dict"], dict(module.named_parameters(remove_duplicate=False))
+        taken: set[str] = set()
+        with contextlib.ExitStack() as stack:
+            for optimizer in [*self._zero, *_made_for(self._zero, module, stack)]:
+                known = names_in(optimizer)
+                masters = {name: known[id(p)] for name, p in names.items() if id(p) in known}
+                load_masters(optimizer, {masters[name]: tensor for name, tensor in state.items() if name in masters})
+                taken |= {*masters}
+        rest = module.load_state_dict(
+            {name: tensor for name, tensor in state.items() if name not in taken}, strict=False
+        )
+        missing, unexpected = [name for name in rest.missing_keys if name not in taken], rest.unexpected_keys
+        if strict and (missing or unexpected):
+            raise ValueError(f"the checkpoint lacks {missing} of the module, and has {unexpected} beyond it")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` did."""
+        """Nothing: masters and moments came with `load_checkpoint`."""
 
     def teardown(self) -> None:
         """As in Lightning, but that model and optimizer stay on their device: weights are no copies
@@ -119,4 +169,24 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def _zero(self) -> list[ZeroAdamW]:
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroAdamW)]
+        """The optimizers of this module; those of a module before it may still be there."""
+        assert self.lightning_module is not None
+        zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroAdamW)]
+        return of_model(zero, self.lightning_module)
+
+
+def _made_for(owners: list[ZeroAdamW], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroAdamW]:
+    """An optimizer over the quantized weights that have none, whose only work is to cast; frozen
+    ones require a gradient until the stack ends.
+    """
+    owned = {key for owner in owners for key in names_in(owner)}
+    left = [
+        (n, p)
+        for n, p in module.named_parameters()
+        if isinstance(p, QuantizedWeight) and id(p) not in owned and p.numel()
+    ]
+    for _, weight in left:
+        stack.callback(weight.requires_grad_, weight.requires_grad)
+        weight.requires_grad_()
+    if left:
+        yield ZeroAdamW(left)

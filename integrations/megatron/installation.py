@@ -87,7 +87,7 @@ class Installation:
         yield Patch(training, "train_step", checked_step)
 
     def install(self) -> None:
-        """Replace the functions."""
+        """Replace the functions of Megatron, until `uninstall`."""
         with Patches() as patches:
             patches.apply(self.patches())
             self._patches = patches.pop_all()

@@ -243,7 +243,7 @@ def test_a_block_of_the_second_that_slices_would_cut(ranks: Ranks) -> None:
 
 
 class Experts(nn.Module):
-    """Stacked matrices."""
+    """Two matrices in one tensor, as experts are stored."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

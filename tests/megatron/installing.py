@@ -38,7 +38,7 @@ PLACES = (
 
 @contextlib.contextmanager
 def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]:
-    """Within, zerocast is installed."""
+    """Within, zerocast is installed into Megatron."""
     try:
         yield integration.install(recipe, verify_every)
     finally:
@@ -79,7 +79,7 @@ def by_the_flag(*flags: str) -> dict[str, Any]:
 
 
 def plain(*flags: str) -> dict[str, Any]:
-    """Without zerocast."""
+    """The same run without zerocast."""
     return pretrain(*flags, after=_left)
 
 
@@ -225,7 +225,7 @@ def say(name: str) -> str:
 
 
 def parsed(*line: str) -> Any:
-    """What add_arguments reads."""
+    """What the added arguments are, read from `line`."""
     try:
         return integration.add_arguments(argparse.ArgumentParser()).parse_args(line)
     finally:

@@ -152,6 +152,7 @@ ESCAPES: dict[str, Callable[[Any], object]] = {
     "zeros_like": torch.zeros_like,
     "other shape": lambda g: g.add_(torch.ones(8)),
     "set data": lambda g: setattr(g, "data", torch.ones(8, 8)),
+    "set other data": lambda g: setattr(g, "data", gradient()[0]),
     "share": lambda g: g.share_memory_(),
 }
 
@@ -280,6 +281,16 @@ def test_the_dtype_is_that_of_gradients(grad_dtype):
         wide = grad_dtype is FP32 and isinstance(parameter, QuantizedWeight)
         assert parameter.grad.dtype is (FP32 if wide else parameter.dtype)
         parameter.grad = parameter.grad
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_model_stays_on_its_device_with_its_gradients(stage):
+    """`Module.to` sets the data of each gradient to the gradient."""
+    trainer = trained(stage)
+    wanted = [p.grad.full_tensor() for p in trainer.probe.parameters()]
+    trainer.probe.to("cpu")
+    assert all(torch.equal(p.grad.full_tensor(), w) for p, w in zip(trainer.probe.parameters(), wanted, strict=True))
+    trainer.optimizer.step()
 
 
 def test_gradients_hold_no_model():

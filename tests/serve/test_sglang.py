@@ -82,7 +82,7 @@ def test_nvfp4_weight_only_scheme(tmp_path: Path) -> None:
 
 
 def test_nvfp4_tensors(tmp_path: Path) -> None:
-    """compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py, create_weights."""
+    """As create_weights of compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py makes them."""
     _, tensors = stored(tmp_path, "llama", "compressed-tensors", "nvfp4")
     for name in [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]:
         rows, packed = tensors[f"{name}_packed"].shape

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -152,6 +153,9 @@ def lightning_trainer(folder: str, steps: int, resume: str) -> Found:
         def training_step(self, x: Tensor, index: int) -> Tensor:
             return self.seen(x)
 
+        def validation_step(self, x: Tensor, index: int) -> None:
+            self.log("loss", (self.seen.net(x) - x).float().square().mean(), sync_dist=True)
+
         def configure_optimizers(self) -> Any:
             optimizer, scheduler = optimizer_of(self)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -161,20 +165,43 @@ def lightning_trainer(folder: str, steps: int, resume: str) -> Found:
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps // 2, save_top_k=-1)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=ranks(),
-        strategy=ZeroStrategy(),
-        precision="bf16-mixed",
-        max_steps=steps,
-        accumulate_grad_batches=ACCUMULATED,
-        gradient_clip_val=CLIP,
-        callbacks=[saving],
-        **quiet,
-    )
-    module = Module()
+
+    def made(*callbacks: Any) -> Any:
+        return lightning.Trainer(
+            accelerator="cpu",
+            devices=ranks(),
+            strategy=ZeroStrategy(),
+            precision="bf16-mixed",
+            max_steps=steps,
+            accumulate_grad_batches=ACCUMULATED,
+            gradient_clip_val=CLIP,
+            callbacks=[*callbacks],
+            enable_checkpointing=bool(callbacks),
+            **quiet,
+        )
+
+    trainer, module = made(saving), Module()
     trainer.fit(module, ckpt_path=resume or None)
-    return result(module.seen, trainer.optimizers[0], resume)
+    if resume:
+        return result(module.seen, trainer.optimizers[0], resume)
+
+    def loss(trainer: Any, module: Any, path: Any = None) -> float:
+        ((found),) = trainer.validate(module, batches(), ckpt_path=path, verbose=False)
+        return float(found["loss"])
+
+    whole, weights = Path(folder) / f"step={steps}.ckpt", Path(folder) / "weights.ckpt"
+    trainer.save_checkpoint(weights, weights_only=True)
+    before = digest(trainer.optimizers[0])
+    fresh = [loss(made(), Module())]
+    loaded = [loss(made(), Module(), whole), loss(made(), Module(), weights), loss(trainer, Module(), whole)]
+    loaded += [loss(trainer, module, weights), loss(trainer, module, whole), loss(made(), frozen(Module()), whole)]
+    same = digest(trainer.optimizers[0]) == before
+    more = {"validated": loss(trainer, module), "loaded": loaded, "fresh": fresh, "state is as before": same}
+    return result(module.seen, trainer.optimizers[0], resume, **more)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
 
 
 def hf_trainer(folder: str, steps: int, resume: str) -> Found:
@@ -206,7 +233,8 @@ def hf_trainer(folder: str, steps: int, resume: str) -> Found:
         model = transformers.LlamaForCausalLM(config)
         if recipe:
             zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
-        return kind(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in texts])
+        rows = [{"input_ids": row, "labels": row} for row in texts]
+        return kind(model, arguments, train_dataset=rows, eval_dataset=rows)
 
     trainer = made({"*.mlp.*": "nvfp4", "*_proj.weight": "fp8_block"}, Trainer)
     trainer.train(resume_from_checkpoint=resume or None)
@@ -216,11 +244,36 @@ def hf_trainer(folder: str, steps: int, resume: str) -> Found:
         read = transformers.LlamaForCausalLM.from_pretrained(Path(folder).parent / "checkpoint-6", dtype=torch.float32)
         whole = zerocast.optim.full_state_dict(trainer.model, optimizer)
         found["read back"] = all(torch.equal(t.float(), read.state_dict()[name]) for name, t in whole.items())
+        found["best"] = best_of(made, Trainer, arguments)
         arguments.save_strategy = "no"
         plain = made(None, transformers.Trainer)
         plain.train()
         found["stock"] = logs(plain)
     return found
+
+
+def best_of(made: Callable[..., Any], kind: Any, arguments: Any) -> dict[str, bool]:
+    """The run that loads what it calls its best at its end: here the one of the largest loss, which is not the last."""
+    arguments.load_best_model_at_end, arguments.greater_is_better, arguments.metric_for_best_model = (
+        True,
+        True,
+        "eval_loss",
+    )
+    arguments.output_dir, arguments.eval_steps, arguments.do_eval = f"{arguments.output_dir}/best", 3, True
+    arguments.eval_strategy = arguments.save_strategy
+    trainer = made({"*.mlp.*": "nvfp4", "*_proj.weight": "fp8_block"}, kind)
+    trainer.train()
+    arguments.load_best_model_at_end, arguments.eval_strategy = False, "no"
+    chosen = Path(trainer.state.best_model_checkpoint)
+    stored = safetensors.torch.load_file(chosen / "model.safetensors")
+    masters = zerocast.optim.full_state_dict(trainer.model, trainer._zero())
+    equal = all(torch.equal(tensor, masters[name]) for name, tensor in stored.items()) if masters else True
+    loss = trainer.evaluate()["eval_loss"]
+    (measured,) = [
+        line["eval_loss"] for line in trainer.state.log_history if line.get("step") == 3 and "eval_loss" in line
+    ][:1]
+    ok = zerocast.verify(trainer._zero()).ok
+    return {"is the third": chosen.name == "checkpoint-3", "masters": equal, "loss": loss == measured, "verified": ok}
 
 
 def logs(trainer: Any) -> list[tuple[float, float]]:

@@ -28,14 +28,18 @@ def trainer(request) -> str:
 
 
 def run(trainer: str, folder: Path, steps: int, world: int, resume: Path | None = None) -> list[dict[str, Any]]:
-    """What each rank found."""
-    report = folder.parent / f"report-{folder.name}"
-    arguments = ["-m", "tests.trainers.runs", trainer, str(folder), str(steps), str(resume or ""), str(report)]
+    """What each rank of a run found."""
+    arguments = ["tests.trainers.runs", trainer, str(folder), str(steps), str(resume or "")]
+    return launched(arguments, folder.parent / f"report-{folder.name}", world)
+
+
+def launched(arguments: list[str], report: Path, world: int) -> list[Any]:
+    """A module of ours with its arguments, in a process a rank; the report that each wrote."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}"]
-    command = [sys.executable, *(launcher if world > 1 else []), *arguments]
+    command = [sys.executable, *(launcher if world > 1 else []), "-m", *arguments, str(report)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=report.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(Path(f"{report}.{rank}").read_text()) for rank in range(world)]
@@ -49,6 +53,8 @@ def test_a_run_is_what_its_own_calls_do_and_resumes(trainer: str, world: int, tm
     whole = run(trainer, tmp_path / "whole", 2 * steps, world)
     assert all(rank["digest"] == rank["by hand"] and rank["verified"] for rank in whole)
     assert all(rank["count"] == 4 * steps for rank in whole)
+    if trainer == "lightning":
+        check_validation(whole)
     half = tmp_path / "whole" / f"step={steps}.ckpt"  # Lightning saves on its way, the others when they end
     if trainer != "lightning":
         half = tmp_path / "half"
@@ -56,6 +62,14 @@ def test_a_run_is_what_its_own_calls_do_and_resumes(trainer: str, world: int, tm
     resumed = run(trainer, tmp_path / "resumed", 2 * steps, world, resume=half)
     assert [rank["digest"] for rank in resumed] == [rank["digest"] for rank in whole]
     assert all(rank["count"] == 4 * steps and rank["verified"] for rank in resumed)
+
+
+def check_validation(ranks: list[dict[str, Any]]) -> None:
+    """Masters of a folder and of a file, cast into a new module and into the one that trained, give the metric of the fit."""
+    for rank in ranks:
+        assert rank["loaded"] == [rank["validated"]] * len(rank["loaded"])
+        assert rank["fresh"] != [rank["validated"]]
+        assert rank["state is as before"]
 
 
 @pytest.mark.slow
@@ -76,6 +90,7 @@ def test_transformers(world: int, tmp_path: Path) -> None:
     whole = run("transformers", tmp_path / "a" / "run", 6, world)
     assert all(rank["verified"] and len(rank["logs"]) == 6 for rank in whole)
     assert whole[0]["read back"]
+    assert all(all(rank["best"].values()) for rank in whole), whole
     for (loss, norm), (stock_loss, stock_norm) in zip(whole[0]["logs"], whole[0]["stock"], strict=True):
         assert abs(loss - stock_loss) < 0.05 and abs(norm - stock_norm) < 0.2 * stock_norm
     resumed = run("transformers", tmp_path / "a" / "again", 6, world, resume=tmp_path / "a" / "checkpoint-3")
@@ -84,14 +99,13 @@ def test_transformers(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_nobody_would_reduce_is_refused(trainer: str, tmp_path: Path) -> None:
-    """Models and optimizers that are not ours, where ours are needed, and states that are not theirs."""
-    report = tmp_path / "refused"
-    command = [sys.executable, "-m", "tests.trainers.refusals", trainer, str(tmp_path), str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    for said, expected in json.loads(report.read_text()):
-        assert expected in said
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_nobody_would_reduce_is_refused(trainer: str, world: int, tmp_path: Path) -> None:
+    """Models and optimizers that are not ours, where ours are needed, and states that are not theirs; on two ranks, parameters
+    whose gradients nobody would reduce.
+    """
+    if world == 2 and trainer == "transformers":
+        pytest.skip("its backward pass is accelerate's")
+    for of_rank in launched(["tests.trainers.refusals", trainer, str(tmp_path)], tmp_path / "refused", world):
+        for said, expected in of_rank:
+            assert expected in said if expected else not said

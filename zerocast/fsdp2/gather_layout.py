@@ -385,11 +385,11 @@ class RowFill:
         self._sources = units.as_strided((units.numel() - across + 1, across), (1, 1))
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """None: `run` copies."""
+        """No copies here, since `run` copies all rows."""
         return []
 
     def run(self) -> None:
-        """Copy all rows."""
+        """Copy all rows of what was gathered."""
         torch.index_select(self._sources, 0, self.index, out=self._rows)
 
 

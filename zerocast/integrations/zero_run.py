@@ -5,11 +5,13 @@ files in their checkpoints, and gradients that stay on a rank where they accumul
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
+from zerocast.checkpoint.checkpoint import group_of, on_rank_0
+from zerocast.checkpoint.whole_folder import discard
 from zerocast.optim import Checkpoints, ZeroAdamW
 
 
@@ -18,14 +20,53 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
 
 
-def check_place(model: nn.Module, device: Any) -> None:
-    """RuntimeError if a parameter is on a device of another type than the process trains on."""
-    elsewhere = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
-    if elsewhere:
-        raise RuntimeError(
-            f"{elsewhere[0]} is not on {device}: move the model there before zerocast.quantize_, since masters are made "
-            "where weights are"
-        )
+def check_place(model: nn.Module, device: torch.device) -> None:
+    """RuntimeError if a parameter is on another device than the process trains on; `cuda` without
+    an index is the current one.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_same_device(parameter.device, device):
+            raise RuntimeError(
+                f"{name} is on {parameter.device} and not on {device}: move the model there before zerocast.quantize_, since "
+                "masters are made where weights are"
+            )
+
+
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """True for one type and one index; without an index it is that of the current device."""
+    return one.type == other.type and (one.index == other.index or _index(one) == _index(other))
+
+
+def _index(device: torch.device) -> int:
+    if str(device) == "cuda":
+        return torch.cuda.current_device()
+    return device.index or 0
+
+
+def check_owners(optimizers: Sequence[ZeroAdamW], models: Iterable[nn.Module]) -> None:
+    """RuntimeError for a parameter of these quantized models that requires a gradient and that none
+    of these ZeroAdamWs has.
+
+    For several ranks, where such a model is not wrapped: each rank would go on with its own
+    gradient of it, in its step and in norms that clip the others.
+    """
+    owned = {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in owned and parameter.requires_grad and parameter.numel():
+                raise RuntimeError(
+                    f"{name} requires a gradient and no ZeroAdamW that was set up here has it, so nobody would average its "
+                    "gradient over the ranks: give all trained parameters of a quantized model to ZeroAdamW and set that up too, "
+                    "or call requires_grad_(False)"
+                )
+
+
+def check_together(optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Module]) -> None:
+    """ValueError for quantized models to be saved or loaded without a ZeroAdamW."""
+    if models and not optimizers:
+        raise ValueError("save and load a quantized model and its ZeroAdamW together: it has the masters")
 
 
 @contextlib.contextmanager
@@ -33,26 +74,49 @@ def without_reduction(optimizers: Iterable[ZeroAdamW], model: nn.Module) -> Iter
     """Gradients of the model's parameters stay on this rank within, and are reduced by the next
     backward pass.
     """
-    of_model = {id(parameter) for parameter in model.parameters()}
     with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            if any(id(parameter) in of_model for group in optimizer.param_groups for parameter in group["params"]):
-                stack.enter_context(optimizer.no_sync())
+        for optimizer in of_model(optimizers, model):
+            stack.enter_context(optimizer.no_sync())
         yield
 
 
+def of_model(optimizers: Iterable[ZeroAdamW], model: nn.Module) -> list[ZeroAdamW]:
+    """Those that have any parameter of the model."""
+    ids = {id(parameter) for parameter in model.parameters()}
+    return [one for one in optimizers if any(id(p) in ids for group in one.param_groups for p in group["params"])]
+
+
 def save(folder: Path, optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Module]) -> None:
-    """Masters, moments and persistent buffers, by rank; also over an earlier save."""
+    """Masters, moments and persistent buffers, by rank; also over an earlier save. ValueError for
+    quantized models without a ZeroAdamW.
+    """
+    check_together(optimizers, models)
     for index, optimizer in enumerate(optimizers):
         Checkpoints(folder / str(index), keep=1).save(optimizer, 0, extra=_buffers(models))
+    if optimizers:  # of an earlier save with more of them
+        on_rank_0(group_of(optimizers[0]), lambda: discard(_saved(folder)[len(optimizers) :]))
 
 
 def load(folder: Path, optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Module]) -> None:
-    """What `save` wrote, on any number of ranks. ValueError where it is missing or does not fit."""
-    for index, optimizer in enumerate(optimizers):
-        if not (folder / str(index)).is_dir():
-            raise ValueError(f"{folder} holds no state of ZeroAdamW: the checkpoint was saved without zerocast")
-        Checkpoints(folder / str(index), keep=1).load(optimizer, extra=_buffers(models))
+    """What `save` wrote, on any number of ranks. ValueError where it is missing or does not fit,
+    such as another number of ZeroAdamWs.
+    """
+    check_together(optimizers, models)
+    saved = _saved(folder)
+    if optimizers and not saved:
+        raise ValueError(f"{folder} holds no state of ZeroAdamW: the checkpoint was saved without zerocast")
+    if len(saved) != len(optimizers):
+        raise ValueError(
+            f"{folder} holds the states of {len(saved)} ZeroAdamWs, and {len(optimizers)} were given: give as many"
+        )
+    for one, optimizer in zip(saved, optimizers, strict=True):
+        Checkpoints(one, keep=1).load(optimizer, extra=_buffers(models))
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The folders of ZeroAdamWs in their order."""
+    numbered = [path for path in folder.glob("*") if path.name.isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name))
 
 
 def _buffers(models: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """High-precision weights into an optimizer's masters, and masters out of it, whole."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from zerocast.checkpoint.checkpoint import group_of
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 from zerocast.weight import QuantizedWeight
@@ -51,18 +52,22 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dty
     """The model's state dict with its masters in the place of their weights, for `save_pretrained`
     and other programs that know whole plain tensors.
 
-    Masters are rounded to `dtype`, or to the dtype of their parameters, of which a QuantizedWeight
-    has its nominal one; other parameters and buffers are as they are, frozen QuantizedWeights
-    dequantized. Names of one shared parameter share their tensor. Tensors are copies on the CPU, on
-    the first rank of the optimizer's group; the others get an empty dict, as from
-    torch.distributed.checkpoint.state_dict. Collective. RuntimeError as from
-    `ZeroAdamW.state_dict`.
+    Keys are the names of the model, whatever those of the optimizer are: it may have been built
+    from a part of the model, or before the model was wrapped. Masters are rounded to `dtype`, or to
+    the dtype of their parameters, of which a QuantizedWeight has its nominal one; other parameters
+    and buffers are as they are, frozen QuantizedWeights dequantized. Names of one shared parameter
+    share their tensor. Tensors are copies on the CPU, on the first rank of the optimizer's group;
+    the others get an empty dict, as from torch.distributed.checkpoint.state_dict. Collective.
+    ValueError on every rank for a QuantizedWeight that requires a gradient and is not a parameter
+    of this optimizer, whose master is elsewhere. RuntimeError as from `ZeroAdamW.state_dict`.
     """
-    group, masters = group_of(optimizer), optimizer.state_dict()["model"]
+    group, names = group_of(optimizer), names_in(optimizer)
+    validate_across_ranks(group, (), _without_master(model, names), "gathers masters")
+    masters = optimizer.state_dict()["model"]
     written: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name in masters:
-            whole = _whole(masters[name], group, name).to(dtype or parameter.dtype)
+        if id(parameter) in names:
+            whole = _whole(masters[names[id(parameter)]], group, name).to(dtype or parameter.dtype)
         else:
             whole = parameter.dequantize() if isinstance(parameter, QuantizedWeight) else parameter.detach().clone()
         if group.rank == 0:
@@ -71,6 +76,26 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dty
         return {}
     tensors = model.state_dict(keep_vars=True)
     return {name: written[id(t)] if id(t) in written else t.detach().clone().cpu() for name, t in tensors.items()}
+
+
+def names_in(optimizer: ZeroAdamW) -> dict[int, str]:
+    """The optimizer's name of each of its parameters, by the parameter's id."""
+    return {
+        id(parameter): name
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+def _without_master(model: nn.Module, names: Mapping[int, str]) -> ValueError | None:
+    for name, parameter in model.named_parameters():
+        trains = isinstance(parameter, QuantizedWeight) and parameter.requires_grad and parameter.numel()
+        if trains and id(parameter) not in names:
+            return ValueError(
+                f"{name} requires a gradient and is not a parameter of this ZeroAdamW, so its master is not here: give the "
+                "optimizer that was built over this model, or call requires_grad_(False) on weights that are not trained"
+            )
+    return None
 
 
 def _whole(master: Tensor, group: Group, name: str) -> Tensor:

@@ -162,6 +162,8 @@ class ReducedGradient(Tensor):
         the dispatcher; functions that read memory raise.
         """
         name = getattr(func, "__name__", "")
+        if func == _SET_DATA and _is_itself(*args):
+            return None  # Module.to of the device where the model is
         if func in _HIDDEN or not (name in _ASKED or name == "__get__" or _has_operator(func, name)):
             raise undefined(name or func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -210,6 +212,12 @@ _ASKED |= {
 _ASKED |= {"_is_view", "untyped_storage"}  # of a compiler; the storage has no memory
 _ASKED |= {"requires_grad_", "retain_grad", "register_hook", "__imul__", "__iadd__", "__isub__", "__itruediv__"}
 _HIDDEN = {Tensor.__cuda_array_interface__.__get__}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _is_itself(gradient: Any, data: Any) -> bool:
+    """True for the same part of the same gradient, as `to` and `detach` return it."""
+    return isinstance(data, ReducedGradient) and data.part is gradient.part and data.dtype is gradient.dtype
 
 
 def _has_operator(func: Any, name: str) -> bool:
