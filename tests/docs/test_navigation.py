@@ -95,12 +95,11 @@ def test_a_broken_link_ends_the_build(link: str) -> None:
         collect_pages.for_the_site(f"# Install\n\n{link}\n", "docs/install.md", collect_pages.sources())
 
 
-def test_what_is_no_page_becomes_text() -> None:
-    text = (
-        "[the build](../pyproject.toml), [FSDP2](../zerocast/fsdp2), [home](https://example.com)\n\n```\n[x](y)\n```\n"
-    )
-    assert collect_pages.for_the_site(text, "docs/install.md", collect_pages.sources()) == (
-        "the build, `pyproject.toml`, [FSDP2](zerocast/fsdp2/README.md), [home](https://example.com)\n\n```\n[x](y)\n```\n"
+def test_what_is_no_page_becomes_text_and_code_stays() -> None:
+    links = "[the build](../pyproject.toml), [FSDP2](../zerocast/fsdp2), [home](https://example.com)"
+    code = "`layers[0](x)`\n\n```\n[x](y)\n```\n\n<!-- invisible-code-block: python\nlayers[0](x)\n-->\n"
+    assert collect_pages.for_the_site(links + code, "docs/install.md", collect_pages.sources()) == (
+        f"the build, `pyproject.toml`, [FSDP2](zerocast/fsdp2/README.md), [home](https://example.com){code}"
     )
 
 

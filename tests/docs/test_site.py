@@ -19,6 +19,7 @@ MISSING = [
 ]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),  # all pages, on a busy machine
     pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}"),
 ]
 
@@ -102,7 +103,7 @@ def test_every_page_fits_and_loads_from_nowhere_else(site: Server, window: Brows
 
 
 def test_diagrams_are_drawings(site: Server, window: Browser) -> None:
-    for name in ("shards", "cast", "columnwise", "life", "freshness", "fsdp2", "checkpoints"):
+    for name in ("shards", "cast", "speed", "columnwise", "life", "freshness", "fsdp2", "checkpoints"):
         window.open(f"{site.url}/concepts/{name}/")
         assert window.run(f"{PICTURES}.map(e => [e.src.split('/').pop(), e.clientWidth > 600])") == [
             [f"{name}.svg", True]
