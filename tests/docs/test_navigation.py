@@ -17,7 +17,7 @@ assert _SPEC is not None and _SPEC.loader is not None
 collect_pages: Any = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(collect_pages)
 
-NAVIGATION: list[Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+NAVIGATION: list[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 PAGES = {place for place in collect_pages.sources().values() if place.endswith(".md")}
 AT_THE_TOP, IN_A_SECTION = 10, 12
 AUDIENCES = (
@@ -34,21 +34,25 @@ AUDIENCES = (
 )
 
 
-def listed(entries: list[Any]) -> Iterator[str]:
-    """The pages below some entries, in their order."""
+def named(entries: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The names and pages below some entries, in their order."""
     for entry in entries:
-        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
-        yield from listed(value) if isinstance(value, list) else [value]
+        ((name, value),) = entry.items()
+        yield from named(value) if isinstance(value, list) else [(name, value)]
 
 
-def sections(entries: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+def listed(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages below some entries, in their order."""
+    return (page for _, page in named(entries))
+
+
+def sections(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """All sections below some entries, by name."""
     for entry in entries:
-        if isinstance(entry, dict):
-            ((name, value),) = entry.items()
-            if isinstance(value, list):
-                yield name, value
-                yield from sections(value)
+        ((name, value),) = entry.items()
+        if isinstance(value, list):
+            yield name, value
+            yield from sections(value)
 
 
 def linked(page: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.browser import CHROMIUM, DRIVER, Browser, Server, browser, serving
 from tests.docs.page import ROOT
+from tests.docs.test_navigation import NAVIGATION, named
 
 SITE = ROOT / "build/site"
 MISSING = [
@@ -86,6 +87,17 @@ def test_search_says_when_there_is_nothing(site: Server, window: Browser) -> Non
     window.click(window.wait("document.querySelector('.md-search__button')"))
     window.type(window.wait(f"({DIALOG})?.querySelector('input')"), "xyzzyplugh")
     assert window.wait(f"({DIALOG}).querySelector('[role=status]').textContent") == "No results"
+
+
+def test_the_whole_navigation_is_shown_by_name(site: Server, window: Browser) -> None:
+    """README files below a section are easily taken for its index, and their names left out."""
+    window.open(site.url)
+    links = "[...document.querySelectorAll('.md-nav--primary a.md-nav__link')].filter(e => !e.hash)"
+    found = [(name, path) for name, path in window.run(f"{links}.map(e => [e.textContent.trim(), e.pathname])")]
+    places = {
+        page: f"/{page.removesuffix('.md').removesuffix('README')}".rstrip("/") + "/" for _, page in named(NAVIGATION)
+    }
+    assert found == [(name, places[page]) for name, page in named(NAVIGATION)]
 
 
 def test_every_page_fits_and_loads_from_nowhere_else(site: Server, window: Browser) -> None:
