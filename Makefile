@@ -23,7 +23,7 @@ test: $(VENV)/.dev hosts readers
 coverage: $(VENV)/.dev hosts readers
 	$(BIN)/python -m pytest $(SUITE) --cov=zerocast --cov-report=term:skip-covered --cov-fail-under=90
 
-test-slow: $(VENV)/.dev hosts readers
+test-slow: $(VENV)/.docs hosts readers
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
 # With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
@@ -94,9 +94,11 @@ lint: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/codespell $$(git ls-files)
 
-# The site, in build/site; whatever is broken in it is an error. To read it while writing: .venv/bin/mkdocs serve
+# The site, in build/site; whatever is broken in it is an error. Needs Python 3.11. Pages are kept in .cache between builds, also
+# where a docstring that they show has changed: hence --clean. To read while writing: make docs && .venv/bin/zensical serve
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/collect_pages.py
+	$(BIN)/zensical build --clean --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -104,7 +106,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) build dist zerocast/backends/*.so *.egg-info
+	rm -rf $(VENV) .cache build dist zerocast/backends/*.so *.egg-info
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "Python 3.10 or later is needed: make PYTHON=..." && false)

@@ -1,4 +1,4 @@
-"""The numbers of README.md are those of the stored reports and of `zerocast plan`."""
+"""The numbers of README.md and of docs/concepts/speed.md are those of the stored reports and of `zerocast plan`."""
 
 import json
 import re
@@ -76,3 +76,32 @@ def test_bytes_a_parameter(fmt: str) -> None:
     gathered = planned.wire["all-gather"] * 8 / 7 / planned.numel
     row = f"| {resident:.2f} | {gathered:.2f} | {planned.total_memory / GIB:.1f} GiB |"
     assert row in (ROOT / "README.md").read_text()
+
+
+def test_why_a_cast_is_fast() -> None:
+    page = (ROOT / "docs/concepts/speed.md").read_text()
+    rows = {(row["row"], row["by"]): row for row in stored("2026-11-21-nvidia-h200-cuda.json")}
+    large, many = (
+        [rows[name, by] for by in ("transformer_engine", "cuda")]
+        for name in ("A cast fp8_current", "B flat cast fp8_current")
+    )
+    for line in (
+        ["time of the device", *(f"{row['ms']:.2f} ms" for row in large)],
+        ["of the floor", *(f"{row['over_floor']:.2f}" for row in large)],
+        ["bytes that must move, a second", *(f"{row['gbps']:,.0f} GB/s" for row in large)],
+        ["launches of a call", *(f"{row['launches']}" for row in large)],
+        ["host, until the call returns", *(f"{row['host_ms']:.2f} ms" for row in large)],
+        ["from call to call, host included", *(f"{row['wall_ms']:.2f} ms" for row in many)],
+        ["launches of a call", *(f"{row['launches']:,}" for row in many)],
+        ["host, until the call returns", f"{many[0]['host_ms']:.1f} ms", f"{many[1]['host_ms']:.2f} ms"],
+    ):
+        assert f"| {' | '.join(line)} |\n" in page
+    for stage in ("partial_amax", "compute_scales", "partial_cast"):
+        row = rows[f"A {stage} fp8_current", "cuda"]
+        over = f"{row['over_floor']:.2f}" if stage != "compute_scales" else ""
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{stage}`"))
+        assert line.split("|")[2].strip() == f"{row['ms']:.3f}" and line.split("|")[3].strip() == over
+    picture = (ROOT / "docs/concepts/speed.svg").read_text()
+    for fmt in ("fp8_current", "mxfp8", "fp8_block"):
+        theirs, ours = (rows[f"A cast {fmt}", by]["ms"] for by in ("transformer_engine", "cuda"))
+        assert f"{theirs:.2f} ms, TransformerEngine" in picture and f"{ours:.2f} ms, zerocast" in picture

@@ -1,0 +1,120 @@
+"""Readers find every page of the site: once in the navigation, or by a link; and links lead to what is there."""
+
+import importlib.util
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.page import ROOT
+
+_SPEC = importlib.util.spec_from_file_location("collect_pages", ROOT / "docs/collect_pages.py")
+assert _SPEC is not None and _SPEC.loader is not None
+collect_pages: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(collect_pages)
+
+NAVIGATION: list[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+PAGES = {place for place in collect_pages.sources().values() if place.endswith(".md")}
+AT_THE_TOP, IN_A_SECTION = 10, 12
+AUDIENCES = (
+    "Megatron",
+    "FSDP2",
+    "torchtitan",
+    "TransformerEngine",
+    "Apex",
+    "Hugging Face",
+    "Lightning",
+    "ZeRO",
+    "Kernels",
+    "Operations",
+)
+
+
+def named(entries: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The names and pages below some entries, in their order."""
+    for entry in entries:
+        ((name, value),) = entry.items()
+        yield from named(value) if isinstance(value, list) else [(name, value)]
+
+
+def listed(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages below some entries, in their order."""
+    return (page for _, page in named(entries))
+
+
+def sections(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """All sections below some entries, by name."""
+    for entry in entries:
+        ((name, value),) = entry.items()
+        if isinstance(value, list):
+            yield name, value
+            yield from sections(value)
+
+
+def linked(page: str) -> Iterator[str]:
+    """The pages to which a page of the site has links."""
+    (source,) = (path for path, place in collect_pages.sources().items() if place == page)
+    text = collect_pages.for_the_site((ROOT / source).read_text(), source, collect_pages.sources())
+    for target in filter(None, (found[2] for found in collect_pages.LINK.findall(text))):
+        yield posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+
+
+def test_nothing_is_listed_twice_or_missing() -> None:
+    found = list(listed(NAVIGATION))
+    assert sorted(page for page in found if found.count(page) > 1) == []
+    assert sorted(set(found) - PAGES) == [], "the builder would say nothing"
+
+
+def test_every_page_of_docs_and_every_readme_of_the_product_is_listed() -> None:
+    wanted = {
+        place for source, place in collect_pages.sources().items() if place in PAGES and not source.startswith("tests/")
+    }
+    tables = {page for page in wanted if page.endswith("/table.md")}  # the study shows them
+    assert sorted(wanted - tables - set(listed(NAVIGATION))) == []
+
+
+def test_every_page_can_be_reached() -> None:
+    reached, new = set(listed(NAVIGATION)), set(listed(NAVIGATION))
+    while new:
+        new = {page for one in new for page in linked(one) if page in PAGES} - reached
+        reached |= new
+    assert sorted(PAGES - reached) == [], "link them from a page that is listed"
+
+
+def test_few_entries_and_one_for_each_audience() -> None:
+    assert len(NAVIGATION) <= AT_THE_TOP
+    assert {name: len(entries) for name, entries in sections(NAVIGATION) if len(entries) > IN_A_SECTION} == {}
+    top = " ".join(next(iter(entry)) for entry in NAVIGATION)
+    assert [name for name in AUDIENCES if name not in top] == []
+
+
+@pytest.mark.parametrize("link", ["[a page](nowhere.md)", "![a picture](nowhere.svg)", "[a folder](../nowhere)"])
+def test_a_broken_link_ends_the_build(link: str) -> None:
+    """Zensical 0.0.73 passes over pictures and folders that are not there."""
+    with pytest.raises(ValueError, match=re.escape("docs/install.md links to")):
+        collect_pages.for_the_site(f"# Install\n\n{link}\n", "docs/install.md", collect_pages.sources())
+
+
+def test_what_is_no_page_becomes_text_and_code_stays() -> None:
+    links = "[the build](../pyproject.toml), [FSDP2](../zerocast/fsdp2), [home](https://example.com)"
+    code = "`layers[0](x)`\n\n```\n[x](y)\n```\n\n<!-- invisible-code-block: python\nlayers[0](x)\n-->\n"
+    assert collect_pages.for_the_site(links + code, "docs/install.md", collect_pages.sources()) == (
+        f"the build, `pyproject.toml`, [FSDP2](zerocast/fsdp2/README.md), [home](https://example.com){code}"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/**/*.svg")), ids=lambda path: path.name)
+def test_pictures_load_nothing(path: Path) -> None:
+    text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text and "<script" not in text and "<title>" in text
+
+
+def test_no_page_needs_a_program_to_be_drawn() -> None:
+    """The site, a checkout and a package index show an SVG; Mermaid is JavaScript, from somebody's host."""
+    assert [
+        page for page in collect_pages.sources() if page.endswith(".md") and "```mermaid" in (ROOT / page).read_text()
+    ] == []
