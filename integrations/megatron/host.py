@@ -5,7 +5,7 @@ Detected by being there, never by version.
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 FP8 = "megatron.core.fp8_utils"
@@ -25,7 +25,7 @@ MODEL_BUILDERS = "megatron.training.models.dist_utils"
 CHECKPOINTING = "megatron.training.checkpointing"
 ARGUMENTS = "megatron.training.arguments"
 
-_UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 and 0.19"
+_UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 to 0.19"
 _OF_ANY_OPTIMIZER = (
     "load_parameter_state",
     "load_state_dict",
@@ -60,6 +60,7 @@ _OF_TRAINING = (
     "setup_model_and_optimizer",
     "train_step",
 )
+_CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
 _OF_A_BUCKET_GROUP = (
     "buckets",
@@ -80,7 +81,7 @@ def module(path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"looked for {path} of megatron-core (0.16 or 0.19): {error}") from error
+        raise RuntimeError(f"looked for {path} of megatron-core (0.16 to 0.19): {error}") from error
 
 
 def training() -> Any:
@@ -92,8 +93,8 @@ def training() -> Any:
         found, checkpointing, arguments = map(importlib.import_module, (TRAINING, CHECKPOINTING, ARGUMENTS))
     except ImportError as error:
         raise RuntimeError(
-            f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with the source "
-            "distribution of megatron-core; that of 0.18 and later needs Python 3.12"
+            f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with megatron-core "
+            "from 0.17 on; that of 0.18 and later needs Python 3.12"
         ) from error
     require(found, _OF_TRAINING, TRAINING)
     require(checkpointing, ("generate_state_dict",), CHECKPOINTING)
@@ -112,6 +113,13 @@ def model_builders() -> list[Any]:
     for one in found:
         require(one, (name,), one.__name__)
     return found
+
+
+def require_called(called: Container[str]) -> None:
+    """RuntimeError unless `setup_model_and_optimizer` called what quantizes and what attaches."""
+    missing = [name for name in _CALLED_BY_SETUP if name not in called]
+    if missing:
+        raise RuntimeError(f"{TRAINING}.setup_model_and_optimizer has not called {', '.join(missing)}: {_UNKNOWN}")
 
 
 def unwrapped(chunk: Any) -> Any:

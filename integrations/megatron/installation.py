@@ -114,10 +114,13 @@ class Installation:
         if recipe is None:
             built = original()
         else:
+            called: set[str] = set()
             with contextlib.ExitStack() as construction, Patches() as patches:
                 construction.enter_context(quantized_params())
-                patches.apply(self._building(recipe, verify_every, options, construction))
+                patches.apply(self._building(recipe, verify_every, options, construction, called))
                 built = original()
+            if not options.skip_train:
+                host.require_called(called)
         optimizer = built[1]
         if optimizer is not None:
             self._optimizers.add(optimizer)
@@ -147,13 +150,22 @@ class Installation:
         return recipe, verify_every
 
     def _building(
-        self, recipe: Recipe, verify_every: int | None, options: Any, construction: contextlib.ExitStack
+        self,
+        recipe: Recipe,
+        verify_every: int | None,
+        options: Any,
+        construction: contextlib.ExitStack,
+        called: set[str],
     ) -> Iterator[Patch]:
-        """The functions that setup_model_and_optimizer calls, in the order of its calls."""
+        """The functions that setup_model_and_optimizer calls, in the order of its calls.
+
+        `called` gets the names of those that it did call.
+        """
         training = host.training()
 
         def before_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
             def quantize(chunks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+                called.add("correct_amax_history_if_needed")
                 result = original(chunks, *args, **kwargs)
                 if not options.skip_train:  # which wraps nothing, and has plain weights of the same values
                     quantize_chunks([host.unwrapped(chunk) for chunk in chunks], recipe)
@@ -162,6 +174,7 @@ class Installation:
             return quantize
 
         def build_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add("get_megatron_optimizer")
             optimizer = original_factory(config, model_chunks, *args, **kwargs)
             construction.close()
             self._attachments.append(weakref.ref(attach(optimizer, model_chunks, verify_every)))
@@ -214,8 +227,8 @@ def install(recipe: RecipeLike | None = None, verify_every: int | None = None) -
     RuntimeError if this is installed already, and for a megatron.training without a name that is
     needed. In `pretrain`, on every rank if on any: ValueError for a recipe that differs between
     ranks, a pattern that matches no weight of any stage, a model without any quantized weight and
-    settings that are not supported; RuntimeError at the first step of a model that was built before
-    this call.
+    settings that are not supported; RuntimeError for a megatron.training that builds models in
+    another way, and at the first step of a model that was built before this call.
     """
     global _installed  # noqa: PLW0603
     if _installed is not None:

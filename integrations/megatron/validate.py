@@ -77,16 +77,18 @@ def check_settings(settings: Sequence[Any]) -> None:
 
 def check_options(options: Any) -> None:
     """ValueError for arguments of megatron.training with which `install` cannot train."""
+    if options.optimizer not in ("adam", "sgd"):
+        refuse_whole_layers(f"--optimizer {options.optimizer}")
     check_settings([options])
+    for name, reason in OPTIONS:
+        if getattr(options, name, False):
+            raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
     check_distributed(options)
     formats = [getattr(options, name, None) for name in ("ckpt_format", "ckpt_convert_format")]
     if any(fmt not in (None, "torch_dist") for fmt in formats):
         raise ValueError(
             f"--ckpt-format {formats[0]}, --ckpt-convert-format {formats[1]}: quantized weights are saved as torch_dist alone"
         )
-    for name, reason in OPTIONS:
-        if getattr(options, name, False):
-            raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
 
 
 def check_layers(chunk: Any, weights: Container[str]) -> None:

@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
-import importlib
+import sys
+import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,17 +13,18 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.megatron.pretraining import WHY_NOT, Trained, pretrain
+from tests.megatron.pretraining import WHY_NOT, Trained, module_or_none, pretrain
 from tests.megatron.training import NARROW, Case, Run
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import host, installation, validate
+from zerocast.integrations.megatron import host, installation
 
 if not WHY_NOT:
     import megatron.training.training as loop
 
 RECIPE = {"*.linear_*.weight": NARROW}
 FLAG = ("--zerocast-recipe", f"*.linear_*.weight={NARROW}")
+DISTRIBUTED = "--use-distributed-optimizer"
 PLACES = (
     "TRAINING",
     "CHECKPOINTING",
@@ -90,7 +93,7 @@ def installed_without_a_recipe() -> dict[str, Any]:
 
 def after_uninstall() -> tuple[list[str], str, dict[str, Any]]:
     """What has another value after a run than before; what the optimizer then says; a run without zerocast."""
-    modules = [importlib.import_module(getattr(host, place)) for place in PLACES]
+    modules = [one for place in PLACES if (one := module_or_none(getattr(host, place)))]
     before = [{name: value for name, value in vars(module).items() if callable(value)} for module in modules]
     with installed(RECIPE):
         optimizer = pretrain("--train-iters", "1", after=lambda trained: trained.run.optimizer)
@@ -123,6 +126,26 @@ def names_of_layers() -> dict[str, str]:
     with installed({"decoder.layers.1.mlp.*.weight": "fp8_block"}):
         flags = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--train-iters", "1")
         return pretrain(*flags, after=_left)["weights"]
+
+
+def chunks_without_weights() -> list[dict[str, Any]]:
+    """Two pipeline stages of two chunks each, of which one alone has quantized weights: by chunk, what is left."""
+
+    def after(trained: Trained) -> list[dict[str, Any]]:
+        (attachment,) = own.attachments
+        assert zerocast.verify(attachment).ok
+        return [_left(replace(trained, run=run)) for run in trained.chunks]
+
+    with installed({"decoder.layers.2.mlp.*.weight": NARROW}) as own:
+        flags = (
+            "--num-layers",
+            "4",
+            "--pipeline-model-parallel-size",
+            "2",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+        )
+        return pretrain(*flags, "--train-iters", "2", "--global-batch-size", "8", after=after)
 
 
 def _two_recipes() -> None:
@@ -186,6 +209,47 @@ def _quantized_te_layer() -> None:
     installation.quantize_chunks([model], zerocast.Recipe({"linear_*.weight": "fp8_block"}))
 
 
+def _without_a_name() -> None:
+    """A megatron.training that has another name for what trains."""
+    step = loop.train_step
+    del loop.train_step
+    try:
+        integration.install(RECIPE)
+    finally:
+        loop.train_step = step
+
+
+def _built_otherwise(name: str) -> Callable[[], Any]:
+    """A host whose functions have this one from elsewhere than from the names of their modules, where it would be replaced."""
+
+    def case() -> None:
+        with contextlib.ExitStack() as stack:
+            for module in host.model_builders():
+                callers = [one for one in vars(module).values() if name in getattr(one, "__code__", _none).co_names]
+                for caller in callers:
+                    for owner, known in _owners(caller):
+                        stack.enter_context(mock.patch.object(owner, known, _with_names_of_its_own(caller)))
+            stack.enter_context(installed(RECIPE))
+            pretrain("--train-iters", "1")
+
+    return case
+
+
+_none = compile("", "", "exec")
+
+
+def _owners(function: Any) -> list[tuple[Any, str]]:
+    """The modules of the host that know a function, and by which names."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+    return [(module, name) for module in modules for name, value in vars(module).items() if value is function]
+
+
+def _with_names_of_its_own(function: Any) -> Any:
+    own = types.FunctionType(function.__code__, dict(function.__globals__), function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
 def _both() -> None:
     with installed(RECIPE):
         pretrain("--train-iters", "1", *FLAG)
@@ -209,11 +273,19 @@ CASES: dict[str, Callable[[], Any]] = {
     "verified never by the flag": _with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
     "mxfp8": _with(recipe={"*.linear_*.weight": "mxfp8"}),
     "torch": _with("--ckpt-format", "torch"),
-    "whole masters": _with(without="--use-distributed-optimizer"),
-    "muon": _with("--optimizer", "muon"),
-    "upcycling": lambda: validate.check_options(
-        argparse.Namespace(use_distributed_optimizer=True, moe_use_upcycling=True)
+    "whole masters": _with(without=DISTRIBUTED),
+    "muon": _with("--optimizer", "muon", without=DISTRIBUTED),
+    "distributed muon": _with("--optimizer", "dist_muon", without=DISTRIBUTED),
+    "upcycling": _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
+    "offload": _with("--optimizer-cpu-offload", "--use-precision-aware-optimizer"),
+    "mxfp8 through gradients": _with(
+        *["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"]
     ),
+    "fsdp": _with("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+    "torch's fsdp": _with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
+    "a name that is gone": _without_a_name,
+    "a model that is built otherwise": _built_otherwise("correct_amax_history_if_needed"),
+    "an optimizer that is built otherwise": _built_otherwise("get_megatron_optimizer"),
 }
 
 

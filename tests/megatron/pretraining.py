@@ -4,6 +4,7 @@
 on a rank of torchrun over gloo. What megatron.training needs on the CPU besides megatron-core (`host_on_cpu.py`):
 
 * streams, devices and random states of CUDA are the CPU's, and `pretrain` accepts that there is no GPU;
+* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent;
 * 0.18 and later take `typing.override`, which is in Python from 3.12 on.
 """
 
@@ -17,6 +18,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,19 +43,35 @@ try:
     from megatron.core.tensor_parallel import random as random_states
 except Exception as error:
     WHY_NOT = WHY_NOT or f"megatron.training cannot be imported: {error}"
-try:  # what a script has of Megatron's; older releases have it elsewhere
+try:  # what a script has of Megatron's
     from megatron.core import parallel_state
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
     from megatron.core.enums import ModelType
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training import get_args, get_timers, global_vars
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import arguments, get_args, get_timers, global_vars
 except Exception as error:
     WHY_NOT = WHY_NOT or f"megatron.training cannot be imported: {error}"
+
+
+def module_or_none(*paths: str) -> Any:
+    """The first of these modules that this release has, None without any."""
+    for path in paths:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(path)
+    return None
+
+
+# Where releases differ: 0.16 and 0.17 have no container of configurations, and 0.18 none of the model; 0.16 compiles kernels.
+fused_kernels = module_or_none("megatron.legacy.fused_kernels")
+configs = module_or_none("megatron.training.argument_utils")
+tokenizers = module_or_none(
+    "megatron.core.tokenizers.utils.build_tokenizer", "megatron.core.tokenizers.text.utils.build_tokenizer"
+)
 needs_training = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 FLAGS = (
@@ -75,6 +93,16 @@ def training_on_cpu() -> Iterator[None]:
         kwargs.pop("device_id", None)
         begin(*args, **kwargs)
 
+    sent: list[Tensor] = []
+
+    def send_copies(**tensors: Any) -> Any:
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if tensors[name] is not None:
+                tensors[name] = tensors[name].clone()
+                sent.append(tensors[name])
+        return send(**tensors)
+
+    send = p2p_communication._p2p_ops
     begin, found = dist.init_process_group, importlib.import_module("megatron.training.initialize")
     states = {"_get_cuda_rng_state": lambda *_, **__: torch.get_rng_state()}
     states["_set_cuda_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
@@ -90,14 +118,18 @@ def training_on_cpu() -> Iterator[None]:
             "set_stream": lambda *_: None,
         },
         nn.Module: {"cuda": lambda self, *_: self},
-        dist: {"init_process_group": without_device},
+        dist: {"init_process_group": without_device, "ProcessGroupNCCL": SimpleNamespace(Options=lambda **_: None)},
         random_states: states,
+        p2p_communication: {"_p2p_ops": send_copies},
+        arguments: {"get_device_arch_version": lambda: 9},
         loop: {"initialize_megatron": functools.partial(found.initialize_megatron, allow_no_cuda=True)},
     }
+    if fused_kernels is not None:
+        replaced[fused_kernels] = {"load": lambda *_: None}
     with contextlib.ExitStack() as stack:
         for owner, names in replaced.items():
             for name, value in names.items():
-                stack.enter_context(mock.patch.object(owner, name, value))
+                stack.enter_context(mock.patch.object(owner, name, value, create=name == "ProcessGroupNCCL"))
         stack.enter_context(cuda_on_cpu())
         yield
 
@@ -109,6 +141,7 @@ class Trained:
     losses: dict[int, float] = field(default_factory=dict)
     evaluated: list[float] = field(default_factory=list)
     run: Run | None = None
+    chunks: list[Run] = field(default_factory=list)
 
 
 def _forward(trained: Trained, data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -134,7 +167,7 @@ def _datasets(samples: Any, vp_stage: Any = None) -> Any:
         random_seed=args.seed,
         sequence_length=args.seq_length,
         split=args.split,
-        tokenizer=build_tokenizer(args),
+        tokenizer=tokenizers.build_tokenizer(args),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -146,6 +179,38 @@ def _datasets(samples: Any, vp_stage: Any = None) -> Any:
 _datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
+def _model(pre_process: bool = True, post_process: bool = True, config: Any = None, **kwargs: Any) -> Any:
+    """The `model_provider` of a script, for releases that do not build models from the configuration."""
+    args = get_args()
+    from_args = (
+        getattr(arguments, "core_transformer_config_from_args", None) or configs.core_transformer_config_from_args
+    )
+    return GPTModel(
+        config or from_args(args),
+        get_gpt_layer_local_spec(),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process,
+        post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        **kwargs,
+    )
+
+
+def _call(forward: Any, extra_args_provider: Any) -> None:
+    """`pretrain` as the script of this release calls it."""
+    kind = ModelType.encoder_or_decoder
+    if not hasattr(arguments, "parse_and_validate_args"):
+        loop.pretrain(_datasets, _model, kind, forward, extra_args_provider=extra_args_provider)
+        return
+    args = arguments.parse_and_validate_args(extra_args_provider=extra_args_provider)
+    if hasattr(configs, "gpt_config_from_args"):
+        config = configs.pretrain_cfg_container_from_args(args, configs.gpt_config_from_args(args))
+        loop.pretrain(config, _datasets, kind, forward)
+    else:
+        loop.pretrain(configs.pretrain_cfg_container_from_args(args), _datasets, _model, kind, forward)
+
+
 @contextlib.contextmanager
 def _observed(trained: Trained) -> Iterator[None]:
     """Keep what steps are given and return, outside of whatever is installed."""
@@ -153,7 +218,8 @@ def _observed(trained: Trained) -> Iterator[None]:
 
     def observed(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(forward_step, data, model, optimizer, *args, **kwargs)
-        trained.run = Run(model[0], optimizer, Case())
+        trained.chunks = [Run(chunk, optimizer, Case()) for chunk in model]
+        trained.run = trained.chunks[0]
         trained.losses[get_args().curr_iteration + 1] = float(
             next(iter(result[0].values())) if result[0] else torch.nan
         )
@@ -186,11 +252,8 @@ def pretrain(
         stack.enter_context(mock.patch.object(data_utils, "compile_helpers"))  # which are, where it was installed
         stack.callback(_forget_globals)
         stack.enter_context(mock.patch.dict(os.environ, ranks))
-        args = parse_and_validate_args(extra_args_provider=extra_args_provider)
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         stack.enter_context(_observed(trained))
-        forward = functools.partial(_forward, trained)
-        loop.pretrain(config, _datasets, ModelType.encoder_or_decoder, forward)
+        _call(functools.partial(_forward, trained), extra_args_provider)
         return after(trained) if after else None
 
 
@@ -199,8 +262,7 @@ def _forget_globals() -> None:
     global_vars.unset_global_variables()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()  # what an error has left of it, too
 
 
 def main() -> None:

@@ -167,6 +167,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "loaded as it is": loaded_as_it_is,
 }
 
+BUILT_SINCE_0_18 = ("precision-aware", "muon", "dist_muon", "lion", "layer-wise by hand")
+
 
 def say(name: str) -> str:
     """The message that a case raises."""

@@ -20,6 +20,8 @@ from tests.workers import Ranks
 
 pytestmark = needs_training
 
+MUON = "ValueError: .*--optimizer (dist_)?muon is not supported: its ranks own whole layers, .*: take optimizer='adam'"
+NOT_CALLED = "RuntimeError: megatron.training.training.setup_model_and_optimizer has not called "
 TABLE = {
     "twice": r"RuntimeError: zerocast is installed in megatron.training already: call uninstall\(\) first",
     "after building": r"RuntimeError: install\(\) came after setup_model_and_optimizer, .* Call .*install\(recipe\) before",
@@ -37,7 +39,16 @@ TABLE = {
     "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take mxfp8:block=32x32",
     "torch": "ValueError: .*--ckpt-format torch, .* saved as torch_dist alone",
     "whole masters": "ValueError: .*use_distributed_optimizer=False is not supported",
-    "muon": "ValueError: .*",
+    "muon": MUON,
+    "distributed muon": MUON,
+    "offload": "ValueError: .*use_precision_aware_optimizer is not supported: .* leave it off",
+    "mxfp8 through gradients": "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
+    "fsdp": "ValueError: .*use_megatron_fsdp is not supported: .* use zerocast.fsdp2",
+    "torch's fsdp": "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
+    "a name that is gone": r"RuntimeError: megatron.training.training has no train_step: this megatron-core has another shape",
+    "a model that is built otherwise": NOT_CALLED
+    + "correct_amax_history_if_needed: this megatron-core has another shape",
+    "an optimizer that is built otherwise": NOT_CALLED + "get_megatron_optimizer: this megatron-core has another shape",
     "upcycling": "ValueError: .*--moe-use-upcycling is not supported: .* then train from its checkpoint",
 }
 
@@ -139,6 +150,15 @@ def test_layers_count_through_all_stages(ranks: Ranks) -> None:
     assert not first
     assert set(last.values()) == {"fp8_block"} and len(last) == 2
     assert all(".layers.0.mlp." in name for name in last)
+
+
+@pytest.mark.slow
+def test_a_chunk_without_quantized_weights(ranks: Ranks) -> None:
+    first, second = on(ranks, 2)(installing.chunks_without_weights)
+    (empty, last), others = first, second
+    assert not empty["weights"] and not any(one["weights"] for one in others)
+    assert set(last["weights"].values()) == {NARROW} and len(last["weights"]) == 2
+    assert not any(one["stale"] for one in (*first, *second))
 
 
 def test_the_flags() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from tests.megatron.attached import Attached
 from tests.megatron.here import host
-from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.training import NARROW, Case
 from tests.serve.test_live import collected
 from tests.workers import Ranks
@@ -37,6 +37,7 @@ def under_given_names(overlap: bool) -> None:
         assert torch.equal(dict(dequantized(whole))["layers.0.weight"], weight.dequantize())
 
 
+@needs_four_bits  # of blocks of 16 rows, which `q` and `k` cut
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_under_given_names(ranks: Ranks, overlap: bool) -> None:
     ranks(2)(under_given_names, overlap)

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+import zerocast
 from tests.megatron import verifying
 from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.training import FORMATS, MIXED
 from tests.workers import Ranks
 from zerocast.integrations import megatron as integration
 
@@ -34,7 +36,8 @@ def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
     first, second = ranks(2)(verifying.steps, every, overlap)
     assert first == second
     assert [bool(text) for text in first] == [False, True, every == 1, True]
-    assert "layers.1.weight (mxfp8:block=32x32) on rank 1: rowwise_data differs in 1 of " in first[1]
+    fmt = zerocast.Recipe(FORMATS[MIXED]).format_of("layers.1.weight")
+    assert f"layers.1.weight ({fmt}) on rank 1: rowwise_data differs in 1 of " in first[1]
 
 
 def test_debug_mode(ranks: Ranks) -> None:

@@ -97,6 +97,7 @@ def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
     """Whatever of a run and its optimizers would write parameters or masters, or load."""
     own = run.optimizer.chained_optimizers[0]
     model = run.ddp.module.sharded_state_dict(metadata=METADATA)
+    name = "prepare_model_params_for_param_sync"  # which a chain has since 0.19
     return {
         "step": run.optimizer.step,
         "step_with_ready_grads": run.optimizer.step_with_ready_grads,
@@ -105,7 +106,7 @@ def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
         "load_state_dict": lambda: run.optimizer.load_state_dict(state),
         "load_parameter_state": lambda: run.optimizer.load_parameter_state(folder),
         "what a load fills": lambda: run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA),
-        "prepare_model_params_for_param_sync": run.optimizer.prepare_model_params_for_param_sync,
+        **({name: getattr(run.optimizer, name)} if hasattr(run.optimizer, name) else {}),
         "inner step": own.step,
         "inner step_with_ready_grads": own.step_with_ready_grads,
         "inner load_state_dict": lambda: own.load_state_dict(state),
