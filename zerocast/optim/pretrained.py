@@ -78,7 +78,7 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dty
     return {name: written[id(t)] if id(t) in written else t.detach().clone().cpu() for name, t in tensors.items()}
 
 
-def names_in(optimizer: ZeroAdamW) -> dict[int, str]:
+def names_in(optimizer: ZeroOptimizer) -> dict[int, str]:
     """The optimizer's name of each of its parameters, by the parameter's id."""
     return {
         id(parameter): name
