@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
-from zerocast.optim import ZeroAdamW, full_state_dict
+from zerocast.optim import full_state_dict
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _FOLDER = "zerocast"
 
@@ -44,7 +45,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As in accelerate; ZeroAdamW's state stays where it is."""
         self._owners_checked = False
-        return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ZeroAdamW) else device_placement)
+        return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ZeroOptimizer) else device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As in accelerate. RuntimeError, on several ranks, for a parameter of a quantized model
@@ -92,8 +93,8 @@ class Accelerator(accelerate.Accelerator):
         zero_run.load(Path(input_dir) / _FOLDER, self._zero, self._quantized)
 
     @property
-    def _zero(self) -> list[ZeroAdamW]:
-        return [inner for inner in map(inner_of, self._optimizers) if isinstance(inner, ZeroAdamW)]
+    def _zero(self) -> list[ZeroOptimizer]:
+        return [inner for inner in map(inner_of, self._optimizers) if isinstance(inner, ZeroOptimizer)]
 
     @property
     def _quantized(self) -> list[nn.Module]:
@@ -104,7 +105,7 @@ class Accelerator(accelerate.Accelerator):
         """Within, accelerate sees what it can save: whole tensors."""
         models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if not is_quantized(model)]
-        self._optimizers = [one for one in optimizers if not isinstance(inner_of(one), ZeroAdamW)]
+        self._optimizers = [one for one in optimizers if not isinstance(inner_of(one), ZeroOptimizer)]
         try:
             yield
         finally:
@@ -116,7 +117,7 @@ def inner_of(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def one_of(optimizers: list[ZeroAdamW]) -> ZeroAdamW:
+def one_of(optimizers: list[ZeroOptimizer]) -> ZeroOptimizer:
     """The only one; RuntimeError if there are none or several."""
     if len(optimizers) != 1:
         raise RuntimeError(

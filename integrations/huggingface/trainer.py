@@ -13,6 +13,7 @@ from zerocast.integrations import zero_run
 from zerocast.integrations.host_adapter import Patch, Patches
 from zerocast.integrations.zero_run import is_quantized
 from zerocast.optim import ZeroAdamW, full_state_dict
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 from .accelerator import Accelerator, inner_of
 
@@ -93,8 +94,10 @@ class Trainer(transformers.Trainer):
     def _load_state(self, checkpoint: str) -> None:
         zero_run.load(Path(checkpoint) / _FOLDER, [self._zero()], [self.model])
 
-    def _zero(self) -> ZeroAdamW:
+    def _zero(self) -> ZeroOptimizer:
         optimizer = inner_of(self.optimizer)
-        if not isinstance(optimizer, ZeroAdamW):
-            raise TypeError(f"give the Trainer a zerocast.ZeroAdamW, or no optimizer, not {type(optimizer).__name__}")
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise TypeError(
+                f"give the Trainer a zerocast.ZeroAdamW or ZeroMuon, or no optimizer, not {type(optimizer).__name__}"
+            )
         return optimizer

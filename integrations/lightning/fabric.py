@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
-from zerocast.optim import ZeroAdamW
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
 
@@ -29,7 +29,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._zero: list[ZeroAdamW] = []
+        self._zero: list[ZeroOptimizer] = []
         self._quantized: list[nn.Module] = []
         self._owners_checked = False  # since the last model or optimizer was set up
         self._backward_sync_control = _BackwardSyncControl(self._zero)
@@ -48,7 +48,7 @@ class FabricZeroStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """As in Fabric; a ZeroAdamW is saved and loaded by rank."""
         self._owners_checked = False
-        if isinstance(optimizer, ZeroAdamW):
+        if isinstance(optimizer, ZeroOptimizer):
             self._zero.append(optimizer)
         return super().setup_optimizer(optimizer)
 
@@ -98,7 +98,7 @@ class FabricZeroStrategy(DDPStrategy):
 
 
 class _BackwardSyncControl:
-    def __init__(self, optimizers: list[ZeroAdamW]) -> None:
+    def __init__(self, optimizers: list[ZeroOptimizer]) -> None:
         self._optimizers = optimizers
 
     @contextlib.contextmanager
@@ -107,10 +107,10 @@ class _BackwardSyncControl:
             yield
 
 
-def _parts(state: dict[str, Any]) -> tuple[list[nn.Module], list[ZeroAdamW], dict[str, Any]]:
+def _parts(state: dict[str, Any]) -> tuple[list[nn.Module], list[ZeroOptimizer], dict[str, Any]]:
     """Quantized models, ZeroAdamWs and the rest, in their order."""
     models = [value for value in state.values() if isinstance(value, nn.Module) and is_quantized(value)]
-    optimizers = [value for value in state.values() if isinstance(value, ZeroAdamW)]
+    optimizers = [value for value in state.values() if isinstance(value, ZeroOptimizer)]
     check_together(optimizers, models)
     ours = {id(value) for value in [*models, *optimizers]}
     return models, optimizers, {key: value for key, value in state.items() if id(value) not in ours}

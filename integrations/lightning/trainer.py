@@ -15,6 +15,7 @@ from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, is_quantized, of_model, without_reduction
 from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.pretrained import names_in
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
 
@@ -72,9 +73,11 @@ class ZeroStrategy(DDPStrategy):
         reduce it.
         """
         super().setup_optimizers(trainer)
-        others = [type(one).__name__ for one in self.optimizers if not isinstance(one, ZeroAdamW)]
+        others = [type(one).__name__ for one in self.optimizers if not isinstance(one, ZeroOptimizer)]
         if others:
-            raise TypeError(f"configure_optimizers returned {others[0]}: ZeroStrategy runs zerocast.ZeroAdamW")
+            raise TypeError(
+                f"configure_optimizers returned {others[0]}: ZeroStrategy runs zerocast.ZeroAdamW or ZeroMuon"
+            )
         if self.world_size > 1:
             assert self.lightning_module is not None
             check_owners(self._zero, [self.lightning_module])
@@ -168,14 +171,14 @@ class ZeroStrategy(DDPStrategy):
             self._lightning_module, self.optimizers = module, optimizers
 
     @property
-    def _zero(self) -> list[ZeroAdamW]:
+    def _zero(self) -> list[ZeroOptimizer]:
         """The optimizers of this module; those of a module before it may still be there."""
         assert self.lightning_module is not None
-        zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroAdamW)]
+        zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroOptimizer)]
         return of_model(zero, self.lightning_module)
 
 
-def _made_for(owners: list[ZeroAdamW], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroAdamW]:
+def _made_for(owners: list[ZeroOptimizer], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroOptimizer]:
     """An optimizer over the quantized weights that have none, whose only work is to cast; frozen
     ones require a gradient until the stack ends.
     """

@@ -21,6 +21,7 @@ from tests import casts
 
 Found = dict[str, Any]
 ACCUMULATED, CLIP, BATCH, RATE = 2, 0.5, 4, 1e-2
+MUON = ", Muon"  # ends the name of a run whose optimizer is ZeroMuon
 
 
 class Seen(nn.Module):
@@ -46,8 +47,14 @@ def batches() -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=BATCH)
 
 
-def optimizer_of(model: nn.Module) -> tuple[zerocast.ZeroAdamW, Any]:
-    optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=RATE)
+def optimizer_of(model: nn.Module) -> tuple[zerocast.ZeroAdamW | zerocast.ZeroMuon, Any]:
+    named = list(model.named_parameters())
+    optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon
+    if sys.argv[1].endswith(MUON):
+        parts = [(muon, [(n, p) for n, p in named if (p.dim() == 2) is muon]) for muon in (True, False)]
+        optimizer = zerocast.ZeroMuon([{"params": part, "use_muon": muon} for muon, part in parts], lr=RATE)
+    else:
+        optimizer = zerocast.ZeroAdamW(named, lr=RATE)
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 
 
@@ -69,7 +76,7 @@ def by_hand(inputs: list[Tensor]) -> str:
     return digest(optimizer)
 
 
-def digest(optimizer: zerocast.ZeroAdamW) -> str:
+def digest(optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon) -> str:
     """Masters, moments and rates of this rank."""
     state = optimizer.state_dict()
     tensors = [*state["model"].values(), *(t for one in state["optim"]["state"].values() for t in one.values())]
@@ -77,7 +84,7 @@ def digest(optimizer: zerocast.ZeroAdamW) -> str:
     return casts.sha(torch.cat([getattr(t, "flat", t).reshape(-1).float() for t in tensors])) + repr(rates)
 
 
-def result(model: Any, optimizer: zerocast.ZeroAdamW, resume: str, **more: Any) -> Found:
+def result(model: Any, optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon, resume: str, **more: Any) -> Found:
     ok = zerocast.verify(optimizer).ok
     hand = digest(optimizer) if resume else by_hand(copy.copy(model.inputs))
     return {"digest": digest(optimizer), "by hand": hand, "verified": ok, "count": int(model.count), **more}
@@ -293,7 +300,7 @@ RUNS: dict[str, Callable[[str, int, str], Found]] = {
 
 if __name__ == "__main__":
     name, folder, steps, resume, report = sys.argv[1:]
-    found = RUNS[name](folder, int(steps), resume)
+    found = RUNS[name.removesuffix(MUON)](folder, int(steps), resume)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     Path(f"{report}.{rank}").write_text(json.dumps(found))
     if torch.distributed.is_initialized():

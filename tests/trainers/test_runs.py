@@ -55,8 +55,25 @@ def test_a_run_is_what_its_own_calls_do_and_resumes(trainer: str, world: int, tm
     assert all(rank["count"] == 4 * steps for rank in whole)
     if trainer == "lightning":
         check_validation(whole)
+    check_resumed(trainer, whole, steps, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_muon(trainer: str, world: int, tmp_path: Path) -> None:
+    if trainer == "transformers":
+        pytest.skip("the others show what all of them do with an optimizer")
+    steps = 6 if world == 1 else 3
+    whole = run(f"{trainer}, Muon", tmp_path / "whole", 2 * steps, world)
+    assert all(rank["digest"] == rank["by hand"] and rank["verified"] for rank in whole)
+    check_resumed(f"{trainer}, Muon", whole, steps, tmp_path)
+
+
+def check_resumed(trainer: str, whole: list[dict[str, Any]], steps: int, tmp_path: Path) -> None:
+    """Half of a run, saved and resumed, ends as the whole one did, to the bit."""
+    world = len(whole)
     half = tmp_path / "whole" / f"step={steps}.ckpt"  # Lightning saves on its way, the others when they end
-    if trainer != "lightning":
+    if not trainer.startswith("lightning"):
         half = tmp_path / "half"
         run(trainer, half, steps, world)
     resumed = run(trainer, tmp_path / "resumed", 2 * steps, world, resume=half)

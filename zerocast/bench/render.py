@@ -57,12 +57,13 @@ def terminal(report: Report) -> Iterator[str]:
     yield TERMINAL.format(*heads)
     for m in report.measurements:
         ratio, verdict = report.over_ours(m), report.verdict(m)
+        over_floor = m.over_floor(report.copy.rate)
         yield TERMINAL.format(
             m.row.name,
             m.by,
             f"{m.ms:.3f}",
             f"{m.rate:,.0f}" if m.rate >= 10 else f"{m.rate:.2g}",
-            f"{m.over_floor(report.copy.rate):,.2f}",
+            f"{over_floor:.2f}" if over_floor < 100 else f"{over_floor:,.0f}",
             f"{m.times.host_ms:.3f}",
             "" if ratio is None else f"{ratio:.2f}",
             "" if verdict is None else "met" if verdict.met else "missed",

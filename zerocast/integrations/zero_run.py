@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.checkpoint import group_of, on_rank_0
 from zerocast.checkpoint.whole_folder import discard
-from zerocast.optim import Checkpoints, ZeroAdamW
+from zerocast.optim import Checkpoints
+from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -43,7 +44,7 @@ def _index(device: torch.device) -> int:
     return device.index or 0
 
 
-def check_owners(optimizers: Sequence[ZeroAdamW], models: Iterable[nn.Module]) -> None:
+def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module]) -> None:
     """RuntimeError for a parameter of these quantized models that requires a gradient and that none
     of these ZeroAdamWs has.
 
@@ -63,14 +64,14 @@ def check_owners(optimizers: Sequence[ZeroAdamW], models: Iterable[nn.Module]) -
                 )
 
 
-def check_together(optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Module]) -> None:
+def check_together(optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
     """ValueError for quantized models to be saved or loaded without a ZeroAdamW."""
     if models and not optimizers:
         raise ValueError("save and load a quantized model and its ZeroAdamW together: it has the masters")
 
 
 @contextlib.contextmanager
-def without_reduction(optimizers: Iterable[ZeroAdamW], model: nn.Module) -> Iterator[None]:
+def without_reduction(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> Iterator[None]:
     """Gradients of the model's parameters stay on this rank within, and are reduced by the next
     backward pass.
     """
@@ -80,13 +81,13 @@ def without_reduction(optimizers: Iterable[ZeroAdamW], model: nn.Module) -> Iter
         yield
 
 
-def of_model(optimizers: Iterable[ZeroAdamW], model: nn.Module) -> list[ZeroAdamW]:
+def of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[ZeroOptimizer]:
     """Those that have any parameter of the model."""
     ids = {id(parameter) for parameter in model.parameters()}
     return [one for one in optimizers if any(id(p) in ids for group in one.param_groups for p in group["params"])]
 
 
-def save(folder: Path, optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Module]) -> None:
+def save(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
     """Masters, moments and persistent buffers, by rank; also over an earlier save. ValueError for
     quantized models without a ZeroAdamW.
     """
@@ -97,7 +98,7 @@ def save(folder: Path, optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Modu
         on_rank_0(group_of(optimizers[0]), lambda: discard(_saved(folder)[len(optimizers) :]))
 
 
-def load(folder: Path, optimizers: Sequence[ZeroAdamW], models: Sequence[nn.Module]) -> None:
+def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
     """What `save` wrote, on any number of ranks. ValueError where it is missing or does not fit,
     such as another number of ZeroAdamWs.
     """
