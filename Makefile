@@ -142,9 +142,9 @@ hosts: $(VENV)/.dev
 
 # Readers that the tests of exports run against, skipped with a reason where they are missing. Without their dependencies on
 # CUDA, 0.4 GB.
-READERS := transformers compressed-tensors nvidia-modelopt accelerate annotated-types antlr4-python3-runtime anyio h11 hf-xet \
-  httpcore httpx huggingface-hub loguru nvidia-ml-py omegaconf pulp pydantic pydantic-core regex scipy shellingham tokenizers \
-  tqdm typer typing-inspection
+READERS := transformers compressed-tensors nvidia-modelopt accelerate annotated-types antlr4-python3-runtime anyio certifi \
+  charset-normalizer h11 hf-xet httpcore httpx huggingface-hub idna loguru nvidia-ml-py omegaconf pulp pydantic pydantic-core regex requests \
+  scipy shellingham tokenizers tqdm typer typing-inspection urllib3
 readers: $(VENV)/.dev
 	@test -e $(VENV)/.readers || { echo "installing transformers, compressed-tensors and nvidia-modelopt into $(VENV)"; \
 	  $(HOST) $(READERS) && touch $(VENV)/.readers; } \

@@ -28,6 +28,7 @@ from coverage import Coverage
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.0  # for the other ranks, once one has failed
+MOST_THREADS = 400  # of a process; gloo has three for each group that cases left, and all of them wake up all the time
 COLLECTIVE_SECONDS = 30
 
 Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank
@@ -46,6 +47,12 @@ def preload(module: str) -> None:
     if not torch.cuda.is_available():
         _preloaded.insert(-1, module)
         context.set_forkserver_preload(_preloaded)
+
+
+def threads(process: int | None) -> int:
+    """How many threads a process has; 0 where the system does not list them."""
+    listed = Path(f"/proc/{process}/task")
+    return len(list(listed.iterdir())) if listed.is_dir() else 0
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -83,10 +90,13 @@ class Pool:
         for worker in self._workers:
             worker.connection.send_bytes(message)
         try:
-            return self._collect(function.__qualname__, timeout)
+            answers = self._collect(function.__qualname__, timeout)
         except BaseException:  # a test that was interrupted here leaves no answers for the next one
             self._kill()
             raise
+        if threads(self._workers[0].process.pid) > MOST_THREADS:
+            self.close()
+        return answers
 
     def close(self) -> None:
         """Let the processes leave their group and end."""
