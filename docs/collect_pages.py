@@ -59,7 +59,7 @@ def for_the_site(markdown: str, source: str, places: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Write all pages."""
+    """Write the pages of the site into an empty `build/pages`, and the files that they show."""
     places = sources()
     shutil.rmtree(PAGES, ignore_errors=True)
     for source, place in places.items():

@@ -58,7 +58,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """What `serving` gives."""
+    """A folder on a free port of this machine, and what its pages asked for in vain."""
 
     daemon_threads = True
 

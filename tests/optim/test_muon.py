@@ -446,7 +446,7 @@ def test_balance(world: int) -> None:
 
 
 def test_padding_is_logged(caplog: pytest.LogCaptureFixture, ranks: Ranks) -> None:
-    """More ranks than matrices."""
+    """Three ranks own one matrix, so that two of them have padding alone."""
     assert all(any("of padding" in line for line in said) for said in ranks(3)(padded)[:1])
 
 
