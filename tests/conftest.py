@@ -4,6 +4,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,6 +15,8 @@ from tests.hosts.record import pytest_addoption, pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
 from tests.workers import Pool, Ranks, freeze_modules
 from zerocast.weight import owners
+
+ROOT = Path(__file__).resolve().parents[1]
 
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
@@ -34,6 +37,20 @@ def pytest_collection_finish() -> None:
     """Every test module is imported by now. Each process of a run has one thread, as each rank has."""
     freeze_modules()
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Warnings of other packages are not ours to mend: only those from files of this tree are shown."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and "warnings" in reporter.stats:
+        reporter.stats["warnings"] = [warning for warning in reporter.stats["warnings"] if is_ours(warning.fslocation)]
+    return (yield)
+
+
+def is_ours(place: tuple[str, int] | None) -> bool:
+    """True of a warning from a file of this tree, and of one from nowhere."""
+    return place is None or (Path(place[0]).is_relative_to(ROOT) and "site-packages" not in Path(place[0]).parts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

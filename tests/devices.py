@@ -36,6 +36,11 @@ def gpus(count: int) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
 
 
+def worlds_of_gpus(*counts: int) -> list[Any]:
+    """Test parameters for numbers of ranks, each of which needs a GPU."""
+    return [pytest.param(count, marks=gpus(count)) for count in counts]
+
+
 def of(backend: str | None) -> torch.device:
     """Where its tensors lie; the CPU for none in particular."""
     return CPU if backend is None or backend in HERE else torch.device("cuda")

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import pydoc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.workers import error_of
@@ -40,13 +42,33 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "list of formats": (lambda: Recipe(["nvfp4"]), "TypeError: a recipe maps patterns"),  # type: ignore[arg-type]
     "unknown format": (
         lambda: zerocast.fsdp2.prepare(net(), {"*": "nvfp5"}),
-        "ValueError: unknown format 'nvfp5'; known: fp8_block",
+        "ValueError: unknown format 'nvfp5'; did you mean 'nvfp4'? known: fp8_block",
     ),
     "lr as text": (lambda: ZeroAdamW(net().named_parameters(), lr="1e-3"), "TypeError: lr is a number, got '1e-3'"),  # type: ignore[arg-type]
+    "lr as text under FSDP2": (
+        lambda: zerocast.fsdp2.FusedAdamW(zerocast.fsdp2.prepare(net(), FP8).parameters(), lr="1e-3"),  # type: ignore[arg-type]
+        "TypeError: lr is a number, got '1e-3'",
+    ),
     "no names": (lambda: ZeroAdamW(net().parameters()), "TypeError: parameters come with their names"),
     "convolution": (
         lambda: quantize_(nn.Sequential(nn.Conv2d(16, 16, 3)), FP8),
         "ValueError: 0.weight is the kernel of a convolution and cannot be fp8_current: match it with 'identity'",
+    ),
+    "convolution of a shape that no format takes": (
+        lambda: quantize_(nn.Sequential(nn.Conv2d(16, 16, 3)), {"*.weight": "nvfp4"}),
+        "ValueError: 0.weight is the kernel of a convolution and cannot be nvfp4: match it with 'identity'",
+    ),
+    "one beta": (
+        lambda: ZeroAdamW(net().named_parameters(), betas=0.9),  # type: ignore[arg-type]
+        "TypeError: betas are two numbers, got 0.9",
+    ),
+    "betas as text": (
+        lambda: ZeroAdamW(net().named_parameters(), betas=("0.9", "0.95")),  # type: ignore[arg-type]
+        "TypeError: betas are two numbers, got ('0.9', '0.95')",
+    ),
+    "prepare after quantize_": (
+        lambda: zerocast.fsdp2.prepare(quantized(), FP8),
+        "ValueError: 0.weight is a QuantizedWeight, and FSDP2 shards masters: call prepare and not quantize_",
     ),
     "plan without lists": (
         lambda: CastPlan(quantized()[0].weight, torch.zeros(1024), 0),  # type: ignore[arg-type]
@@ -69,6 +91,17 @@ def test_a_mistake_is_named(mistake: str) -> None:
     assert said in error_of(make)
 
 
+def quantized_after_fully_shard() -> str:
+    model = net()
+    fully_shard(model)
+    return error_of(lambda: quantize_(model, FP8))
+
+
+def test_quantize_after_fully_shard(ranks: Any) -> None:
+    said = "ValueError: 0.weight is sharded already: call zerocast.fsdp2.prepare, not quantize_, before fully_shard"
+    assert ranks(2)(quantized_after_fully_shard) == [said] * 2
+
+
 @pytest.mark.parametrize("prepare", [quantize_, zerocast.fsdp2.prepare])
 def test_a_mapping_stands_for_a_recipe_and_print_shows_formats(prepare: Callable[..., nn.Module]) -> None:
     model = prepare(net(), {"0.weight": "fp8_block"})
@@ -86,6 +119,13 @@ def test_copies_show_their_own_formats() -> None:
 
 def test_help_begins_with_every_public_name() -> None:
     assert zerocast.__doc__ and [name for name in zerocast.__all__ if name not in zerocast.__doc__] == []
+
+
+def test_help_and_completion_show_no_internal_module() -> None:
+    public = {*zerocast.__all__, "export", "serve"}
+    assert {name for name in dir(zerocast) if not name.startswith("__")} == public
+    shown = pydoc.render_doc(zerocast, renderer=pydoc.plaintext).partition("\nSUBMODULES\n")[2].partition("\n\n")[0]
+    assert shown.split() == ["export"]  # the others are folders
 
 
 def test_recipes_and_plans_are_short() -> None:

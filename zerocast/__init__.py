@@ -66,3 +66,8 @@ __all__ = [
     "switch",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, for `help` and completion; the rooms of the package are found by import."""
+    return [*__all__, "export", "serve", *(name for name in globals() if name.startswith("__"))]

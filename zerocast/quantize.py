@@ -5,6 +5,7 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import ONE_PROCESS
@@ -34,12 +35,14 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
     format cannot take, a weight that is already quantized in another format, an embedding, whose
-    rows are looked up and not multiplied, and the kernel of a convolution.
+    rows are looked up and not multiplied, the kernel of a convolution, and a DTensor, whose shards
+    `zerocast.fsdp2.prepare` is for.
     """
     recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     chosen: dict[Tensor, FormatSpec] = {}
+    unfit = read_without_products(model)
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
         if isinstance(parameter, QuantizedWeight):
@@ -47,7 +50,11 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
             continue
         if fmt.element is None:
             continue
-        check_weight(model, name, parameter, fmt, parameter.shape)
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is sharded already: call zerocast.fsdp2.prepare, not quantize_, before fully_shard"
+            )
+        check_weight(unfit, name, parameter, fmt, parameter.shape)
         if chosen.setdefault(parameter, fmt) != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {chosen[parameter]} and {fmt}")
     names: dict[Tensor, str] = {parameter: name for name, parameter in reversed(weights.items())}
@@ -84,19 +91,27 @@ def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype:
         )
 
 
-def check_weight(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]) -> None:
+def read_without_products(model: nn.Module) -> dict[int, str]:
+    """What each parameter is that its module reads otherwise than in a product, by id."""
+    return {
+        id(parameter): what
+        for owner in model.modules()
+        for kind, what in NO_PRODUCT.items()
+        if isinstance(owner, kind)
+        for parameter in owner.parameters(recurse=False)
+    }
+
+
+def check_weight(unfit: Mapping[int, str], name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]) -> None:
     """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this
-    format.
+    format; `unfit` is of `read_without_products`.
     """
+    if id(parameter) in unfit:
+        raise ValueError(f"{name} is {unfit[id(parameter)]} and cannot be {fmt}: match it with 'identity'")
     try:
         check_shape(fmt, shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    for owner in model.modules():
-        if any(p is parameter for p in owner.parameters(recurse=False)):
-            for kind, what in NO_PRODUCT.items():
-                if isinstance(owner, kind):
-                    raise ValueError(f"{name} is {what} and cannot be {fmt}: match it with 'identity'")
 
 
 def _quantized(

@@ -6,6 +6,7 @@
 // amaxes of its blocks.
 #include "cuda/adam.cuh"
 #include "cuda/amax.cuh"
+#include "cuda/changes.cuh"
 #include "cuda/codes.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/stages.h"
@@ -135,19 +136,38 @@ __device__ float multiplier_of(const Format& format, float amax, float group) {
   }
 }
 
-template <class Nominal, class E>
-__device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t data, float multiplier) {
+// True if a lane's codes are stored a row at a time; `data` is the address of the weight's element 0.
+template <class E>
+__device__ bool stores_words(const OnePassLane& lane, uint64_t data) {
+  constexpr int kInByte = 8 / E::kBits, kBytes = sizeof(typename Encoder<E>::Word4);
+  return lane.whole(kRows) && (data + lane.element / kInByte) % kBytes == 0 && lane.pitch / kInByte % kBytes == 0;
+}
+
+// A lane's codes before this cast, if they are stored so.
+template <class E, class Word>
+__device__ void read_codes(const OnePassLane& lane, uint64_t data, Word (&held)[kRows]) {
+  if (!stores_words<E>(lane, data)) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    held[r] = *reinterpret_cast<const Word*>(data + (lane.element + r * lane.pitch) * E::kBits / 8);
+  }
+}
+
+// Writes the codes of a lane. `put(row, codes)` stores those of a whole row, `put_byte` one byte of
+// the weight.
+template <class Nominal, class E, int kUnroll, class Put, class PutByte>
+__device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t data, float multiplier, const Put& put,
+                            const PutByte& put_byte) {
   using Word = typename Encoder<E>::Word4;
   constexpr int kInByte = 8 / E::kBits;
   const Kept<Nominal> kept;
-  const auto address = [&](int r) { return data + (lane.element + r * lane.pitch) / kInByte; };
   const auto codes_of = [&](const FourElements& x) {
     return Encoder<E>::encode4({x.a.x * multiplier, x.a.y * multiplier}, {x.b.x * multiplier, x.b.y * multiplier});
   };
   const auto masters = [&](int r) { return reinterpret_cast<const float*>(master) + lane.element + r * lane.pitch; };
-  if (lane.whole(kRows) && address(0) % sizeof(Word) == 0 && lane.pitch / kInByte % sizeof(Word) == 0) {
-#pragma unroll 4
-    for (int r = 0; r < kRows; ++r) *reinterpret_cast<Word*>(address(r)) = codes_of(kept.read(r, masters(r)));
+  if (stores_words<E>(lane, data)) {
+#pragma unroll kUnroll
+    for (int r = 0; r < kRows; ++r) put(r, codes_of(kept.read(r, masters(r))));
     return;
   }
 #pragma unroll 1
@@ -164,9 +184,15 @@ __device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t d
     const Word codes = codes_of(x);
 #pragma unroll
     for (int c = 0; c < kColumns; c += kInByte) {
-      if (owned.has(c)) reinterpret_cast<uint8_t*>(address(r))[c / kInByte] = static_cast<uint8_t>(codes >> c * E::kBits);
+      if (owned.has(c)) {
+        put_byte((lane.element + r * lane.pitch) / kInByte + c / kInByte, static_cast<uint8_t>(codes >> c * E::kBits));
+      }
     }
   }
+}
+
+__device__ inline uint64_t data_of(const BaseList& row_data, const Weight& w) {
+  return row_data.addresses[w[column::ROW_DATA_BASE]] + w[column::ROW_DATA_OFFSET];
 }
 
 struct StateBases {
@@ -178,10 +204,11 @@ __device__ OnePassLane lane_of(const Format& format, const Weight& w, const Item
   return find_lane<kColumns>(panel_grid(known<kGrid>(format), w, kOnePassShape), w, item.ordinal, kRows, kWarps);
 }
 
-template <class Grad, class Moment, class Nominal, class E, Grid kGrid>
+// With kNotes old codes are read and changes are noted, which costs registers.
+template <class Grad, class Moment, class Nominal, class E, Grid kGrid, bool kNotes>
 __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
     adam_cast_kernel(Format format, const int64_t* table, const Item* items, StateBases state, const int64_t* groups,
-                     AdamInputs adam, AmaxSink out, BaseList row_data) {
+                     AdamInputs adam, AmaxSink out, BaseList row_data, uint32_t* changed) {
   if (holds(adam.skip)) return;
   float most;
   {
@@ -191,6 +218,13 @@ __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
                                           origin_of<Moment>(state.exp_avg, w), origin_of<Moment>(state.exp_avg_sq, w)};
     most = update<Nominal>(arrays, lane_of<kGrid>(format, w, item), adam.rows[groups[item.weight]], *adam.clip);
   }
+  using Word = typename Encoder<E>::Word4;
+  [[maybe_unused]] Word held[kRows];
+  if constexpr (kNotes) {  // while the thread block waits for its amaxes
+    const Item item = items[blockIdx.x];
+    const Weight w = weight_of(table, item);
+    read_codes<E>(lane_of<kGrid>(format, w, item), data_of(row_data, w), held);
+  }
   const LaneAmaxes amaxes = amaxes_of_lanes<kGrid>(most);
   const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
   // Found once more, so that the loop above has these registers.
@@ -198,8 +232,24 @@ __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
   const Weight w = weight_of(table, item);
   const OnePassLane lane = lane_of<kGrid>(format, w, item);
   store_amax<kGrid>(lane, w, out, amaxes.block);
-  const uint64_t data = row_data.addresses[w[column::ROW_DATA_BASE]] + w[column::ROW_DATA_OFFSET];
-  write_codes<Nominal, E>(lane, origin_of<Float32>(state.master, w), data, multiplier);
+  const uint64_t data = data_of(row_data, w), master = origin_of<Float32>(state.master, w);
+  const auto byte = [&](int r) { return (lane.element + r * lane.pitch) * E::kBits / 8; };
+  if constexpr (kNotes) {
+    const ChangeMap changes(changed, w);
+    write_codes<Nominal, E, kRows>(  // all of `held` in registers
+        lane, master, data, multiplier,
+        [&](int r, Word codes) {
+          const uint32_t differs = differing_bytes(codes, held[r]);
+          if (!differs) return;
+          *reinterpret_cast<Word*>(data + byte(r)) = codes;
+          changes.set(byte(r), differs);
+        },
+        [&](int64_t at, uint8_t value) { changes.write(data, at, value); });
+  } else {
+    write_codes<Nominal, E, 4>(
+        lane, master, data, multiplier, [&](int r, Word codes) { *reinterpret_cast<Word*>(data + byte(r)) = codes; },
+        [&](int64_t at, uint8_t value) { *reinterpret_cast<uint8_t*>(data + at) = value; });
+  }
 }
 
 template <class Body>
@@ -227,17 +277,24 @@ void for_codes(const Format& format, const Body& body) {
 }  // namespace
 
 void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
-               const AdamStep& step, Array packed, DeviceBases row_data, Stream stream) {
+               const AdamStep& step, Array packed, DeviceBases row_data, Bitmap changed, Stream stream) {
   const StateBases bases{bases_of(state.master), bases_of(state.grad.address), bases_of(state.exp_avg.address),
                          bases_of(state.exp_avg_sq.address)};
+  const auto go = [&](auto kernel) {
+    launch(kernel, work.blocks, kOnePassShape.threads(), stream, format, table_of(work), items_of(work), bases,
+           reinterpret_cast<const int64_t*>(groups), inputs_of(step), AmaxSink{amaxes_of(packed), nominal},
+           bases_of(row_data), bitmap_of(changed));
+  };
   for_states(state, [&](auto grad, auto moment) {
     for_nominal(nominal, [&](auto rounded) {
       for_codes(format, [&](auto element, auto grid) {
-        launch(
-            adam_cast_kernel<decltype(grad), decltype(moment), decltype(rounded), decltype(element), decltype(grid)::value>,
-            work.blocks, kOnePassShape.threads(), stream, format, table_of(work), items_of(work), bases,
-            reinterpret_cast<const int64_t*>(groups), inputs_of(step), AmaxSink{amaxes_of(packed), nominal},
-            bases_of(row_data));
+        using Grad = decltype(grad);
+        using Moment = decltype(moment);
+        using Nominal = decltype(rounded);
+        using E = decltype(element);
+        constexpr Grid kGrid = decltype(grid)::value;
+        if (changed) return go(adam_cast_kernel<Grad, Moment, Nominal, E, kGrid, true>);
+        return go(adam_cast_kernel<Grad, Moment, Nominal, E, kGrid, false>);
       });
     });
   });

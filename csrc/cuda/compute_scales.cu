@@ -1,8 +1,8 @@
 // Stage compute_scales: whole scale buffers, padding included, and the tensor amaxes, from the
 // reduced amaxes.
 //
-// A thread fills four neighbouring entries in all the rows that repeat them. Two-level scales need
-// the tensor amax first.
+// A thread fills 16 bytes of a row in all the rows that repeat them. Two-level scales need the tensor
+// amax first.
 #include "cuda/dispatch.cuh"
 #include "cuda/scale_entries.cuh"
 #include "cuda/stages.h"
@@ -40,17 +40,19 @@ struct StoredScale {
   }
 };
 
+constexpr int kFour = 4;  // amaxes that are read together
+
 // Four neighbouring amaxes, of which `count` exist.
 template <class Packed>
-__device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count, float (&amaxes)[kScaleEntries]) {
+__device__ void read_amaxes(const Amaxes& packed, int64_t index, uint32_t count, float (&amaxes)[kFour]) {
   const auto* at = static_cast<const typename Packed::Word*>(packed.address) + index;
-  if (count >= kScaleEntries && reinterpret_cast<uint64_t>(at) % Four<Packed>::kBytes == 0) {
+  if (count >= kFour && reinterpret_cast<uint64_t>(at) % Four<Packed>::kBytes == 0) {
     const Four<Packed> four = Four<Packed>::load(at);
 #pragma unroll
-    for (int c = 0; c < kScaleEntries; ++c) amaxes[c] = four[c];
+    for (int c = 0; c < kFour; ++c) amaxes[c] = four[c];
   } else {
 #pragma unroll
-    for (int c = 0; c < kScaleEntries; ++c) amaxes[c] = c < count ? Packed::widen(at[c]) : 0.0f;
+    for (int c = 0; c < kFour; ++c) amaxes[c] = c < count ? Packed::widen(at[c]) : 0.0f;
   }
 }
 
@@ -61,59 +63,70 @@ __device__ float group_amax(const Amaxes& packed, int64_t first_amax, const Grid
                             uint32_t count) {
   float most = 0.0f;
 #pragma unroll
-  for (uint32_t r = 0; r < kScaleEntries; ++r) {
-    const uint32_t down = row / kScaleEntries * kScaleEntries + r;
-    float amaxes[kScaleEntries];
+  for (uint32_t r = 0; r < kFour; ++r) {
+    const uint32_t down = row / kFour * kFour + r;
+    float amaxes[kFour];
     read_amaxes<Packed>(packed, first_amax + static_cast<int64_t>(down) * grid.across + column,
                         down < grid.down ? count : 0u, amaxes);
 #pragma unroll
-    for (int c = 0; c < kScaleEntries; ++c) most = fmaxf(most, amaxes[c]);
+    for (int c = 0; c < kFour; ++c) most = fmaxf(most, amaxes[c]);
   }
   return most;
 }
 
-// Four columns of some rows of a buffer, including padding. With repeated columns all four are of
-// one block. The code for scales that depend on each other (kGrouped) would slow down all others:
-// it takes 14 of 46 registers.
-template <class Packed, bool kGrouped, class Stored>
+// Sixteen bytes of some rows of a buffer, including padding. Where columns are repeated (kRepeated),
+// they are of one block. The code for scales that depend on each other (kGrouped) would slow down all
+// others: it takes many registers.
+template <class Packed, bool kGrouped, bool kRepeated, class Stored>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
                      const Stored& scale, uint8_t* out) {
-  constexpr uint32_t kPadding = Stored::kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u;
+  constexpr bool kBytes = Stored::kRule != ScaleRule::kFP32;
+  constexpr uint32_t kPadding = kBytes ? 0u : 0x3F800000u, kEntry = kBytes ? 1 : 4;
   const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer), row_bytes = buffer.row_bytes();
-  const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
+  const uint32_t tall = thread / across, first_byte = (thread - tall * across) * kScaleBytes, column = first_byte / kEntry;
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
   const uint32_t used = buffer.used_columns(), there = used > column ? used - column : 0u;
-  const bool same = buffer.repeat_columns != 1;
-#pragma unroll 8
+#pragma unroll(kRepeated ? 8 : 2)
   for (uint32_t i = 0; i < rows; ++i) {
     const uint32_t down = tall * rows + i;
     if (down >= grid_rows) return;
     const uint32_t count = down < buffer.grid.down ? there : 0u;
     const int64_t grid_row = first_amax + static_cast<int64_t>(down) * buffer.grid.across;
-    uint32_t entries[kScaleEntries];
-    if (same) {
+    ScaleWords words;
+    if constexpr (kRepeated) {
       const uint32_t block = column / static_cast<uint32_t>(buffer.repeat_columns);
       const uint32_t entry = count ? scale.of(packed.load(grid_row + block)) : kPadding;
 #pragma unroll
-      for (int c = 0; c < kScaleEntries; ++c) entries[c] = entry;
+      for (uint32_t& word : words) word = entry * 0x01010101u;
     } else {
-      float amaxes[kScaleEntries];
-      read_amaxes<Packed>(packed, grid_row + column, count, amaxes);
 #pragma unroll
-      for (int c = 0; c < kScaleEntries; ++c) entries[c] = c < count ? scale.of(amaxes[c]) : kPadding;
-      if constexpr (kGrouped) {
-        if (count) {  // of these four columns
-          const float most = group_amax<Packed>(packed, first_amax, buffer.grid, down, column, count);
-          const PowerOfTwoScale power = scale.format.power_of_two_scale();
+      for (int four = 0; four < (kBytes ? kScaleWords : 1); ++four) {
+        const uint32_t first = column + four * kFour, exist = count > four * kFour ? count - four * kFour : 0u;
+        float amaxes[kFour];
+        read_amaxes<Packed>(packed, grid_row + first, exist, amaxes);
+        uint32_t entries[kFour];
 #pragma unroll
-          for (int c = 0; c < kScaleEntries; ++c) {
-            if (c < count) entries[c] = power.code(amaxes[c], most);
+        for (int c = 0; c < kFour; ++c) entries[c] = c < exist ? scale.of(amaxes[c]) : kPadding;
+        if constexpr (kGrouped) {
+          if (exist) {
+            const float most = group_amax<Packed>(packed, first_amax, buffer.grid, down, first, exist);
+            const PowerOfTwoScale power = scale.format.power_of_two_scale();
+#pragma unroll
+            for (int c = 0; c < kFour; ++c) {
+              if (c < exist) entries[c] = power.code(amaxes[c], most);
+            }
           }
+        }
+        if constexpr (kBytes) {
+          words[four] = word_of(entries);
+        } else {
+#pragma unroll
+          for (int c = 0; c < kFour; ++c) words[c] = entries[c];
         }
       }
     }
     uint8_t* row = out + static_cast<int64_t>(down) * buffer.repeat * row_bytes;
-    for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_entries(buffer, row, column, entries);
+    for (int r = 0; r < buffer.repeat; ++r, row += row_bytes) write_words(row, first_byte, row_bytes, words);
   }
 }
 
@@ -149,12 +162,13 @@ __global__ void __launch_bounds__(kScaleThreads)
       *scale_inv = 1.0f / *out.scales.at<const float>(w, column::SCALE_BASE, column::SCALE_OFFSET);
     }
   } else if (thread < rowwise) {
-    fill<Packed, kGrouped>(buffer, thread, w[column::ROW_AMAX], packed, scale,
-                           at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, buffer.entry));
+    fill<Packed, kGrouped, false>(buffer, thread, w[column::ROW_AMAX], packed, scale,
+                                  at(out.row_scales, column::ROW_SCALE_BASE, column::ROW_SCALE_OFFSET, buffer.entry));
   } else if (thread < rowwise + columnwise) {
     const column::Column amaxes = format.columnwise == Columnwise::kShared ? column::ROW_AMAX : column::COLUMN_AMAX;
-    fill<Packed, kGrouped>(columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[amaxes], packed,
-                           scale, at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
+    fill<Packed, kGrouped, kGrid == Grid::kSquare32>(
+        columnwise_scale_buffer(format, w.rows(), w.columns()), thread - rowwise, w[amaxes], packed, scale,
+        at(out.column_scales, column::COLUMN_SCALE_BASE, column::COLUMN_SCALE_OFFSET, 1));
   }
 }
 

@@ -36,9 +36,9 @@ constexpr int kOnePassRows = 128 / kOnePassShape.warps;
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
 
-// Scales: a thread takes 4 neighbouring entries of 8 rows of a scale buffer, or of the rows that
+// Scales: a thread takes 16 neighbouring bytes of 8 rows of a scale buffer, or of the rows that
 // repeat one.
-constexpr int kScaleEntries = 4, kScaleRows = 8, kScaleThreads = 256;
+constexpr int kScaleBytes = 16, kScaleRows = 8, kScaleThreads = 256;
 
 // Transposes: a thread block takes 128 bytes of 256 rows. Its threads, 8 across, take 16 bytes of 4
 // rows each, or of 8 rows of 4-bit codes.
@@ -82,7 +82,7 @@ inline Ordinals panel_ordinals(const Format& format, const Weight& w, PanelShape
 // The threads that fill one scale buffer. All extents are 32-bit: 64-bit divisions would cost more
 // than the rest of the kernel.
 ZC_HD uint32_t scale_threads_across(const ScaleBuffer& buffer) {
-  return (static_cast<uint32_t>(buffer.columns) + kScaleEntries - 1) / kScaleEntries;
+  return (static_cast<uint32_t>(buffer.row_bytes()) + kScaleBytes - 1) / kScaleBytes;
 }
 
 ZC_HD uint32_t scale_rows(const ScaleBuffer& buffer) {

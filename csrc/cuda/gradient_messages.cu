@@ -68,11 +68,17 @@ __device__ float landed(float before, float total, float divisor, bool adds) {
   return adds ? before + mean : mean;
 }
 
-// A thread takes eight neighbouring elements of every message.
-__global__ void __launch_bounds__(kThreads)
+__device__ float4 exchanged(float4 value) {
+  return {__shfl_xor_sync(0xFFFFFFFFu, value.x, 1), __shfl_xor_sync(0xFFFFFFFFu, value.y, 1),
+          __shfl_xor_sync(0xFFFFFFFFu, value.z, 1), __shfl_xor_sync(0xFFFFFFFFu, value.w, 1)};
+}
+
+// A thread takes eight neighbouring elements of every message. Two threads exchange halves before
+// they store their sums, so that a store fills whole sectors of 32 bytes.
+__global__ void __launch_bounds__(kThreads, 5)
     add_eights_kernel(const uint8_t* messages, int32_t parts, GradientMessage part, float divisor, bool adds, float* out) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kElements;
-  if (at >= part.numel) return;
+  const bool exists = at < part.numel;
   const uint8_t* code_at = messages + at;
   const uint8_t* scale_at = messages + part.scales_at() + at / kGradientGroup * 4;
   float2 total[kElements / 2] = {};
@@ -81,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
     float scale_inv[kSenders];
 #pragma unroll
     for (int i = 0; i < kSenders; ++i) {
-      if (first + i < parts) {
+      if (exists && first + i < parts) {
         codes[i] = *reinterpret_cast<const uint2*>(code_at + (first + i) * part.bytes());
         scale_inv[i] = *reinterpret_cast<const float*>(scale_at + (first + i) * part.bytes());
       }
@@ -99,13 +105,20 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+  const bool odd = threadIdx.x % 2;
+  const float4 low = {total[0].x, total[0].y, total[1].x, total[1].y};
+  const float4 high = {total[2].x, total[2].y, total[3].x, total[3].y};
+  const float4 theirs = exchanged(odd ? low : high);
+  // of the sixteen elements of both threads: the first and second four, then the third and fourth
+  const float4 sums[] = {odd ? theirs : low, odd ? high : theirs};
 #pragma unroll
-  for (int four = 0; four < kElements / 4; ++four) {
-    auto* target = reinterpret_cast<float4*>(out + at) + four;
+  for (int i = 0; i < 2; ++i) {
+    const int64_t place = at - (odd ? kElements : 0) + 8 * i + (odd ? 4 : 0);
+    if (place >= part.numel) continue;
+    auto* target = reinterpret_cast<float4*>(out + place);
     const float4 before = adds ? *target : float4{};
-    const float2 low = total[2 * four], high = total[2 * four + 1];
-    *target = {landed(before.x, low.x, divisor, adds), landed(before.y, low.y, divisor, adds),
-               landed(before.z, high.x, divisor, adds), landed(before.w, high.y, divisor, adds)};
+    *target = {landed(before.x, sums[i].x, divisor, adds), landed(before.y, sums[i].y, divisor, adds),
+               landed(before.z, sums[i].z, divisor, adds), landed(before.w, sums[i].w, divisor, adds)};
   }
 }
 

@@ -81,11 +81,12 @@ struct Four {
     memcpy(&four, &bits, kBytes);
     return four;
   }
-  __device__ void store(Word* at) const {
+  __device__ Bits bits() const {
     Bits bits;
     memcpy(&bits, this, kBytes);
-    *reinterpret_cast<Bits*>(at) = bits;
+    return bits;
   }
+  __device__ void store(Word* at) const { *reinterpret_cast<Bits*>(at) = bits(); }
   __device__ float operator[](int i) const { return Storage::widen(words[i]); }
 };
 

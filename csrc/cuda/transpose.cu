@@ -132,10 +132,11 @@ __global__ void __launch_bounds__(kTransposeThreads)
   }
 }
 
-// A thread takes four neighbouring columns of some rows of the columnwise buffer.
+// A thread takes 16 bytes of some rows of the columnwise buffer.
 template <Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
     transpose_scales_kernel(Format given, const int64_t* table, const Item* items, Bases row_scales, Bases column_scales) {
+  constexpr bool kBytes = rule_of(kGrid) != ScaleRule::kFP32;
   Format format = known<kGrid>(given);
   format.scale_rule = rule_of(kGrid);
   const Item item = items[blockIdx.x];
@@ -145,21 +146,30 @@ __global__ void __launch_bounds__(kScaleThreads)
   const uint32_t thread = item.ordinal * kScaleThreads + threadIdx.x;
   if (thread >= scale_threads(to)) return;
   const uint32_t across = scale_threads_across(to), rows = scale_rows(to), grid_rows = to.rows / to.repeat;
-  const uint32_t tall = thread / across, column = (thread - tall * across) * kScaleEntries;
+  const uint32_t tall = thread / across, first_byte = (thread - tall * across) * kScaleBytes;
+  const uint32_t row_bytes = to.row_bytes();
   const uint8_t* source = row_scales.at(w[column::ROW_SCALE_BASE], w[column::ROW_SCALE_OFFSET] * to.entry);
   uint8_t* out = column_scales.at(w[column::COLUMN_SCALE_BASE], w[column::COLUMN_SCALE_OFFSET] * to.entry);
+#pragma unroll 1
   for (uint32_t down = tall * rows; down < min(tall * rows + rows, grid_rows); ++down) {
-    uint32_t entries[kScaleEntries];
+    const auto entry = [&](uint32_t column) -> uint32_t {
+      const int64_t index = static_cast<int64_t>(column) * from.repeat * from.columns + down;
+      const bool used = down < to.grid.down && column < to.grid.across;
+      if constexpr (kBytes) return used ? source[index] : 0u;
+      return used ? reinterpret_cast<const uint32_t*>(source)[index] : 0x3F800000u;
+    };
+    ScaleWords words;
 #pragma unroll
-    for (int c = 0; c < kScaleEntries; ++c) {
-      const int64_t index = static_cast<int64_t>(column + c) * from.repeat * from.columns + down;
-      const bool used = down < to.grid.down && column + c < to.grid.across;
-      entries[c] = !used           ? (to.entry == 1 ? 0u : 0x3F800000u)
-                   : to.entry == 1 ? source[index]
-                                   : reinterpret_cast<const uint32_t*>(source)[index];
+    for (uint32_t i = 0; i < kScaleWords; ++i) {
+      if constexpr (kBytes) {
+        const uint32_t column = first_byte + 4 * i;
+        words[i] = word_of({entry(column), entry(column + 1), entry(column + 2), entry(column + 3)});
+      } else {
+        words[i] = entry(first_byte / 4 + i);
+      }
     }
-    uint8_t* row = out + static_cast<int64_t>(down) * to.repeat * to.row_bytes();
-    for (int r = 0; r < to.repeat; ++r, row += to.row_bytes()) write_entries(to, row, column, entries);
+    uint8_t* row = out + static_cast<int64_t>(down) * to.repeat * row_bytes;
+    for (int r = 0; r < to.repeat; ++r, row += row_bytes) write_words(row, first_byte, row_bytes, words);
   }
 }
 

@@ -3,7 +3,8 @@
 //
 // A thread block takes 128x128, a thread 16 neighbouring codes of four rows. Tables in shared memory
 // hold the E4M3 codes of the eight magnitudes for each spread of scales, which a thread looks up four
-// at a time. Transposed, its four rows become words along the columns, and those rows of 128 bytes.
+// at a time. Transposed, its four rows become words along the columns, and those rows of 128 bytes; a
+// block takes two groups side by side then, so that it reads 128 bytes of each row, too.
 #include <stdexcept>
 #include <utility>
 
@@ -15,8 +16,11 @@ namespace zerocast::cuda {
 namespace {
 
 constexpr int kGroup = 128, kTile = 32, kTiles = kGroup / kTile;
-constexpr int kCodes = 16, kRows = 4, kLanes = kGroup / kCodes, kThreads = kLanes * kGroup / kRows;
+constexpr int kCodes = 16, kRows = 4, kLanes = kGroup / kCodes, kThreads = kLanes * kGroup / kRows;  // of a group
 static_assert(kThreads == (kMostSpread + 1) * 8, "a thread makes one entry of the tables");
+
+// The groups that a thread block takes side by side.
+__host__ __device__ constexpr int wide(bool transposed) { return transposed ? 2 : 1; }
 
 struct Source {
   const uint8_t* data;
@@ -69,15 +73,15 @@ __device__ uint4 upcast_all(uint2 codes, uint2 table) {
 }
 
 template <bool kTransposed>
-__global__ void __launch_bounds__(kThreads) upcast_kernel(Source from, Target to) {
-  constexpr int kWords = kGroup / 4;  // of a column
+__global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(Source from, Target to) {
+  constexpr int kWide = wide(kTransposed), kWords = kGroup / 4;  // of a column
   __shared__ uint2 tables[kMostSpread + 1];
-  __shared__ __align__(16) uint8_t exponents[kTiles][kTiles];
-  __shared__ __align__(16) uint32_t turned[kTransposed ? kGroup * kWords : 4];
+  __shared__ __align__(16) uint8_t exponents[kWide][kTiles][kTiles];
+  __shared__ __align__(16) uint32_t turned[kTransposed ? kWide * kGroup * kWords : 4];
   // groups follow each other as the result lies in memory
-  const int32_t first = blockIdx.x / to.across, second = blockIdx.x - first * to.across;
+  const int32_t band = blockIdx.x / to.across, second = blockIdx.x - band * to.across, first = band * kWide;
   const int32_t down = kTransposed ? second : first, across = kTransposed ? first : second;
-  const int lane = threadIdx.x % kLanes, strip = threadIdx.x / kLanes;
+  const int lane = threadIdx.x % (kWide * kLanes), strip = threadIdx.x / (kWide * kLanes), group = lane / kLanes;
   const int32_t row = down * kGroup + strip * kRows, column = across * kGroup + lane * kCodes;
 
   const bool exists = row < from.rows && column < from.columns;  // extents are multiples of 32
@@ -87,17 +91,23 @@ __global__ void __launch_bounds__(kThreads) upcast_kernel(Source from, Target to
     const int64_t index = static_cast<int64_t>(row + r) * from.columns + column;
     if (exists) codes[r] = load_codes(from.data + index / 2, from.aligned);
   }
-  reinterpret_cast<uint8_t*>(tables)[threadIdx.x] =
-      static_cast<uint8_t>(upcast_code(threadIdx.x % 8, static_cast<int32_t>(threadIdx.x / 8)));
-  if (threadIdx.x < kTiles * kTiles) {
-    const int i = threadIdx.x / kTiles, j = threadIdx.x % kTiles;  // the padding of the buffer is 0
-    exponents[i][j] =
-        from.scales[(static_cast<int64_t>(down) * kGroup + i * kTile) * from.scale_columns + across * kTiles + j];
+  if (threadIdx.x < kThreads) {
+    reinterpret_cast<uint8_t*>(tables)[threadIdx.x] =
+        static_cast<uint8_t>(upcast_code(threadIdx.x % 8, static_cast<int32_t>(threadIdx.x / 8)));
+  }
+  if (threadIdx.x < kWide * kTiles * kTiles) {
+    const int beside = threadIdx.x / (kTiles * kTiles), i = threadIdx.x / kTiles % kTiles, j = threadIdx.x % kTiles;
+    const int64_t tile_row = static_cast<int64_t>(down) * kGroup + i * kTile;  // the padding of the buffer is 0
+    const bool is_there = first + beside < to.down;
+    exponents[beside][i][j] =
+        is_there ? from.scales[tile_row * from.scale_columns + (across + beside) * kTiles + j] : uint8_t{0};
   }
   __syncthreads();
-  const int32_t largest = static_cast<int32_t>(greatest_byte(*reinterpret_cast<const uint4*>(exponents)));
-  if (threadIdx.x == 0) to.store_scale(first, second, upcast_scale(largest));
-  const int32_t exponent = exponents[strip * kRows / kTile][lane * kCodes / kTile];
+  const int32_t largest = static_cast<int32_t>(greatest_byte(*reinterpret_cast<const uint4*>(exponents[group])));
+  if (strip == 0 && lane % kLanes == 0 && first + group < to.down) {
+    to.store_scale(first + group, second, upcast_scale(largest));
+  }
+  const int32_t exponent = exponents[group][strip * kRows / kTile][lane % kLanes * kCodes / kTile];
   const uint2 table = tables[smaller(largest - exponent, kMostSpread)];
   uint4 fp8[kRows];
 #pragma unroll
@@ -122,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) upcast_kernel(Source from, Target to
     __syncthreads();
     constexpr int kPieces = kWords / 4;  // of 16 bytes, a column
 #pragma unroll
-    for (int i = threadIdx.x; i < kGroup * kPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < kWide * kGroup * kPieces; i += kWide * kThreads) {
       const int c = i / kPieces, piece = i % kPieces;
       const int64_t out_row = static_cast<int64_t>(across) * kGroup + c, out_column = down * kGroup + piece * 16;
       if (out_row < from.columns && out_column < from.rows) {
@@ -152,8 +162,9 @@ void upcast(const Format& format, const Upcast& weight, Stream stream) {
   Target to{reinterpret_cast<uint8_t*>(weight.codes), reinterpret_cast<float*>(weight.group_scale_inv),
             static_cast<int32_t>(groups.down), static_cast<int32_t>(groups.across)};
   if (weight.transposed) std::swap(to.down, to.across);
-  launch(weight.transposed ? upcast_kernel<true> : upcast_kernel<false>, groups.down * groups.across, kThreads, stream, from,
-         to);
+  const int64_t bands = (to.down + wide(weight.transposed) - 1) / wide(weight.transposed);
+  launch(weight.transposed ? upcast_kernel<true> : upcast_kernel<false>, bands * to.across,
+         wide(weight.transposed) * kThreads, stream, from, to);
 }
 
 }  // namespace zerocast::cuda

@@ -1,11 +1,15 @@
 """The options of a run: one dataclass, from which tyro also builds the command line."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 from examples.gpt_pretrain.model import GPTConfig
 
+PROGRAM = "python -m examples.gpt_pretrain.train"
 Format = Literal[
     "bf16",
     "fp8_current",
@@ -29,8 +33,12 @@ class TrainConfig:
     format: Format = "bf16"
     """Format of the matrices in the transformer blocks; bf16 quantizes nothing."""
     parallel: Parallel = "zero"
-    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in two replicas; fsdp2_tp: with each
+    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in replicas; fsdp2_tp: with each
     MLP sliced in two.
+    """
+    shard_ranks: int = 0
+    """Ranks that share one replica of hsdp, such as those of a node: the number of replicas follows
+    the ranks that there are. 0: half of the ranks, so two replicas.
     """
     late_format: Format = "bf16"
     """Format of the last steps, to which `zerocast.switch` changes."""
@@ -115,7 +123,7 @@ class TrainConfig:
         for name in ("steps", "batch_size", "grad_accum", "log_every", "eval_every", "eval_sequences", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "measure_every", "checkpoint_every"):
+        for name in ("warmup_steps", "measure_every", "checkpoint_every", "shard_ranks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
         if not self.timeout > 0:
@@ -126,6 +134,9 @@ class TrainConfig:
             raise ValueError("keep_masters is about quantized weights, and with format bf16 there are none")
         if self.parallel != "zero" and not self.keep_masters:
             raise ValueError(f"keep_masters is about the masters of ZeroAdamW, not of {self.parallel}")
+
+        if self.parallel != "hsdp" and self.shard_ranks:
+            raise ValueError(f"shard_ranks is about the replicas of hsdp, and {self.parallel} has none")
 
     @property
     def slices(self) -> int:
@@ -145,3 +156,10 @@ class TrainConfig:
     def format_at(self, step: int) -> Format:
         """The format of the weights during a step, counted from 0."""
         return self.late_format if step >= self.steps - self.late_steps else self.format
+
+
+def options(arguments: Sequence[str] | None = None) -> TrainConfig:
+    """The options of a command line, by default of this process; ends the process with status 2 for
+    those that cannot be.
+    """
+    return tyro.cli(TrainConfig, prog=PROGRAM, args=arguments)

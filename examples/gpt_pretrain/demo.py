@@ -22,12 +22,13 @@ import tyro
 from rich.console import Console
 
 from examples.gpt_pretrain import interrupt, report
-from examples.gpt_pretrain.config import Format
+from examples.gpt_pretrain.config import Format, options
 from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.progress import Progress
 from examples.gpt_pretrain.run_log import Record
 
 DEFAULTS = ["--steps", "300", "--device", "cpu"]  # for train.py; the command line overrides them
+QUANTIZED_COST = 1.4  # a step with quantized weights over one in bf16, on a CPU
 START_SECONDS = 10.0  # from launch to the first step, and from the last step to the end
 PACE_STEPS = 12  # steps after which a run's speed is known
 
@@ -47,13 +48,28 @@ class DemoConfig:
     timeout: float = 600.0
     """Seconds after which a single run is ended as hung."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("seconds", 1), ("timeout", 1), ("ranks", 1)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def share(self, elapsed: float = 0.0) -> float:
+        """Seconds that the first run may take, so that all fit into what is left."""
+        costs = [1.0 if name == "bf16" else QUANTIZED_COST for name in self.formats]
+        return START_SECONDS + (self.seconds - elapsed - len(costs) * START_SECONDS) * costs[0] / sum(costs)
+
 
 class TooSlowError(Exception):
-    """The first run will exceed its share of the time; `steps` steps would fit."""
+    """The first run will exceed its share of the time, at `pace` seconds a step."""
 
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self.steps = steps
+    def __init__(self, pace: float) -> None:
+        super().__init__(pace)
+        self.pace = pace
+
+
+def affordable_steps(pace: float, seconds: float) -> int:
+    """The steps of a run that takes that long, from its launch to its end."""
+    return int((seconds - START_SECONDS) / pace)
 
 
 def check_pace(records: Sequence[Record], seconds: float) -> None:
@@ -62,10 +78,8 @@ def check_pace(records: Sequence[Record], seconds: float) -> None:
     if len(times) < PACE_STEPS:
         return
     pace = sum(times[PACE_STEPS // 2 :]) / len(times[PACE_STEPS // 2 :])  # the first steps warm up
-    affordable = int((seconds - START_SECONDS) / pace)
-    steps = records[0]["config"]["steps"]
-    if affordable < steps:
-        raise TooSlowError(max(affordable, 2 * PACE_STEPS))
+    if affordable_steps(pace, seconds) < records[0]["config"]["steps"]:
+        raise TooSlowError(pace)
 
 
 class Demo:
@@ -83,13 +97,15 @@ class Demo:
         """
         records: dict[str, list[Record]] = {}
         seconds: dict[str, float] = {}
+        began = time.monotonic()
         for i, name in enumerate(self._config.formats):
-            share = self._config.seconds / len(self._config.formats)
             try:
-                records[name], seconds[name] = self._train(name, check_pace_within=None if i else share)
+                records[name], seconds[name] = self._train(name, check_pace_within=None if i else self._config.share())
             except TooSlowError as slow:
-                self._console.print(f"slow machine: {slow.steps} steps a run, to end in {self._config.seconds:.0f} s")
-                self._arguments += ["--steps", str(slow.steps)]
+                left = self._config.share(time.monotonic() - began)
+                steps = max(affordable_steps(slow.pace, left), 2 * PACE_STEPS)
+                self._console.print(f"slow machine: {steps} steps a run, to end in {self._config.seconds:.0f} s")
+                self._arguments += ["--steps", str(steps)]
                 records[name], seconds[name] = self._train(name, check_pace_within=None)
         return report.collect(records, seconds)
 
@@ -115,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, train_arguments = tyro.cli(
         DemoConfig, prog="python -m examples.gpt_pretrain.demo", args=arguments, return_unknown_args=True
     )
+    options([*DEFAULTS, *train_arguments])  # ends here for what every run would refuse
     console = Console()
     try:
         with Progress(console, config.formats) as progress:

@@ -6,6 +6,7 @@ checkpoints of the other.
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -55,11 +56,24 @@ def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
     ranks = dist.get_world_size()
     if config.parallel == "fsdp2":
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    if ranks % 2:
-        raise ValueError(f"--parallel {config.parallel} halves the ranks, there are {ranks}")
+    if ranks % (config.shard_ranks or 2):
+        parts = f"replicas of {config.shard_ranks}" if config.shard_ranks else "two halves"
+        raise ValueError(f"--parallel {config.parallel} makes {parts} of the ranks, there are {ranks}")
     if config.parallel == "hsdp":
-        return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("shard", "tp"))
+        return _with_timeout(config, device, -1, config.shard_ranks or ranks // 2, ("replicate", "shard"))
+    return _with_timeout(config, device, ranks // 2, 2, ("shard", "tp"))
+
+
+def _with_timeout(
+    config: TrainConfig, device: torch.device, rows: int, columns: int, names: tuple[str, str]
+) -> DeviceMesh:
+    """A mesh whose groups give up after `config.timeout`, as the default group does. Those of
+    `init_device_mesh` wait for as long as torch does by default: half an hour over gloo.
+    """
+    mesh = torch.arange(dist.get_world_size()).view(rows, columns)
+    timeout = timedelta(seconds=config.timeout)
+    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout)[0] for lines in (mesh.T, mesh)]
+    return DeviceMesh.from_group(groups, device.type, mesh, mesh_dim_names=names)
 
 
 class Fsdp2AdamW(zerocast.fsdp2.TrainingState):

@@ -38,6 +38,9 @@ class GPTConfig:
     """Use the embedding matrix as the output head as well."""
 
     def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd must be a multiple of 2 * n_head, got {self.n_embd} and {self.n_head} heads")
 

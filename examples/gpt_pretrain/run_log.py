@@ -24,7 +24,8 @@ def read_records(path: Path) -> list[Record]:
 class RunLog:
     """The log of one run on rank 0; on other ranks every method does nothing.
 
-    A resumed run keeps the records up to the step that it resumes from and rewrites the later ones.
+    A resumed run keeps the records up to the step that it resumes from and rewrites the later ones,
+    in a new file: a rank 0 that stood still meanwhile still holds the old one.
     """
 
     def __init__(self, folder: Path, *, resumed_at: int, enabled: bool) -> None:
@@ -34,8 +35,11 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         kept = [record for record in read_records(path) if record["step"] <= resumed_at] if resumed_at else []
-        self._file = path.open("w", buffering=1)
+        new = path.with_name(path.name + ".new")
+        new.unlink(missing_ok=True)
+        self._file = new.open("w", buffering=1)
         self._file.writelines(json.dumps(record) + "\n" for record in kept)
+        new.replace(path)
         self._board = SummaryWriter(folder / "tensorboard", purge_step=resumed_at + 1)
 
     def write(self, event: str, step: int, **values: object) -> None:

@@ -14,19 +14,18 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import torch
-import tyro
 from torch import Tensor
 
 import zerocast
 from examples.gpt_pretrain import checkpoint, interrupt
 from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters, recipe
-from examples.gpt_pretrain.config import TrainConfig
+from examples.gpt_pretrain.config import PROGRAM, TrainConfig, options
 from examples.gpt_pretrain.data import Batch, Corpus
 from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, products, traffic_counter
 from examples.gpt_pretrain.model import GPT
@@ -246,17 +245,33 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+class CannotBeginError(ValueError):
+    """What the options ask for is not there, or cannot be."""
+
+
+@contextmanager
+def beginning() -> Iterator[None]:
+    """Raise CannotBeginError for what is wrong before the first step."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CannotBeginError(str(error)) from error
+
+
 def main(config: TrainConfig) -> Record:
     """Run one training from start or checkpoint to the last step. Returns its summary, on every
-    rank.
+    rank; raises CannotBeginError.
     """
     if config.deterministic:
         make_deterministic()
-    world = World.join(config.device, config.timeout)
+    with beginning():
+        world = World.join(config.device, config.timeout)
     try:
-        corpus = Corpus.load(config.data, config.model.context)
-        step, model, optimizer = start(config, world)
-        log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
+        with beginning():
+            corpus = Corpus.load(config.data, config.model.context)
+            step, model, optimizer = start(config, world)
+            log = RunLog(config.out, resumed_at=step, enabled=world.rank == 0)
+            trainer = Trainer(config, world, corpus, model, optimizer, log, step)
         facts = {"ranks": world.size, "device": str(world.device), "parameters": count_parameters(model)}
         where = {
             "machine": machine.describe(world.device),
@@ -265,12 +280,23 @@ def main(config: TrainConfig) -> Record:
         log.write("start", step, **facts, **where, text=corpus.fingerprint, config=dataclasses.asdict(config))
         log.say(f"{config.format}: {facts}, {len(corpus.train):,} bytes of text, from step {step} to {config.steps}")
         with zerocast.gemm.use(config.gemm, weight_gradients=config.weight_gradients):
-            summary = Trainer(config, world, corpus, model, optimizer, log, step).run()
+            summary = trainer.run()
         log.close()
         return summary
     finally:
         world.leave()
 
 
+def command(arguments: Sequence[str] | None = None) -> Record:
+    """Run the training that a command line describes; options that cannot be met end the process
+    with a line.
+    """
+    config = options(arguments)
+    try:
+        return main(config)
+    except CannotBeginError as error:
+        raise SystemExit(f"{PROGRAM}: {error}") from None
+
+
 if __name__ == "__main__":
-    interrupt.run(lambda: main(tyro.cli(TrainConfig, prog="python -m examples.gpt_pretrain.train")))
+    interrupt.run(command)

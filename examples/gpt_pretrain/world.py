@@ -20,13 +20,20 @@ class World:
     @classmethod
     def join(cls, device: str, timeout: float = 1800.0) -> "World":
         """Join the ranks that torchrun started, over NCCL for CUDA or gloo; without torchrun,
-        stay alone. A collective waits `timeout` seconds for a rank.
+        stay alone. A collective waits `timeout` seconds for a rank. ValueError where CUDA is asked
+        for and there are fewer GPUs than ranks.
         """
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
         )
-        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.device_count() >= local_size)
+        has_gpus = torch.cuda.device_count() >= local_size
+        if device == "cuda" and not has_gpus:
+            raise ValueError(
+                f"--device cuda wants a GPU for each of {local_size} ranks here, torch {torch.__version__} finds "
+                f"{torch.cuda.device_count()}"
+            )
+        use_cuda = device != "cpu" and has_gpus
         place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
         if use_cuda:
             torch.cuda.set_device(place)

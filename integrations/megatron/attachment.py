@@ -17,7 +17,7 @@ from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Pat
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 
-from . import unattached
+from . import offload, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by
@@ -66,6 +66,13 @@ class OptimizerPlan(HostPlan):
             self.plan.delayed.load_state_dict(shards.detached.delayed.state_dict())
             self.plan.delayed.unseeded = shards.detached.delayed.unseeded
 
+    def refresh(self) -> None:
+        """Cast and gather masters that were loaded or written by hand, and let the next step start
+        from them. Collective.
+        """
+        offload.write_host_copies(self.shards.optimizer)
+        super().refresh()
+
     def patches(self) -> Iterator[Patch]:
         """The methods that cast and gather, and delayed scaling in the optimizer's states."""
         one, delayed, rank, guard = self.shards.optimizer, self.plan.delayed, self.plan.group.rank, self._guard
@@ -75,6 +82,7 @@ class OptimizerPlan(HostPlan):
             ("_copy_model_params_to_main_params", copy_model, "reading masters from the model", True),
         ):
             yield Patch(one, name, guard.writing(method, what, masters=masters))
+        yield from offload.patches(one)
         yield Patch(one, "sharded_state_dict", saving_scaling(one, delayed, rank))
         yield Patch(one, "load_state_dict", loading_scaling(one, delayed, rank, lambda: guard.is_preparing))
         yield from self.gathers.patches(self.plan.backend)

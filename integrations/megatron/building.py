@@ -21,7 +21,7 @@ from torch import Tensor
 from zerocast import QuantizedWeight
 from zerocast.integrations.host_adapter import Patch, Patches
 
-from . import host, layout, unattached, validate
+from . import host, layout, offload, unattached, validate
 from .primary import check_primary, is_primary, is_te_tensor, two_directions
 
 
@@ -151,15 +151,20 @@ class ConstructionChecks:
     def __init__(self) -> None:
         self.moved: list[QuantizedWeight] = []
         self._optimizers: list[Any] = []
+        self._has_primary = False  # if any model that was wrapped here has
+        self._configs: dict[int, tuple[Any, Any]] = {}  # what was given, and what optimizers get
 
     def patches(self) -> Iterator[Patch]:
         """The functions that build wrappers and optimizers, each after its check."""
         for kind, others in host.wrappers():
-            wraps = _check_other_wrapper if others else _check_wrapper
+            wraps = _check_other_wrapper if others else self._check_wrapper
             yield Patch(kind, "__init__", _before(vars(kind)["__init__"], wraps))
         for owner, name, emerging in host.factories():
             builds = self._check_emerging if emerging else self._check_factory
-            yield Patch(owner, name, _without_flat_views(_before(getattr(owner, name), builds)))
+            factory = _without_flat_views(_before(getattr(owner, name), builds))
+            yield Patch(owner, name, self._keeping_fp32_masters(factory))
+        hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
+        yield Patch(hybrid, sort, offload.without_primary(getattr(hybrid, sort)))
         for kind in host.layer_wise():
             yield Patch(kind, "__init__", _before(vars(kind)["__init__"], _check_layer_wise))
         for kind in host.optimizer_bases():
@@ -170,6 +175,37 @@ class ConstructionChecks:
         for one in self._optimizers:
             if not unattached.owns_quantized_weights(one):
                 unattached.accept(one)
+
+    def _check_wrapper(self, ddp_config: Any, module: Any, **_: Any) -> None:
+        validate.check_grouped(module)
+        if any(is_primary(param) and param.requires_grad for param in module.parameters()):
+            validate.check_settings([ddp_config])
+            validate.check_distributed(ddp_config)
+            self._has_primary = True
+
+    def _keeping_fp32_masters(self, factory: Callable[..., Any]) -> Callable[..., Any]:
+        """A factory of optimizers that does not leave masters to the fused Adam, where a model has
+        primary weights.
+
+        All optimizers of a chain share their configuration, so those of plain ones do neither.
+        """
+        signature = inspect.signature(factory)
+
+        @functools.wraps(factory)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            given = bound.arguments
+            params = (param for chunk in given["model_chunks"] for param in chunk.parameters())
+            if self._has_primary or any(map(is_primary, params)):
+                given["config"] = self._config_of(given["config"])
+            return factory(*bound.args, **bound.kwargs)
+
+        return call
+
+    def _config_of(self, config: Any) -> Any:
+        """The one that the optimizers of a chain get for `config`."""
+        _, ours = self._configs.setdefault(id(config), (config, host.keeping_fp32_masters(config)))
+        return ours
 
     def _check_factory(self, config: Any, model_chunks: Any, param_groups: Any, **_: Any) -> None:
         params = [param for group in param_groups for param in group["params"]]
@@ -212,6 +248,7 @@ def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callabl
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
+        given.pop("self", None)
         check(**given.pop("kwargs", {}), **given)
         return original(*args, **kwargs)
 
@@ -240,12 +277,6 @@ def _without_flat_views(factory: Callable[..., Any]) -> Callable[..., Any]:
             config.fp8_recipe = before
 
     return call
-
-
-def _check_wrapper(ddp_config: Any, module: Any, **_: Any) -> None:
-    if any(is_primary(param) and param.requires_grad for param in module.parameters()):
-        validate.check_settings([ddp_config])
-        validate.check_distributed(ddp_config)
 
 
 def _check_other_wrapper(module: Any, **_: Any) -> None:

@@ -13,7 +13,7 @@ from zerocast.weight.write_guard import WriteGuard
 
 from . import host
 from .checkpoint import saving_unpadded
-from .inner_state import copy_group_steps, keeping_step, prepare_states
+from .inner_state import copy_group_steps, filling_states, prepare_states, reading_states
 from .validate import check_checkpoint
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
@@ -53,7 +53,8 @@ class MethodGuard:
         `refreshes` cast and gather the weights of each of these, by its id.
         """
         for one in distributed:
-            yield Patch(one, "_set_main_param_and_optimizer_states", keeping_step(one))
+            yield Patch(one, "_set_main_param_and_optimizer_states", filling_states(one))
+            yield Patch(one, "_get_main_param_and_optimizer_states", reading_states(one))
             yield Patch(one, "sharded_state_dict", saving_unpadded(one))
         for one in {id(one): one for one in (optimizer, *distributed)}.values():
             loads_all = one is optimizer or len(distributed) == 1

@@ -4,6 +4,7 @@ Detected by being there, never by version.
 """
 
 import contextlib
+import copy
 import importlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZER_BASES = "megatron.core.optimizer.optimizer"
+HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
 FACTORIES = "megatron.core.optimizer"
 WRAPPERS = "megatron.core.distributed"
@@ -60,6 +62,15 @@ _OF_TRAINING = (
     "setup_model_and_optimizer",
     "train_step",
 )
+# what OptimizerConfig works out of use_precision_aware_optimizer and other settings
+_MASTERS_ARE_STATES = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+_OF_A_HYBRID_OPTIMIZER = (
+    "_get_sub_optimizer_param_groups",
+    "_move_new_state_to_right_device",
+    "_update_fp32_params_by_new_state",
+    "sub_optimizers",
+)
+HOST_COPY = "master_param"  # of the state of a master that a HybridDeviceOptimizer has offloaded
 _CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
 _OF_A_BUCKET_GROUP = (
@@ -191,6 +202,49 @@ def factories() -> list[tuple[Any, str, bool]]:
 def embedding() -> Any:
     """The class of embeddings whose table is cut over tensor-parallel ranks."""
     return module(LAYERS).VocabParallelEmbedding
+
+
+def masters_are_states(config: Any) -> bool:
+    """True if optimizers of a configuration keep their masters in the state of a fused Adam."""
+    return bool(getattr(config, _MASTERS_ARE_STATES, False))
+
+
+def keeping_fp32_masters(config: Any) -> Any:
+    """A configuration whose optimizers keep FP32 masters as tensors of their own: `config`, or a
+    copy, since an optimizer reads it in every step and others may share it.
+
+    They do it by themselves for most of the host's own FP8 formats.
+    """
+    if masters_are_states(config):
+        config = copy.copy(config)
+        setattr(config, _MASTERS_ARE_STATES, False)
+    return config
+
+
+def hybrid() -> Any:
+    """The class of optimizers whose masters and moments lie on the host.
+
+    RuntimeError for one without the names that are replaced.
+    """
+    found = module(HYBRID).HybridDeviceOptimizer
+    require(found, _OF_A_HYBRID_OPTIMIZER, f"{HYBRID}.HybridDeviceOptimizer")
+    return found
+
+
+def offloads(inner: Any) -> bool:
+    """True if an inner optimizer is a HybridDeviceOptimizer."""
+    return isinstance(inner, hybrid())
+
+
+def host_copies(inner: Any) -> Mapping[Any, Any]:
+    """By offloaded master the copy in host memory that a step updates; nothing for others."""
+    return inner.gpu_params_map_cpu_copy if offloads(inner) else {}
+
+
+def holds_several(param: Any) -> bool:
+    """True for a tensor of TransformerEngine with the codes of several experts, since 0.19."""
+    known = getattr(module(FP8), "is_grouped_tensor_with_quantized_storage", None)
+    return known is not None and bool(known(param))
 
 
 def layer_wise() -> list[type]:

@@ -5,10 +5,15 @@ step, and then a step number for each parameter. Megatron neither saves nor load
 those of the parameter groups, which therefore count.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from . import host
+
+Method = Callable[..., Any]
 
 
 def prepare_states(optimizers: Sequence[Any]) -> None:
@@ -21,10 +26,10 @@ def prepare_states(optimizers: Sequence[Any]) -> None:
     counted: list[Any] = []
     for one in optimizers:
         inner = one.optimizer
-        if not inner.state and type(inner).__module__.startswith("torch.optim"):
+        if not inner.state and (type(inner).__module__.startswith("torch.optim") or host.offloads(inner)):
             _begin(inner)
         states = [inner.state.get(param, {}) for param in _parameters(inner)]
-        if len({frozenset(state) for state in states}) > 1:
+        if len({frozenset(state) - {"step"} for state in states}) > 1:
             raise RuntimeError(
                 f"{type(inner).__name__} died in its first step, with states for some of its parameters only: build model and "
                 "optimizer again, and load into those"
@@ -43,17 +48,48 @@ def copy_group_steps(optimizers: Sequence[Any]) -> None:
                 state = one.optimizer.state.get(param, {})
                 if isinstance(state.get("step"), Tensor):
                     state["step"] = state["step"].new_tensor(float(group["step"]))
+            if host.offloads(one.optimizer):  # its parts count by themselves; it would tell them this in every step
+                group.pop("step", None)
 
 
-def keeping_step(one: Any) -> Callable[[Any, dict[str, Any]], None]:
-    """The host's method that fills the state of a parameter, but for its step, which a checkpoint
-    does not have.
+def reading_states(one: Any) -> Method:
+    """The host's method that returns the master and the state of a parameter: moments as numbers,
+    and no copy of the master.
+
+    TransformerEngine's fused Adam keeps FP16 and FP8 moments with a scale, which Megatron omits.
     """
-    fill = one._set_main_param_and_optimizer_states
+    read = one._get_main_param_and_optimizer_states
+
+    def call(model_param: Any) -> dict[str, Any]:
+        tensors: dict[str, Any] = read(model_param)
+        tensors.pop(host.HOST_COPY, None)
+        unscaled, master = getattr(one.optimizer, "get_unscaled_state", _unchanged(tensors)), tensors["param"]
+        scaled = [name for name in tensors if name != "param" and tensors[name].dtype != torch.bfloat16]
+        return {**tensors, **{name: unscaled(master, name) for name in scaled}}
+
+    return call
+
+
+def _unchanged(tensors: Mapping[str, Any]) -> Method:
+    return lambda master, name: tensors[name]
+
+
+def filling_states(one: Any) -> Method:
+    """The host's method that fills the master and the state of a parameter from those numbers, but
+    for what a checkpoint does not have: its step, and a copy of the master.
+    """
+    read, fill = one._get_main_param_and_optimizer_states, one._set_main_param_and_optimizer_states
 
     def call(model_param: Any, tensors: dict[str, Any]) -> None:
-        held = one._get_main_param_and_optimizer_states(model_param)
-        fill(model_param, {**tensors, **({"step": held["step"]} if "step" in held else {})})
+        held, set_scaled = read(model_param), getattr(one.optimizer, "set_scaled_state", None)
+        if set_scaled is None:
+            fill(model_param, {**tensors, **{name: held[name] for name in ("step", host.HOST_COPY) if name in held}})
+            return
+        master = held.pop("param")
+        master.copy_(tensors["param"])
+        for name in held:
+            if isinstance(tensors[name], Tensor):
+                set_scaled(master, name, tensors[name].to(master.device, torch.float32, copy=True))  # which it scales
 
     return call
 
@@ -67,11 +103,14 @@ def _begin(inner: Any) -> None:
     rates = [group["lr"] for group in inner.param_groups]
     for param in _parameters(inner):
         param.grad = param.new_zeros(param.shape)
-    for group in inner.param_groups:
-        group["lr"] = 0.0
-    inner.step()
-    inner.zero_grad()
-    for group, rate in zip(inner.param_groups, rates, strict=True):
-        group["lr"] = rate
+    try:
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+        inner.step()
+    finally:
+        inner.zero_grad()
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
     for state in inner.state.values():
-        state["step"].zero_()
+        if "step" in state:
+            state["step"].zero_()

@@ -13,6 +13,7 @@ from zerocast.formats.layout import Span, byte_range
 from zerocast.integrations.host_adapter import PlainShard
 
 from . import host
+from .offload import reading_given_values
 from .primary import is_primary, is_te_tensor, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
 
@@ -196,12 +197,12 @@ def masters_from_model(shards: OptimizerShards, locate: Callable[[], None]) -> C
     The host makes those of a state dict. Those of quantized weights, which `locate` finds, are
     dequantized.
     """
-    original = shards.optimizer._copy_model_params_to_main_params
+    read_given = reading_given_values(shards.optimizer)
 
     @torch.no_grad()
     def copy_model(state_dict: Any = None) -> None:
         if state_dict is not None:
-            original(state_dict=state_dict)
+            read_given(state_dict)
             return
         locate()
         for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):

@@ -3,8 +3,10 @@
 Under them Megatron casts or gathers in its own way.
 """
 
-from collections.abc import Container, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
 
 from zerocast import QuantizedWeight
 
@@ -15,21 +17,31 @@ _WHOLE_MASTERS = (
     "use_distributed_optimizer=False is not supported: quantized weights lie in the byte buffers of the distributed optimizer; set "
     "it in DistributedDataParallelConfig and in OptimizerConfig"
 )
+
+
+class Setting(NamedTuple):
+    """A setting of the host, and the values that are refused: by default any that is set."""
+
+    name: str
+    reason: str
+    refuses: Callable[[Any], bool] = bool
+
+
 SETTINGS = (
-    ("use_megatron_fsdp", _FSDP),
-    (
-        "use_precision_aware_optimizer",
-        "the precision-aware optimizer keeps the masters inside the fused optimizer: leave it off",
+    Setting("use_megatron_fsdp", _FSDP),
+    Setting(
+        "main_params_dtype",
+        "a cast is of FP32 masters: leave it at torch.float32; exp_avg_dtype and exp_avg_sq_dtype may be narrower",
+        lambda dtype: dtype not in (None, torch.float32),
     ),
-    ("optimizer_cpu_offload", "masters on the CPU and weights on the GPU are not cast by one plan: leave it off"),
-    (
+    Setting(
         "reuse_grad_buf_for_mxfp8_param_ag",
         "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take mxfp8:block=32x32",
     ),
 )
 OPTIONS = (  # of megatron.training, which `install` refuses besides
-    ("use_torch_fsdp2", _FSDP),
-    (
+    Setting("use_torch_fsdp2", _FSDP),
+    Setting(
         "moe_use_upcycling",
         "it builds a second model, and copies that: upcycle in a run without zerocast, then train from its checkpoint",
     ),
@@ -51,6 +63,8 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     for one in distributed:
         check_settings([getattr(one, name, None) for name in ("ddp_config", "config")])
     host.check_optimizers(optimizer, distributed)
+    for one in distributed:
+        check_masters(one)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
 
 
@@ -70,9 +84,18 @@ def check_owns_slices(optimizer: Any) -> None:
 
 def check_settings(settings: Sequence[Any]) -> None:
     """ValueError with the reason where a configuration of the host has an unsupported setting."""
-    for name, reason in SETTINGS:
-        if any(getattr(config, name, False) for config in settings):
+    for name, reason, refuses in SETTINGS:
+        if any(refuses(getattr(config, name, None)) for config in settings):
             raise ValueError(f"{name} is not supported: {reason}")
+
+
+def check_masters(optimizer: Any) -> None:
+    """ValueError for an optimizer whose masters are a state of its fused Adam."""
+    if host.masters_are_states(optimizer.config):
+        raise ValueError(
+            "use_precision_aware_optimizer keeps the masters of an optimizer that is built outside quantized_params() in the state "
+            "of its fused Adam, where no cast reads them: build the optimizer inside quantized_params()"
+        )
 
 
 def check_options(options: Any) -> None:
@@ -80,8 +103,8 @@ def check_options(options: Any) -> None:
     if options.optimizer not in ("adam", "sgd"):
         refuse_whole_layers(f"--optimizer {options.optimizer}")
     check_settings([options])
-    for name, reason in OPTIONS:
-        if getattr(options, name, False):
+    for name, reason, refuses in OPTIONS:
+        if refuses(getattr(options, name, None)):
             raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
     check_distributed(options)
     formats = [getattr(options, name, None) for name in ("ckpt_format", "ckpt_convert_format")]
@@ -109,6 +132,16 @@ def check_layers(chunk: Any, weights: Container[str]) -> None:
                 )
 
 
+def check_grouped(module: Any) -> None:
+    """ValueError for a weight of TransformerEngine's that holds several experts."""
+    for name, param in module.named_parameters():
+        if host.holds_several(param):
+            raise ValueError(
+                f"{name} is a {type(param).__name__} with the codes of several experts, and their copies by columns in one buffer: "
+                "set moe_single_grouped_weight=False, by which each expert has a weight of its own"
+            )
+
+
 def check_distributed(config: Any) -> None:
     """ValueError for a configuration without the distributed optimizer."""
     if not config.use_distributed_optimizer:
@@ -131,7 +164,8 @@ def sharded_otherwise() -> ValueError:
 def refuse_whole_layers(what: str) -> NoReturn:
     """ValueError for an optimizer whose ranks own whole layers."""
     raise ValueError(
-        f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
+        f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam', or Muon as "
+        "zerocast.ZeroMuon in place of Megatron's optimizer"
     )
 
 

@@ -37,7 +37,8 @@ def seam(module: str, name: str) -> Any:
 
 def _other_shape(module: str, name: str) -> RuntimeError:
     return RuntimeError(
-        f"torchtitan has no {name} in torchtitan.{module}: it has another shape than the one that zerocast knows, of 0.2.2"
+        f"torchtitan has no {name} in torchtitan.{module}: it has another shape than the one that zerocast knows, of 0.2.2. "
+        "integrations/torchtitan/README.md has the lines for 0.3"
     )
 
 

@@ -212,7 +212,11 @@ _ADAPTERS = {
         _mxfp8,
         _PER_BLOCK,
         options=(
-            Option("with_2d_quantization", False, "weights are cast in 1x32 and 32x1 blocks, never in 32x32 blocks"),
+            Option(
+                "with_2d_quantization",
+                False,
+                "weights are cast in 1x32 and 32x1 blocks, not in 32x32 blocks: take mxfp8:block=32x32 of zerocast.quantize_",
+            ),
             _COMPACT,
         ),
         alone=_ONE_DIRECTION,

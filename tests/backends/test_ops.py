@@ -79,9 +79,19 @@ def calls_of_a_step(backend: str) -> Recorded:
         state |= {"nominal": torch.bfloat16, "groups": torch.zeros(1, dtype=torch.int64)}
         table, packed, skip = stages.table(stages.row(**where)), torch.zeros(4), torch.tensor([False])
         ops.adam_amax(backend, "fp8_block", **state, table=table, **step, packed=packed, skip=skip)
-        whole = where | {"start": 0, "numel": 96, "rows": 6, "row_data_base": 0, "row_data_offset": 0}
+        whole = where | {"start": 0, "numel": 96, "rows": 6, "row_data_base": 0, "row_data_offset": 0, "changed": 0}
         table, codes = stages.table(stages.row(**whole)), torch.zeros(96, dtype=torch.uint8)
-        ops.adam_cast(backend, "fp8_block", **state, table=table, **step, packed=packed, row_data=[codes], skip=skip)
+        ops.adam_cast(
+            backend,
+            "fp8_block",
+            **state,
+            table=table,
+            **step,
+            packed=packed,
+            row_data=[codes],
+            changed=torch.zeros(12, dtype=torch.uint8),
+            skip=skip,
+        )
         messages = torch.zeros(2 * GradientMessage(50).nbytes, dtype=torch.uint8)
         ops.quantize_gradient(backend, grad=flats["grad"], parts=2, messages=messages)
         mean = {"messages": messages, "parts": 2, "divisor": 2}

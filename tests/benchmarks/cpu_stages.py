@@ -50,11 +50,13 @@ class Weights:
         sizes = {name: _numel(buffer) for name, buffer in layout.buffers(fmt, (rows, columns), NOMINAL).items()}
         data = rows * columns * (fmt.bits or 16) // 8
         row_amaxes, column_amaxes = layout.amax_counts(fmt, rows, columns)
+        each = row_amaxes + column_amaxes
+        has_no_column_grid = fmt.scale_rule is ScaleRule.TWO_LEVEL  # the place is then that of a shared amax
         self.table = table(
             *[
                 row(
                     rows=rows, columns=columns, start=0, numel=rows * columns, master_base=0, master_offset=i * rows * columns,
-                    row_amax=i * (row_amaxes + column_amaxes), column_amax=i * (row_amaxes + column_amaxes) + row_amaxes,
+                    row_amax=i * each, column_amax=-1 if has_no_column_grid else i * each + row_amaxes,
                     row_data_base=0, row_data_offset=i * data, column_data_base=0, column_data_offset=i * data,
                     row_scale_base=0, row_scale_offset=i * sizes["rowwise_scale_inv"],
                     column_scale_base=0, column_scale_offset=i * sizes["columnwise_scale_inv"],
@@ -64,7 +66,7 @@ class Weights:
             ]
         )  # fmt: skip
         dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
-        self.packed = torch.zeros(count * (row_amaxes + column_amaxes), dtype=torch.bfloat16)
+        self.packed = torch.zeros(count * each, dtype=torch.bfloat16)
         self.row_scale = torch.zeros(count * sizes["rowwise_scale_inv"], dtype=dtype)
         self.column_scale = torch.zeros(count * sizes["columnwise_scale_inv"], dtype=dtype)
         self.row_data, self.column_data = (torch.zeros(count * data, dtype=torch.uint8) for _ in range(2))
@@ -81,7 +83,7 @@ class Weights:
     def partial_cast(self, backend: object) -> None:
         data = [self.row_data], [self.column_data]
         scales = [self.packed, [self.amax], [self.scale]]
-        backend.partial_cast(self.fmt, NOMINAL, [self.master], *scales, self.table, *data, None)  # type: ignore[attr-defined]
+        backend.partial_cast(self.fmt, NOMINAL, [self.master], *scales, self.table, *data, None, None)  # type: ignore[attr-defined]
 
     def transpose(self, backend: object) -> None:
         rowwise, columnwise = ([self.row_data], [self.row_scale]), ([self.column_data], [self.column_scale])

@@ -1,14 +1,17 @@
 """How long a linear layer takes on a GPU: bf16, the weight dequantized, and FP8 tensor cores, forward and with the backward pass.
 
 Every number is the median over `--repeats` of CUDA-event times around `CALLS` calls in a row, divided by their number, so that the
-host is ahead of the device as in training; operands of the default size do not fit the L2 cache. "input" is the quantization of the
-input alone and "product" what is left of the forward pass without it.
+host is ahead of the device as in training; operands of the default size do not fit the L2 cache. With `--graph` these calls are
+replayed as a CUDA graph, without any host. "input" is the quantization of the input alone and "product" what is left of the forward
+pass without it.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,42 +35,69 @@ class Row:
     forward_and_backward: float
     input: float
     product: float
-    against_bf16: float = 1.0
+    against_bf16: float
 
 
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median time of a call on the device."""
-    times = []
+def in_a_row(call: Callable[[], object]) -> None:
+    """Make the calls that are timed together."""
+    for _ in range(CALLS):
+        call()
+
+
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """A replay of what these calls launch."""
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(aside):
+        in_a_row(call)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        in_a_row(call)
+    return graph.replay
+
+
+def milliseconds(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """The median time of a call of each, on the device; they take turns, since a GPU changes its clocks."""
+    times: list[list[float]] = [[] for _ in runs]
     for index in range(repeats + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(CALLS):
-            call()
-        stop.record()
-        torch.cuda.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(stop) / CALLS)
-    return sorted(times)[len(times) // 2]
+        for run, found in zip(runs, times, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
+            if index >= 2:
+                found.append(start.elapsed_time(stop) / CALLS)
+    return list(map(statistics.median, times))
 
 
-def measure(
-    fmt: str, path: str, weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, clock: Callable[..., float]
-) -> Row:
-    """One row; the input's share is known for the scaled paths only."""
+@dataclass
+class Layer:
+    """A weight `[out, in]` and the path of its products, with an input and a gradient of the output."""
 
-    def both() -> None:
-        x.grad = weight.grad = None
-        F.linear(x, weight).backward(grad)
+    format: str
+    path: str
+    preference: str
+    weight: torch.Tensor
+    x: torch.Tensor
+    grad: torch.Tensor
 
-    with torch.no_grad():
-        forward = clock(lambda: F.linear(x, weight))
-        rows = x.detach()
-        alone = {
+    def calls(self) -> list[Callable[[], object]]:
+        """What is timed: the forward pass, with the backward pass, the quantization of the input."""
+        rows = self.x.detach()
+        quantize = {
             "per_tensor": lambda: inputs.per_tensor(rows, E4M3),
             "block_128": lambda: inputs.groups(rows, 128, E4M3, True),
-        }.get(path)
-        quantizing = clock(alone) if alone else 0.0
-    return Row(fmt, path, forward, clock(both), quantizing, forward - quantizing)
+        }.get(self.path, lambda: None)
+        return [self.forward, self.both, quantize]
+
+    def forward(self) -> None:
+        with torch.no_grad(), gemm.use(self.preference):
+            F.linear(self.x, self.weight)
+
+    def both(self) -> None:
+        self.x.grad = self.weight.grad = None
+        with gemm.use(self.preference):
+            F.linear(self.x, self.weight).backward(self.grad)
 
 
 def main() -> None:
@@ -76,6 +106,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=3, default=[4096, 4096, 8192], metavar=("ROWS", "OUT", "IN"))
     parser.add_argument("--format", nargs="+", default=["fp8_current", "fp8_block", "mxfp4", "nvfp4"])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -83,22 +114,23 @@ def main() -> None:
     rows, out, inner = options.size
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16).requires_grad_()
     grad = torch.randn(rows, out, device="cuda", dtype=torch.bfloat16)
-    layer = nn.Linear(inner, out, bias=False, device="cuda", dtype=torch.bfloat16)
-
-    def clock(call: Callable[[], object]) -> float:
-        return milliseconds(call, options.repeats)
-
-    plain = layer.weight
-    table = [measure("bf16", "torch", plain, x, grad, clock)]
+    plain = nn.Linear(inner, out, bias=False, device="cuda", dtype=torch.bfloat16).weight
+    layers = [Layer("bf16", "torch", "auto", plain, x, grad)]
     for fmt in options.format:
+        layer = nn.Linear(inner, out, bias=False, device="meta")
         layer.weight = nn.Parameter(plain.detach())
         zerocast.quantize_(layer, zerocast.Recipe({"weight": fmt}))
-        preferences = ("dequantize", "auto") if layer.weight.gemm_choice().path != "dequantize" else ("dequantize",)
-        for preference in preferences:
-            with gemm.use(preference):
-                table.append(measure(fmt, str(layer.weight.gemm_choice().path), layer.weight, x, grad, clock))
-    for row in table:
-        row.against_bf16 = table[0].forward_and_backward / row.forward_and_backward
+        path = str(layer.weight.gemm_choice().path)
+        layers.append(Layer(fmt, "dequantize", "dequantize", layer.weight, x, grad))
+        if path != "dequantize":
+            layers.append(Layer(fmt, path, "auto", layer.weight, x, grad))
+    calls = [call for layer in layers for call in layer.calls()]
+    made = [replayed(call) if options.graph else partial(in_a_row, call) for call in calls]
+    times = milliseconds(made, options.repeats)
+    table = []
+    for layer, (forward, both, quantizing) in zip(layers, zip(*[iter(times)] * 3, strict=True), strict=True):
+        found = forward, both, quantizing, forward - quantizing, times[1] / both
+        table.append(Row(layer.format, layer.path, *found))
     if options.json:
         print(json.dumps([asdict(row) for row in table], indent=2))
         return

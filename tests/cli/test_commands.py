@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from zerocast.bench.render import legend
+from zerocast.bench.row import all_rows
 from zerocast.cli import main
 
 COMMANDS = ("bench", "convert", "doctor", "export", "inspect", "plan")
@@ -49,6 +51,10 @@ def test_bench_prints_json(capsys: Any, tmp_path: Path) -> None:
     assert main([*options, "--json"]) == 0
     (written,) = tmp_path.glob("*.json")
     assert json.loads(capsys.readouterr().out) == json.loads(written.read_text())
+
+
+def test_every_row_of_the_bench_is_explained_in_100_columns() -> None:
+    assert [line for line in legend(list(all_rows())) if len(line) > 100] == []
 
 
 def test_bench_writes_where_asked_and_explains_its_rows(

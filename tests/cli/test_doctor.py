@@ -29,7 +29,7 @@ def _no_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sound_installation(capsys):
     assert main(["doctor", "--seconds", "0", "--seed", "3"]) == 0
     said = capsys.readouterr().out
-    for text in ("torch", "communication: gloo", "chosen", "seed 3", "the same bytes in 1 rounds"):
+    for text in ("torch", "communication: gloo", "chosen", "seed 3", "the same bytes in 1 round,"):
         assert text in said
     for name in formats.format_names():
         assert name == "identity" or f"  {name}" in said

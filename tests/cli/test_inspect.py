@@ -176,7 +176,9 @@ def test_weights_are_listed_in_the_order_of_the_model(capsys: Any, tmp_path: Pat
 def test_a_folder_of_checkpoints_offers_its_steps(capsys: Any, tmp_path: Path) -> None:
     optimizer = Trainer(Run(MIXED[:2])).optimizer
     for step in (9, 10):
-        optim.save(optimizer, tmp_path / f"step_{step:08}")
-    assert main(["inspect", str(tmp_path)]) == 1
+        optim.save(optimizer, tmp_path / f"checkpoints/step_{step:08}")
+    assert main(["inspect", str(tmp_path / "checkpoints")]) == 1
     said = capsys.readouterr().err
     assert "it holds checkpoints, of which step_00000010 is the last: step_00000009, step_00000010" in said
+    assert main(["inspect", str(tmp_path)]) == 1  # the folder of the run
+    assert "of which checkpoints/step_00000010 is the last" in capsys.readouterr().err

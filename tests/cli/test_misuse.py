@@ -19,6 +19,9 @@ COMMANDS = {
     "--verison": "did you mean '--version'?",
     "": "usage: zerocast COMMAND",
     "plan": "name one model, as in zerocast plan llama3-8b",
+    "plan llama3-8": "is no model (llama3-8b, llama3-405b, gpt3-175b, deepseek-v3) and no file: did you mean 'llama3-8b'?",
+    "plan llama3-8b --format nvfp": "unknown format 'nvfp'; did you mean 'nvfp4'? known:",
+    "plan .": "zerocast plan: . has no config.json",
     "plan llama3-8b --model llama3-8b": "name one model",
     "plan llama3-8b --rank 8": "--ranks",
     "plan llama3-8b --ranks many": "Error parsing --ranks",
@@ -54,8 +57,25 @@ def test_one_sentence(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert status == 2
     assert said.out == ""
     assert COMMANDS[line] in " ".join(said.err.split())
-    assert "tyro" not in said.err
+    assert "tyro" not in said.err and "Config" not in said.err  # nor other names of the source
     assert os.listdir() == ["m.safetensors"]
+
+
+def test_a_text_is_no_weights(capsys: Any, tmp_path: Path) -> None:
+    """And torch's advice to unpickle it in any case is not passed on."""
+    (tmp_path / "README.md").write_text("# a page")
+    assert main(["inspect", str(tmp_path / "README.md")]) == 1
+    said = capsys.readouterr().err
+    assert "is no file of plain tensors" in said and "weights_only" not in said
+
+
+def test_a_reader_that_goes_away_ends_a_command() -> None:
+    command = [sys.executable, "-m", "zerocast", "plan", "llama3-8b"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (run.returncode, [line for line in run.stderr.splitlines() if " of 3: " not in line]) == (141, [])
 
 
 @pytest.mark.parametrize(("line", "said"), {"--version": "zerocast 0.1.0\n", "-h": "usage: zerocast COMMAND"}.items())

@@ -71,13 +71,43 @@ QWEN3 = {
     "attention_bias": False,
 }
 BLOOM = {"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "vocab_size": 250880}
-CONFIGS = {46_702_792_704: MIXTRAL, 7_615_616_512: QWEN2, 8_190_735_360: QWEN3, 176_247_271_424: BLOOM}
+DEEPSEEK = {**PRESETS["deepseek-v3"], "num_nextn_predict_layers": 1}
+CONFIGS = {
+    46_702_792_704: MIXTRAL,
+    7_615_616_512: QWEN2,
+    8_190_735_360: QWEN3,
+    176_247_271_424: BLOOM,
+    682_636_487_424: DEEPSEEK,
+}
 
 
 @pytest.mark.parametrize("numel", CONFIGS, ids=lambda numel: CONFIGS[numel]["model_type"])
 def test_published_configs(numel):
-    """Mixtral-8x7B, Qwen2-7B, Qwen3-8B and BLOOM have as many parameters as their checkpoints."""
+    """Mixtral-8x7B, Qwen2-7B, Qwen3-8B, BLOOM and DeepSeek-V3 have as many parameters as their checkpoints, which hold copies of
+    DeepSeek-V3's embedding and head beside the layer that predicts a token further on.
+    """
     assert sum(math.prod(parameter.shape) for parameter in model_parameters(CONFIGS[numel])) == numel
+
+
+def test_biases_of_an_mlp_are_counted():
+    """28 layers with three matrices each."""
+    biased, plain = (
+        sum(math.prod(p.shape) for p in model_parameters(QWEN2 | more)) for more in ({"mlp_bias": True}, {})
+    )
+    assert biased - plain == 28 * (2 * 18944 + 3584)
+
+
+def test_what_a_preset_leaves_out_is_said(capsys):
+    assert main(["plan", "deepseek-v3"]) == 0
+    assert "not counted: the layer for multi-token prediction" in capsys.readouterr().out
+    assert main(["plan", "llama3-8b"]) == 0
+    assert "not counted" not in capsys.readouterr().out
+
+
+def test_the_folder_of_a_model_is_planned_for(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    assert main(["plan", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path.name}: 46,702,792,704 parameters")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -60,6 +60,48 @@ def test_no_row_of_a_training_step_is_left_out() -> None:
     assert set(STEPS.values()) == rows
 
 
+def test_the_first_paragraph() -> None:
+    """What it promises of FP8 weights and of casts is what the tables below it say of their best and worst rows."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    steps = {row["variant"]: row for row in stored("2026-11-23-nvidia-h200-step-x2.json") if row["mode"] == "compiled"}
+    over = [row["over_bf16"] for name, row in steps.items() if ":fp8" in name]
+    theirs = steps["torchao:tensorwise"]["over_bf16"]
+    assert (
+        f"FP8 weights takes {min(over):.2f} to {max(over):.2f} of bf16's time (torchao's float8: {theirs:.2f})" in text
+    )
+    rows = {(row["row"], row["by"]): row for row in stored("2026-11-21-nvidia-h200-cuda.json")}
+    casts = [name for name in CASTS.values() if name.startswith("A cast ")]
+    floors = [rows[name, "cuda"]["over_floor"] for name in casts]
+    ratios = [
+        rows[n, "transformer_engine"]["ms"] / rows[n, "cuda"]["ms"] for n in casts if (n, "transformer_engine") in rows
+    ]
+    assert f"a cast takes {min(floors):.2f} to {max(floors):.2f} times as long as a copy of its bytes" in text
+    assert f"(TransformerEngine's: {min(ratios):.1f} to {max(ratios):.0f} times as long as ours)" in text
+
+
+def test_missed_targets_are_named() -> None:
+    """Each with what was reached and what was to be reached, and none that was met."""
+    report = json.loads((REPORTS / "2026-11-23-nvidia-h200-step-x2.json").read_text())
+    measured = [target for target in report["targets"] if target["reached"] is not None]
+    missed = {(t["reached"], t["limit"]) for t in measured if t["reached"] > t["limit"]}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = text.partition(" targets are missed ")[2].partition("`mxfp4` is")[0]
+    shown = [
+        (float(reached), float(limit)) for reached, limit in re.findall(r"([\d.]+) times.*?, for ([\d.]+)[;.]", said)
+    ]
+    assert (
+        f"{'Two' if len(missed) == 2 else len(missed)} of {'eight' if len(measured) == 8 else len(measured)} targets"
+        in text
+    )
+    assert sorted(shown) == sorted((round(reached, 3 if limit == 1 else 2), limit) for reached, limit in missed)
+
+
+def test_the_first_page_is_short() -> None:
+    """Words, without the rules of tables."""
+    text = (ROOT / "README.md").read_text()
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 1000
+
+
 @pytest.mark.parametrize("name", CASTS)
 def test_casts(name: str) -> None:
     rows = {row["by"]: row for row in stored("2026-11-21-nvidia-h200-cuda.json") if row["row"] == CASTS[name]}

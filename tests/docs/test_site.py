@@ -106,6 +106,7 @@ def test_every_page_fits_and_loads_from_nowhere_else(site: Server, window: Brows
     wrong: dict[str, object] = {}
     for page in pages():
         window.open(site.url + page)
+        window.wait("document.readyState == 'complete' && document.querySelector('article h1')")
         wide = window.run(WIDE_CODE)
         blank = window.run(f"{PICTURES}.filter(e => !e.complete || !e.naturalWidth).map(e => e.src)")
         if wide or blank:
@@ -117,6 +118,9 @@ def test_every_page_fits_and_loads_from_nowhere_else(site: Server, window: Brows
 def test_diagrams_are_drawings(site: Server, window: Browser) -> None:
     for name in ("shards", "cast", "speed", "columnwise", "life", "freshness", "fsdp2", "checkpoints"):
         window.open(f"{site.url}/concepts/{name}/")
+        window.wait(
+            f"location.pathname == '/concepts/{name}/' && document.readyState == 'complete' && {PICTURES}.length"
+        )
         assert window.run(f"{PICTURES}.map(e => [e.src.split('/').pop(), e.clientWidth > 600])") == [
             [f"{name}.svg", True]
         ]

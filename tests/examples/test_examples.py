@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -195,6 +196,18 @@ def test_a_resumed_log_drops_what_will_be_written_again(tmp_path: Path):
     assert [(record["step"], record["resumed_at"]) for record in records] == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3)]
 
 
+def test_a_rank_that_stood_still_does_not_write_into_the_log_that_goes_on(tmp_path: Path):
+    """It was rank 0 of the run before, and wakes up once another process has the log."""
+    before, after = (RunLog(tmp_path, resumed_at=0, enabled=True) for _ in range(2))
+    after.write("train", 1, loss=2.0)
+    before.write("train", 1, loss=3.0)
+    after.write("train", 2, loss=1.0)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 2.0), (2, 1.0)]
+    for log in (before, after):
+        log.close()
+
+
 # --- two processes --------------------------------------------------------------------------------------------------
 
 
@@ -300,8 +313,8 @@ def test_demo_writes_table_picture_and_json(
 
 @pytest.mark.timeout(200)
 def test_demo_shows_the_console_of_a_run_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert demo.main(["--out", str(tmp_path), "--ranks", "1", "--steps", "0"]) == 1
-    assert "steps must be at least 1, got 0" in capsys.readouterr().out
+    assert demo.main(["--out", str(tmp_path), "--ranks", "1", "--data", str(tmp_path / "nowhere")]) == 1
+    assert "No such file or directory" in capsys.readouterr().out
     assert not (tmp_path / "results.json").exists()
 
 
@@ -321,7 +334,59 @@ def test_a_slow_machine_gets_fewer_steps():
     demo.check_pace(records(9.0)[:-1], seconds=90)  # too early to tell
     with pytest.raises(demo.TooSlowError) as caught:
         demo.check_pace(records(0.8), seconds=90)
-    assert caught.value.steps == 100
+    assert caught.value.pace == pytest.approx(0.8)
+    assert demo.affordable_steps(caught.value.pace, seconds=90) == 100
+
+
+@pytest.mark.parametrize("formats", [("bf16", "nvfp4", "fp8_block"), ("nvfp4", "bf16"), ("bf16",)])
+def test_the_demo_ends_when_it_said(formats: tuple[Any, ...]):
+    """With the steps that the share of the first run affords, all runs fit into what is left, slower formats too."""
+    config, elapsed, pace = demo.DemoConfig(formats=formats), 20.0, 0.4
+    first = pace if formats[0] == "bf16" else pace * demo.QUANTIZED_COST
+    steps = demo.affordable_steps(first, config.share(elapsed))
+    runs = [demo.START_SECONDS + steps * pace * (1 if name == "bf16" else demo.QUANTIZED_COST) for name in formats]
+    assert config.seconds - 2 < elapsed + sum(runs) <= config.seconds
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    {
+        "train --data nowhere": "No such file or directory: 'nowhere'",
+        "train --model.n-layer 0": "n_layer must be at least 1, got 0",
+        "train --model.n-head 0": "n_head must be at least 1, got 0",
+        "train --lr -1": "lr is out of range: -1.0",
+        "train --parallel hsdp": "--parallel hsdp needs torchrun, also for one process",
+        "train --out /proc/nowhere": "No such file or directory: '/proc/nowhere'",
+        "train --format nvfp4 --model.n-embd 8": "nvfp4 needs rows that are a multiple of 16, got 24",
+        "train --resume": "--resume: runs/gpt/checkpoints holds no complete checkpoint",
+        "demo --seconds -1": "seconds must be at least 1, got -1",
+        "demo --ranks 0": "ranks must be at least 1, got 0",
+        "demo --stepz 4": "--steps",
+        "demo --steps -4": "steps must be at least 1, got -4",
+    }.items(),
+)
+def test_a_mistake_on_the_command_line_gets_a_line(
+    line: str,
+    said: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = line.split()
+    if program == "train" and "--data" not in arguments:
+        arguments += ["--data", str(text)]
+    with pytest.raises(SystemExit) as ended:
+        {"train": train.command, "demo": demo.main}[program](arguments)
+    shown = capsys.readouterr().err + str(ended.value.code)
+    assert said in " ".join(shown.split()) and "Traceback" not in shown
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_cuda_without_a_gpu_is_said(text: Path, tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"--device cuda wants a GPU for each of 1 ranks here, torch .* finds 0"):
+        train.command(["--device", "cuda", "--data", str(text), "--out", str(tmp_path)])
 
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

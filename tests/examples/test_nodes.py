@@ -1,10 +1,14 @@
-"""A node is killed or cut off: the run goes on from the newest checkpoint on the node that is left, to the bit."""
+"""A node is killed, cut off or stands still: the run goes on from the newest checkpoint on the node that is left, and on both
+once the other one is back; each time to the bit of a run that was started from that checkpoint.
+"""
 
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 
@@ -14,36 +18,82 @@ from tests.examples.nodes import Nodes, nodes
 
 TIMEOUT = 10  # seconds of the process group
 MODEL = ["--model.n-layer=1", "--model.n-head=2", "--model.n-embd=128", "--model.context=32", "--batch-size=2"]
+CHECKPOINT_EVERY = 50
 STEPS = 10  # that are compared
-FAULTS: dict[str, Callable[[Nodes], None]] = {
-    "killed": lambda both: both.signal(1, signal.SIGKILL),
-    "cut off": lambda both: both.cut(),
+PATIENCE = 240  # seconds, with a machine that does much else
+RANKS = {"zero": 1, "fsdp2": 1, "hsdp": 2}  # of a node
+PARALLEL = {name: [f"--parallel={name}"] for name in RANKS}
+PARALLEL["hsdp"] += ["--shard-ranks=2"]  # a node is a replica
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a node, and what happens then so that it comes back."""
+
+    strikes: Callable[[Nodes, int], None]
+    ends: Callable[[Nodes, int], None]
+
+
+FAULTS = {
+    "killed": Fault(lambda both, node: both.signal(node, signal.SIGKILL), lambda both, node: None),
+    "paused": Fault(
+        lambda both, node: both.signal(node, signal.SIGSTOP), lambda both, node: both.signal(node, signal.SIGCONT)
+    ),
+    "cut off": Fault(lambda both, node: both.cut(), lambda both, node: both.mend()),
 }
 
 
-def wait_for(records: Callable[[], list[Record]], enough: Callable[[list[Record]], bool], both: Nodes) -> list[Record]:
-    """Poll the log of a run, and keep a copy of every checkpoint that it has held."""
-    end = time.monotonic() + 240
-    while time.monotonic() < end:
-        keep_checkpoints(both.folder)
-        found = records()
-        if enough(found):
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"too late; the console of node 0 ends with:\n{both.console(0)[-6000:]}")
+class ElasticRun:
+    """A run on two nodes, whose log and checkpoints are looked at from outside."""
 
+    def __init__(self, folder: Path, both: Nodes, parallel: str) -> None:
+        (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+        self.both, self.folder, self.ranks = both, folder, RANKS[parallel]
+        self.arguments = [f"--data={folder / 'text.txt'}", *PARALLEL[parallel], "--format=nvfp4", "--deterministic"]
+        self.arguments += [*MODEL, "--steps=100000", "--eval-every=1000000", f"--timeout={TIMEOUT}"]
 
-def keep_checkpoints(folder: Path) -> None:
-    for path in (folder / "out" / "checkpoints").glob("step_????????"):
-        kept = folder / "kept" / path.name
-        if not kept.exists():
-            partial = kept.with_name("partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            try:
-                shutil.copytree(path, partial)
-                partial.rename(kept)
-            except OSError:  # deleted meanwhile, as too old
-                continue
+    def start(self, node: int) -> None:
+        out = f"--out={self.folder / 'out'}"
+        every = f"--checkpoint-every={CHECKPOINT_EVERY}"
+        self.both.start_agent(node, self.ranks, [*self.arguments, every, "--elastic", out])
+
+    def runs(self, nodes: int, beyond: int, steps: int) -> list[Record]:
+        """Wait until the run was started after step `beyond` on the ranks of as many nodes, and has made `steps` steps."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            self._keep_checkpoints()
+            found = read_records(self.folder / "out" / "metrics.jsonl")
+            begun = started(found) if found else {"ranks": 0, "step": 0}
+            wanted = begun["ranks"] == nodes * self.ranks and begun["step"] >= beyond
+            if wanted and max(steps_of(found), default=0) >= begun["step"] + steps:
+                return found
+            time.sleep(0.1)
+        ends = [f"the console of node {node} ends with:\n{self.both.console(node)[-6000:]}" for node in range(2)]
+        raise AssertionError("too late; " + "\n\n".join(ends))
+
+    def goes_on(self, records: list[Record]) -> dict[int, tuple[float, float]]:
+        """The steps of a run that is started from the checkpoint that these records continue, on as many ranks."""
+        step, ranks = started(records)["step"], started(records)["ranks"]
+        again = self.folder / f"again_{step}"
+        shutil.copytree(self.folder / "kept" / f"step_{step:08d}", again / "checkpoints" / f"step_{step:08d}")
+        with Run(again, [*self.arguments, "--resume"], ranks=ranks, timeout=120) as run:
+            while max(steps_of(run.records()), default=0) < step + STEPS:
+                assert not run.is_over()
+                time.sleep(0.1)
+            return steps_of(run.records())
+
+    def _keep_checkpoints(self) -> None:
+        """Copy every checkpoint, of which the run deletes all but three."""
+        for path in (self.folder / "out" / "checkpoints").glob("step_????????"):
+            kept = self.folder / "kept" / path.name
+            if not kept.exists():
+                partial = kept.with_name("partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                try:
+                    shutil.copytree(path, partial)
+                    partial.rename(kept)
+                except OSError:  # deleted meanwhile, as too old
+                    continue
 
 
 def steps_of(records: list[Record]) -> dict[int, tuple[float, float]]:
@@ -54,51 +104,62 @@ def started(records: list[Record]) -> Record:
     return [record for record in records if record["event"] == "start"][-1]
 
 
+def goes_and_comes_back(folder: Path, both: Nodes, parallel: str, fault: str, struck: int) -> None:
+    """The run goes on from a checkpoint on the node that is left, and later on both, to the bit."""
+    run = ElasticRun(folder, both, parallel)
+    for node in range(2):
+        run.start(node)
+    run.runs(nodes=2, beyond=0, steps=CHECKPOINT_EVERY + 10)
+    began = time.monotonic()
+    FAULTS[fault].strikes(both, struck)
+    alone = run.runs(nodes=1, beyond=CHECKPOINT_EVERY, steps=CHECKPOINT_EVERY + 10)
+    print(f"{parallel}, {fault}: alone after {time.monotonic() - began:.0f} s")
+    began = time.monotonic()
+    FAULTS[fault].ends(both, struck)
+    if both.has_ended(struck):
+        run.start(struck)
+    together = run.runs(nodes=2, beyond=started(alone)["step"] + CHECKPOINT_EVERY, steps=STEPS)
+    print(f"{parallel}, {fault}: together after {time.monotonic() - began:.0f} s")
+    both.end()
+    for records in (alone, together):
+        step, found, expected = started(records)["step"], steps_of(records), run.goes_on(records)
+        assert [found[step + i] for i in range(1, STEPS + 1)] == [expected[step + i] for i in range(1, STEPS + 1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "fault"), [("zero", fault) for fault in FAULTS])
-def test_the_node_that_is_left_goes_on(tmp_path: Path, parallel: str, fault: str) -> None:
-    ranks = 2 if parallel == "hsdp" else 1
-    (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
-    arguments = [
-        f"--data={tmp_path / 'text.txt'}",
-        f"--parallel={parallel}",
-        "--format=nvfp4",
-        "--deterministic",
-        *MODEL,
-    ]
-    arguments += ["--steps=100000", "--eval-every=1000000", "--checkpoint-every=50", f"--timeout={TIMEOUT}"]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("parallel", "fault", "struck"),
+    [
+        ("zero", "killed", 1),
+        ("zero", "paused", 0),  # with it rank 0, which writes the log and the checkpoints
+        ("zero", "cut off", 1),
+        *[(parallel, fault, 1) for parallel in ("fsdp2", "hsdp") for fault in FAULTS],
+    ],
+)
+def test_a_node_goes_and_comes_back(tmp_path: Path, parallel: str, fault: str, struck: int) -> None:
     with nodes(tmp_path) as both:
         if fault == "cut off" and not both.apart:
             pytest.skip("there is no link to cut: network namespaces cannot be made here")
-        for node in range(2):
-            both.start_agent(node, ranks, [*arguments, "--elastic", f"--out={tmp_path / 'out'}"])
+        goes_and_comes_back(tmp_path, both, parallel, fault, struck)
 
-        def log() -> list[Record]:
-            return read_records(tmp_path / "out" / "metrics.jsonl")
 
-        before = wait_for(log, lambda found: max(steps_of(found), default=0) > 60, both)
-        assert started(before)["ranks"] == 2 * ranks
-        struck = time.monotonic()
-        FAULTS[fault](both)
-        after = wait_for(
-            log,
-            lambda found: (
-                bool(found)
-                and any(record["event"] == "start" and record["ranks"] == ranks for record in found)
-                and max(steps_of(found)) >= started(found)["step"] + STEPS
-            ),
-            both,
-        )
-        print(f"{parallel}, {fault}: on after {time.monotonic() - struck:.0f} s")
-        print("\n".join(line for line in both.console(0).splitlines() if "Error" in line)[-3000:])
-    step = started(after)["step"]
-    assert step >= 50, "it goes on from a checkpoint"
-    again = tmp_path / "again"
-    shutil.copytree(tmp_path / "kept" / f"step_{step:08d}", again / "checkpoints" / f"step_{step:08d}")
-    with Run(again, [*arguments, "--resume"], ranks=ranks, timeout=120) as run:
-        while max(steps_of(run.records()), default=0) < step + STEPS:
-            assert not run.is_over()
-            time.sleep(0.1)
-        expected = steps_of(run.records())
-    found = steps_of(after)
-    assert [found[step + i] for i in range(1, STEPS + 1)] == [expected[step + i] for i in range(1, STEPS + 1)]
+def refuse_namespaces(*command: str) -> None:
+    raise CalledProcessError(1, command, stderr=b"mount --make-shared /run/netns failed: Operation not permitted")
+
+
+def test_without_namespaces_both_nodes_are_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.examples.nodes._ip", refuse_namespaces)
+    says = pytest.warns(UserWarning, match="no network namespaces here .*Operation not permitted.*: two agents")
+    with says, nodes(tmp_path) as both:
+        assert not both.apart
+        assert both.prefix == [[], []]
+        assert both.address == ["127.0.0.1"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_node_goes_and_comes_back_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.examples.nodes._ip", refuse_namespaces)
+    with pytest.warns(UserWarning, match="two agents on the loopback"), nodes(tmp_path) as both:
+        goes_and_comes_back(tmp_path, both, "zero", "killed", struck=1)

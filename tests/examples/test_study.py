@@ -113,6 +113,8 @@ def test_another_text_than_the_plans_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("another")
     with pytest.raises(SystemExit, match=r"the plan has a text of SHA-256 8e6a.*, and --data gives 7 bytes of ae448"):
         command.main(["--size", "gpu", "--data", str(tmp_path / "text"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"--data: .*No such file or directory"):
+        command.main(["--size", "gpu", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -223,13 +225,34 @@ def test_slices_on_several_machines(
     assert picture.exists() and len(runs.read_store(stored)) == 39
 
 
-@pytest.mark.parametrize("change", [{"text": "xyz"}, {"machine": {"torch": "1"}}, {"ranks": 9}])
+MACHINE = records_of(next(jobs(TINY)))[0]["machine"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": "xyz"},
+        {"machine": {**MACHINE, "torch": "1"}},
+        {"machine": {**MACHINE, "cores": 3}},
+        {"ranks": 9},
+    ],
+)
 def test_runs_of_two_machines_are_not_compared(change: dict[str, Any]) -> None:
     made = {job: records_of(job) for job in jobs(TINY)}
     last = list(made)[-1]
     made[last] = records_of(last, **change)
     with pytest.raises(ValueError, match=f"runs that differ in {next(iter(change))} are not comparable"):
         collect("cpu", TINY, made)
+
+
+def test_runs_on_equal_gpus_of_two_hosts_are_compared() -> None:
+    """Cores and installed peers change no bit of a run on a GPU; the table names all numbers of cores."""
+    made = {job: records_of(job, device="cuda:0") for job in jobs(TINY)}
+    last = list(made)[-1]
+    made[last] = records_of(last, device="cuda:0", machine={**MACHINE, "cores": 16, "torchao": "0.16.0"})
+    outcome = collect("gpu", TINY, made)
+    assert outcome["cores"] == [2, 16]
+    assert "2 and 16 cores" in show.markdown(outcome, "command")
 
 
 def forgotten(fmt: Any) -> list[tuple[str, float, float]]:

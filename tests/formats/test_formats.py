@@ -68,7 +68,7 @@ def test_different_options_are_different_formats() -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("fp4", {}, ValueError, "unknown format 'fp4'; known: fp8_block, fp8_current"),
+    ("fp4", {}, ValueError, "unknown format 'fp4'; did you mean 'nvfp4'\\? known: fp8_block, fp8_current"),
     ("", {}, ValueError, "unknown format"),
     ("element", {}, ValueError, "unknown format 'element'"),
     ("spec", {}, ValueError, "unknown format 'spec'"),

@@ -91,9 +91,9 @@ class Trainee:
             self.captured()
 
 
-def compared(keep_codes: bool) -> list[str]:
+def compared(keep_codes: bool, formats: tuple[str, ...] = FORMATS) -> list[str]:
     """Differences of a captured run to an ordinary one, and of its bytes to its masters."""
-    ordinary, captured = (Trainee(captured=captured, keep_codes=keep_codes) for captured in (False, True))
+    ordinary, captured = (Trainee(captured, formats, keep_codes) for captured in (False, True))
     found, addresses = [], set()
     for number in range(6):
         held = []

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt_pretrain import train
+from examples.gpt_pretrain import fsdp2, train
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Corpus
 from examples.gpt_pretrain.model import GPTConfig
@@ -86,6 +87,44 @@ def test_resumes_in_another_way(ranks: Ranks, config: TrainConfig, saver: Any, l
     close = 0.05 if loader == "fsdp2_tp" else 0.01
     assert losses(config.out)[:6] == pytest.approx(expected[:6], rel=close)
     assert losses(config.out) == pytest.approx(expected, rel=0.1)
+
+
+def mesh_of(config: TrainConfig) -> Any:
+    """The ranks with which this one shards, those with which it has the same shard, and how long their groups wait; or why not."""
+    try:
+        mesh = fsdp2._mesh(config, torch.device(models.place()))
+    except ValueError as error:
+        return str(error)
+    groups = [mesh.get_group(name) for name in ("shard", "replicate")]
+    waits = {group._get_backend(device).options._timeout for group in groups for device in group._device_types}
+    return [*map(dist.get_process_group_ranks, groups), waits]
+
+
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [
+        (4, [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]),
+        (2, [([0, 1], [0]), ([0, 1], [1])]),
+    ],
+)
+def test_replicas_follow_the_ranks_that_there_are(
+    ranks: Ranks, config: TrainConfig, world: int, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    """And a group of the mesh waits for a lost rank no longer than the run is told to."""
+    config = replace(config, parallel="hsdp", shard_ranks=2, timeout=17.0)
+    for (shard, replicate), found in zip(expected, ranks(world)(mesh_of, config), strict=True):
+        assert found == [shard, replicate, {timedelta(seconds=17)}]
+
+
+def test_ranks_that_do_not_divide(ranks: Ranks, config: TrainConfig) -> None:
+    config = replace(config, parallel="hsdp")
+    assert ranks(3)(mesh_of, config) == ["--parallel hsdp makes two halves of the ranks, there are 3"] * 3
+    config = replace(config, shard_ranks=3)
+    assert ranks(4)(mesh_of, config) == ["--parallel hsdp makes replicas of 3 of the ranks, there are 4"] * 4
+    with pytest.raises(ValueError, match="shard_ranks is about the replicas of hsdp, and fsdp2 has none"):
+        replace(config, parallel="fsdp2")
+    with pytest.raises(ValueError, match="shard_ranks cannot be negative, got -1"):
+        replace(config, shard_ranks=-1)
 
 
 def test_a_late_phase_in_bf16(ranks: Ranks, config: TrainConfig) -> None:

@@ -121,6 +121,35 @@ def test_prepared_models_train(ranks: Ranks) -> None:
     assert plain_bytes == 0 and nbytes == pytest.approx(elements * 33 / 32, rel=0.01)
 
 
+def overflowed(value: float) -> tuple[bool, bool]:
+    """Whether torch's norm of all gradients is finite on this rank, and whether this rank's parts of the last layer's are, where
+    the first layer's gradient is `value` in a row on rank 0."""
+    model = network()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mp_policy=POLICY)
+    set_grad_wire(model, FP8)
+
+    def spoil(grad: Tensor) -> Tensor:
+        row = torch.zeros_like(grad)
+        row[:, 7] = value
+        return grad + row
+
+    if dist.get_rank() == 0:
+        model[0].register_forward_hook(lambda _, __, out: out.register_hook(spoil) and None)
+    loss_of(model, dist.get_rank()).backward()  # type: ignore[no-untyped-call]
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    whole: Any = getattr(norm, "full_tensor", lambda: norm)()
+    last: Any = model[2].weight.grad
+    return bool(whole.isfinite()), bool(last.to_local().isfinite().all())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(ranks: Ranks, value: float) -> None:
+    """E4M3 has no infinity: a group that holds one sends a NaN as its scale."""
+    assert ranks(2)(overflowed, value) == [(False, True)] * 2
+    assert ranks(2)(overflowed, 1.0) == [(True, True)] * 2
+
+
 def refusals() -> list[str]:
     """What is said on this rank of settings that cannot be."""
     model, rank = network(), dist.get_rank()

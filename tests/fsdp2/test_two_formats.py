@@ -17,6 +17,7 @@ from tests.dispatched import Dispatched
 from tests.fsdp2 import (
     models,
     test_bits,
+    test_captured,
     test_compile,
     test_fused_adamw,
     test_switch,
@@ -119,6 +120,16 @@ def fused() -> tuple[list[str], list[int]]:
 
 def test_a_fused_step_measures_the_first_and_the_cast_the_second(ranks: Ranks) -> None:
     assert ranks(2)(fused) == [([], [2, 2])] * 2
+
+
+@pytest.mark.parametrize(("world", "keep_codes"), [(1, True), slow(1, False), slow(3, True)])
+def test_captured_steps_beside_weights_of_the_first_alone(ranks: Ranks, world: int, keep_codes: bool) -> None:
+    """One launch casts weights of one format in the pass of Adam, another measures those of two."""
+    formats = (*PAIRS[:4], "fp8_block", "mxfp4")
+    assert (
+        ranks(world)(test_captured.compared, keep_codes, formats)
+        == [["1 graphs, casts {6}, works at 1 addresses"]] * world
+    )
 
 
 @pytest.mark.parametrize("world", [2, slow(3)])

@@ -70,6 +70,7 @@ def test_every_layer_raises(name: str) -> None:
             model.layer(*inputs)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of layers that torch calls deprecated
 def test_every_layer_of_torch_is_among_these() -> None:
     """Those that have a weight of two or more dimensions, or hold such a layer; a new one in a
     new torch is to be added.

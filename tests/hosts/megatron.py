@@ -13,8 +13,8 @@ from tests import casts
 from tests.hosts.stopping import Place, around
 from tests.hosts.under_test import Calls, HostUnderTest
 from tests.megatron.attached import METADATA, Attached
-from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.offloading import offloaded
 from tests.megatron.training import MIXED, Case
 from tests.workers import error_of
 from zerocast import QuantizedWeight, verify
@@ -25,6 +25,7 @@ CASES = {
     "overlap": Case(MIXED, overlap=True, experts=True),
     "sync": Case(MIXED, experts=True),
     "TransformerEngine": Case("te", te="02"),  # tests/megatron/test_te.py
+    "offload": offloaded(experts=True),  # tests/megatron/test_offload.py
 }
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 ME = "tests.hosts.megatron:Megatron"
@@ -52,7 +53,7 @@ class Megatron(HostUnderTest):
     @classmethod
     def inside(cls, variant: str) -> AbstractContextManager[Any]:
         """On the CPU, by stand-ins."""
-        return host(CASES[variant].te)
+        return CASES[variant].host()
 
     @classmethod
     def remedies(cls, variant: str) -> dict[str, set[str]]:

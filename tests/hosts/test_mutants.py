@@ -13,6 +13,13 @@ def test_the_text_of_every_guard_is_there_once() -> None:
     assert {guard: count for guard, count in counts.items() if count != 1} == {}
 
 
+def test_every_mutant_is_python() -> None:
+    """One that cannot be imported would be killed by anything."""
+    for mutant in MUTANTS:
+        text = (ROOT / mutant.path).read_text().replace(mutant.before, mutant.after)
+        compile(text, f"{mutant.path} without {mutant.guards}", "exec")
+
+
 def test_the_table_has_a_row_for_every_guard() -> None:
     rows = re.findall(r"^\| ([^|]+?) \| \[`([^`]+)`\]", TABLE.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted((m.guards, m.path) for m in MUTANTS)

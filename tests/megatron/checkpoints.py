@@ -54,7 +54,7 @@ def _state(run: Run) -> State:
 
 def saved(case: Case, folder: str, kind: str) -> State:
     """Trained and saved: masters and moments."""
-    with host(case.te):
+    with case.host():
         run, _ = build_attached(case)
         for number in range(case.steps):
             run.step(number)
@@ -64,15 +64,22 @@ def saved(case: Case, folder: str, kind: str) -> State:
 
 def loaded(case: Case, folder: str, kind: str) -> tuple[State, set[float], dict[str, int]]:
     """In another run: masters and moments, steps, stale bytes then and after two more steps."""
-    with host(case.te):
+    with case.host():
         run, _ = build_attached(case)
         load(run, folder, kind)
         state, wrong = _state(run), run.stale_bytes()
-        steps = {float(s["step"]) for one in run.optimizer.chained_optimizers for s in one.optimizer.state.values()}
+        steps = _steps(run)
         for number in range(2):
             run.step(number)
         run.force_sync()
         return state, steps, wrong | run.stale_bytes()
+
+
+def _steps(run: Run) -> set[float]:
+    """Those that were taken, which torch's Adam counts by parameter, and a fused one by group."""
+    inner = [one.optimizer for one in run.optimizer.chained_optimizers]
+    states = [state for one in inner for state in one.state.values() if "step" in state]
+    return {float(held["step"]) for held in states or [group for one in inner for group in one.param_groups]}
 
 
 def small_buckets(kind: str, is_loading: bool) -> str:
@@ -87,7 +94,7 @@ def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:
     """Whether all that is held equals an uninterrupted run's, bit for bit; stale bytes right after loading and in the end."""
     box = [tempfile.mkdtemp(prefix="zerocast-megatron-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
-    with host(case.te):
+    with case.host():
         (straight, _), (resumed, _) = build_attached(case), build_attached(case)
         for number in range(case.steps):
             straight.step(number)

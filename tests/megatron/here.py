@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from tests.megatron.fused_adam import fused_adam_in_the_host
+from tests.megatron.host_memory import HostMemory
 from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.megatron.te import te_in_the_host
 
@@ -19,10 +21,19 @@ def device() -> torch.device:
 
 
 @contextlib.contextmanager
-def host(te: str = "") -> Iterator[None]:
-    """Inside, the real DistributedDataParallel and DistributedOptimizer run here, for `te` layers beside TransformerEngine."""
+def host(te: str = "", fused_adam: bool = False, offload: bool = False) -> Iterator[None]:
+    """Inside, the real DistributedDataParallel and DistributedOptimizer run here, for `te` layers beside TransformerEngine, whose
+    FusedAdam is taken then or by the host's own choice; for `offload` with host memory apart.
+    """
     if dist.get_backend() == "gloo":
-        with te_in_the_host() if te else contextlib.nullcontext(), host_on_cpu():
+        with contextlib.ExitStack() as stack:
+            if te or fused_adam:
+                stack.enter_context(te_in_the_host())
+            stack.enter_context(host_on_cpu())
+            if fused_adam:
+                stack.enter_context(fused_adam_in_the_host())
+            if offload:
+                stack.enter_context(HostMemory())
             yield
         return
     if not parallel_state.model_parallel_is_initialized():

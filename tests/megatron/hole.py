@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from tests.megatron.here import host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS
 from tests.megatron.training import Case, build, trained
 from tests.workers import error_of
@@ -43,7 +42,7 @@ def hosts_own_layout() -> Iterator[None]:
 
 def train_in_the_hole(case: Case) -> tuple[str, dict[str, int]]:
     """With Megatron's own layout: what `attach` says, and the stale bytes where its check is left out."""
-    with host(case.te):
+    with case.host():
         with integration.quantized_params(), hosts_own_layout():
             run = build(case)
         said = error_of(lambda: integration.attach(run.optimizer, run.ddp))

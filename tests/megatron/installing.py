@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zerocast
+from tests.megatron.host_memory import HostMemory
 from tests.megatron.pretraining import WHY_NOT, Trained, module_or_none, pretrain
 from tests.megatron.training import NARROW, Case, Run
 from tests.workers import error_of
@@ -24,6 +25,7 @@ if not WHY_NOT:
 
 RECIPE = {"*.linear_*.weight": NARROW}
 FLAG = ("--zerocast-recipe", f"*.linear_*.weight={NARROW}")
+OFFLOAD = ("--use-precision-aware-optimizer", "--no-pin-cpu-grads", "--no-pin-cpu-params")
 DISTRIBUTED = "--use-distributed-optimizer"
 PLACES = (
     "TRAINING",
@@ -58,6 +60,7 @@ def _left(trained: Trained) -> dict[str, Any]:
         "stale": run.stale_bytes(),
         "masters": run.masters(),
         "weights": {name: str(weight.format) for name, weight in run.weights.items()},
+        "offloaded": sum(len(host.host_copies(one.optimizer)) for one in host.distributed_optimizers(run.optimizer)),
     }
 
 
@@ -71,6 +74,12 @@ def train(*flags: str, recipe: Any = RECIPE) -> dict[str, Any]:
             return _left(trained)
 
         return pretrain(*flags, after=after)
+
+
+def train_offloaded(*flags: str) -> dict[str, Any]:
+    """A run whose masters and moments are updated on the host."""
+    with HostMemory():
+        return train("--optimizer-cpu-offload", "--optimizer-offload-fraction", "1", *OFFLOAD, *flags)
 
 
 def by_the_flag(*flags: str) -> dict[str, Any]:
@@ -277,7 +286,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "muon": _with("--optimizer", "muon", without=DISTRIBUTED),
     "distributed muon": _with("--optimizer", "dist_muon", without=DISTRIBUTED),
     "upcycling": _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
-    "offload": _with("--optimizer-cpu-offload", "--use-precision-aware-optimizer"),
+    "masters in half precision": _with(
+        "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16"
+    ),
     "mxfp8 through gradients": _with(
         *["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"]
     ),

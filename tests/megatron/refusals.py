@@ -141,8 +141,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "whole masters": _options(use_distributed_optimizer=False),
     "whole masters in DDP": _options(ddp={"use_distributed_optimizer": False}),
     "whole masters in both": _options(ddp={"use_distributed_optimizer": False}, use_distributed_optimizer=False),
-    "offload": _options(optimizer_cpu_offload=True),
-    "precision-aware": _options(optimizer_cpu_offload=True, use_precision_aware_optimizer=True),
+    "masters in half precision": _options(
+        optimizer_cpu_offload=True, use_precision_aware_optimizer=True, main_params_dtype=torch.float16
+    ),
     "mxfp8 through gradients": _options(reuse_grad_buf_for_mxfp8_param_ag=True),
     "mxfp8 through gradients in DDP": _options(
         ddp={"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}
@@ -167,7 +168,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "loaded as it is": loaded_as_it_is,
 }
 
-BUILT_SINCE_0_18 = ("precision-aware", "muon", "dist_muon", "lion", "layer-wise by hand")
+BUILT_SINCE_0_18 = ("masters in half precision", "muon", "dist_muon", "lion", "layer-wise by hand")
 
 
 def say(name: str) -> str:

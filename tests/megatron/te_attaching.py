@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.megatron import te
 from tests.megatron.here import host
-from tests.megatron.training import ALL_LAYERS, Case, build, build_attached, trained
+from tests.megatron.training import ALL_LAYERS, Case, Model, build, build_attached, configuration, trained, wrap
 from tests.transformer_engine import hybrids, tensors
 from tests.workers import error_of
 from zerocast import get_format, verify
@@ -165,11 +165,14 @@ def of_a_kind(kind: str) -> str:
 
         def made(fmt: str, value: torch.Tensor, device: torch.device) -> Any:
             case = tensors.Weight(fmt.partition(":")[0], tuple(value.shape), ((0, value.numel()),), value.dtype)
-            one = tensors.tensor(case, str(device)) if kind == "mxfp8" else hybrids.hybrid(case, case)
+            if kind == "hybrid":
+                return torch.nn.Parameter(hybrids.hybrid(case, case))
+            one = tensors.tensor(case, str(device))
+            one._quantizer.with_2d_quantization = kind == "square mxfp8"
             return torch.nn.Parameter(one)
 
         with mock.patch.object(te, "_te_parameter", made):
-            return error_of(lambda: build_attached(Case("mxfp8" if kind == "mxfp8" else "fp8_current", te="0")))
+            return error_of(lambda: build_attached(Case("fp8_current" if kind == "hybrid" else "mxfp8", te="0")))
 
 
 def grouped_experts() -> str:
@@ -185,6 +188,21 @@ def grouped_experts() -> str:
             if buffer.param_dtype == torch.uint8:
                 buffer.params.append(tensor)
         return error_of(lambda: integration.attach(run.optimizer, run.ddp))
+
+
+def grouped_in_a_model() -> str:
+    """The same where the host would wrap it: a layer of TransformerEngine's with one weight for two experts."""
+    kind_of = "transformer_engine.pytorch.tensor.grouped_tensor"
+    with host(ALL_LAYERS):
+        kind: Any = importlib.import_module(kind_of).GroupedTensor
+        data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
+        tensor = kind((2, 32, 64), torch.bfloat16, num_tensors=2, shapes=[(32, 64)] * 2, data=data)
+        config = configuration()
+        model = Model(config, ALL_LAYERS)
+        model.experts = torch.nn.Module()
+        model.experts.weight = torch.nn.Parameter(tensor)
+        with integration.quantized_params():
+            return error_of(lambda: wrap(Case(te=ALL_LAYERS), config, model))
 
 
 def changed_afterwards(what: str) -> str:

@@ -41,7 +41,7 @@ TABLE = {
     "whole masters": "ValueError: .*use_distributed_optimizer=False is not supported",
     "muon": MUON,
     "distributed muon": MUON,
-    "offload": "ValueError: .*use_precision_aware_optimizer is not supported: .* leave it off",
+    "masters in half precision": "ValueError: .*main_params_dtype is not supported: .* leave it at torch.float32",
     "mxfp8 through gradients": "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
     "fsdp": "ValueError: .*use_megatron_fsdp is not supported: .* use zerocast.fsdp2",
     "torch's fsdp": "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
@@ -118,6 +118,18 @@ def test_by_the_command_line(ranks: Ranks) -> None:
     by_call, by_flag = on(ranks, 2)(installing.train, *flags)[0], on(ranks, 2)(installing.by_the_flag, *flags)[0]
     assert by_flag["losses"] == by_call["losses"] and same(by_flag["masters"], by_call["masters"])
     assert not by_flag["stale"] and by_flag["weights"] == by_call["weights"]
+
+
+def test_optimizer_cpu_offload(ranks: Ranks, tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint, on the host what was on the GPU, is the one that was not interrupted."""
+    folder = str(tmp_path / "checkpoint")
+    save = ("--save", folder, "--save-interval", "2")
+    through = on(ranks, 2)(installing.train_offloaded, "--train-iters", "4", *save)[0]
+    assert not through["stale"] and through["losses"][4] < through["losses"][1] and through["offloaded"] > 0
+    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = on(ranks, 2)(installing.train_offloaded, "--train-iters", "4", "--load", folder)[0]
+    assert resumed["losses"] == {step: through["losses"][step] for step in (3, 4)}
+    assert same(resumed["masters"], through["masters"]) and not resumed["stale"]
 
 
 @pytest.mark.slow

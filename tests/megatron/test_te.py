@@ -112,6 +112,11 @@ def test_detach_gives_the_host_back(ranks: Ranks) -> None:
             "mxfp8",
             "ValueError: MXFP8Tensor needs both directions gathered, .* take mxfp8:block=32x32",
         ),
+        (
+            te_attaching.of_a_kind,
+            "square mxfp8",
+            "ValueError: with_2d_quantization is True and False is needed: .* take mxfp8:block=32x32 of zerocast.quantize_",
+        ),
         (te_attaching.of_a_kind, "hybrid", "ValueError: a HybridQuantizedTensor has codes of two formats"),
         (
             te_attaching.changed_afterwards,
@@ -131,6 +136,10 @@ def test_refused_with_the_reason(ranks: Ranks, case: Any, argument: str, message
 def test_several_experts_in_one_tensor_are_refused(ranks: Ranks) -> None:
     for said in ranks(2)(te_attaching.grouped_experts):
         assert re.match("TypeError: .* is a GroupedTensor, .* set moe_single_grouped_weight=False", said), said
+    for said in ranks(2)(te_attaching.grouped_in_a_model):
+        assert re.match(
+            "ValueError: experts.weight is a .* with the codes of several experts.* set moe_single_gr", said
+        ), said
 
 
 def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:

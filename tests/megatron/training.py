@@ -39,6 +39,7 @@ FORMATS = {
     "experts": {"weight1": "fp8_current"},
     "plain": {},
     "half": {"layers.[01].*": "fp8_current"},
+    "other half": {"layers.[23].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
     "mixed": {
         "layers.0.*": "mxfp4",
@@ -68,9 +69,14 @@ class Case:
     bucket_size: int | None = None
     experts: bool = False  # the last two layers in buffers and an optimizer of their own
     te: str = ""  # layers whose weights are tensors of TransformerEngine
+    fused_adam: bool = False  # TransformerEngine's
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
     ddp_options: dict[str, Any] = field(default_factory=dict)
+
+    def host(self) -> Any:
+        """The host that this runs in."""
+        return host(self.te, self.fused_adam, self.options.get("optimizer_cpu_offload", False))
 
 
 class Model(MegatronModule):
@@ -141,7 +147,7 @@ class Run:
 
     def moments(self, key: str) -> dict[str, Tensor]:
         """Unsharded moments by parameter; `key` is exp_avg or exp_avg_sq."""
-        return self.gathered(lambda one, master: one.optimizer.state[master][key])
+        return self.gathered(lambda one, master: _unscaled(one.optimizer, master, key))
 
     def gathered(self, of: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
         """By parameter, whole, what is `of` an optimizer and the master of a shard."""
@@ -195,6 +201,14 @@ class Run:
             if name not in self.weights and not torch.equal(param.data.cpu(), masters[name].to(param.dtype)):
                 wrong[name] = param.numel()
         return wrong
+
+
+def _unscaled(inner: Any, master: Tensor, key: str) -> Tensor:
+    """A moment as numbers, which a fused Adam keeps with a scale where they are FP16."""
+    found: Tensor = (
+        inner.get_unscaled_state(master, key) if hasattr(inner, "get_unscaled_state") else inner.state[master][key]
+    )
+    return found
 
 
 def _bytes_of(weight: QuantizedWeight) -> tuple[str, casts.Bytes]:
@@ -261,14 +275,18 @@ def build(case: Case) -> Run:
 
 
 def build_optimizer(case: Case, chunks: list[Any]) -> Any:
+    return get_megatron_optimizer(optimizer_config(case), chunks)
+
+
+def optimizer_config(case: Case) -> Any:
     options = {"optimizer": "adam", "lr": 3e-3, "weight_decay": 0.01, "clip_grad": 1.0, "bf16": True}
     options |= {"use_distributed_optimizer": True, "overlap_param_gather": case.overlap, **case.options}
-    return get_megatron_optimizer(OptimizerConfig(**options), chunks)
+    return OptimizerConfig(**options)
 
 
 def train(case: Case) -> tuple[list[float], dict[str, int]]:
     """Losses by step, and the stale bytes of the weights in the end."""
-    with host(case.te):
+    with case.host():
         with integration.quantized_params():
             run = build(case)
         attached = integration.attach(run.optimizer, run.ddp)

@@ -1,29 +1,37 @@
-"""Captured steps on several GPUs, NCCL's collectives in the graph: the bits of ordinary steps."""
+"""Captured steps on GPUs, NCCL's collectives in the graph: the bits of ordinary steps."""
 
 import dataclasses
 
 import pytest
 
-from tests.devices import gpus
+from tests.devices import worlds_of_gpus
 from tests.fsdp2 import test_captured as under_fsdp2
+from tests.nccl.test_two_formats import PAIRS
 from tests.optim.replayed import compare
 from tests.optim.test_captured import CASES
 
-pytestmark = gpus(2)
+pytestmark = pytest.mark.parametrize("world", worlds_of_gpus(1, 2))
+SECONDS = 180.0
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_replaying_equals_stepping(gpu_ranks, case):
+def test_replaying_equals_stepping(gpu_ranks, world, case):
     """The result of the comparison is the number of skipped steps."""
-    assert gpu_ranks(2)(compare, dataclasses.replace(case, device="cuda"), timeout=180.0) == [1, 1]
+    assert gpu_ranks(world)(compare, dataclasses.replace(case, device="cuda"), timeout=SECONDS) == [1] * world
 
 
-def test_replaying_equals_stepping_under_fsdp2(gpu_ranks):
+@pytest.mark.parametrize(
+    "formats", [under_fsdp2.FORMATS, (*PAIRS, "fp8_block", "mxfp4")], ids=["formats", "formats of two"]
+)
+@pytest.mark.parametrize("keep_codes", [False, True])
+def test_replaying_equals_stepping_under_fsdp2(gpu_ranks, world, keep_codes, formats):
     """Gradients lie elsewhere at every step, and the all-reduce of amaxes is in the graph."""
-    found = gpu_ranks(2)(under_fsdp2.compared, timeout=180.0)
-    assert found == [["1 graphs, casts {6}, works at 1 addresses"]] * 2
+    found = gpu_ranks(world)(under_fsdp2.compared, keep_codes, formats, timeout=SECONDS)
+    assert found == [["1 graphs, casts {6}, works at 1 addresses"]] * world
 
 
-def test_what_has_changed_is_captured_again_under_fsdp2(gpu_ranks):
+def test_what_has_changed_is_captured_again_under_fsdp2(gpu_ranks, world):
     changes = len(under_fsdp2.CHANGES)
-    assert gpu_ranks(2)(under_fsdp2.after_changes, timeout=180.0) == [[" capture the step again"] * changes] * 2
+    assert (
+        gpu_ranks(world)(under_fsdp2.after_changes, timeout=SECONDS) == [[" capture the step again"] * changes] * world
+    )

@@ -172,8 +172,11 @@ def _raw(values: F32) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def check(run: Run, each_step: Callable[[Trainer, int], None] | None = None) -> int:
     """Train and compare after every step; returns the steps that were skipped."""
-    made = Undistributed if run.optimizer is ZeroAdamW else UndistributedMuon
-    trainer, reference = Trainer(run), made(run.specs, run.config.moment_dtype)
+    trainer, moment_dtype = Trainer(run), run.config.moment_dtype
+    adam = run.optimizer is ZeroAdamW
+    reference = (
+        Undistributed(run.specs, moment_dtype) if adam else UndistributedMuon(run.specs, moment_dtype, run.device)
+    )
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     assert_equals(trainer, reference, "before the first step")
     for step in range(run.steps):

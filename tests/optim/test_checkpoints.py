@@ -1,6 +1,7 @@
 """Folders of checkpoints: which of them are kept, what is asked for, and saves that go on while training does."""
 
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from tests.optim.runs import Run, Trainer, snapshot
 from tests.selection import worlds
 from zerocast import ZeroConfig
 from zerocast.checkpoint import checkpoint
+from zerocast.checkpoint.whole_folder import WholeFolder
 from zerocast.optim import Checkpoints
 
 
@@ -44,6 +46,26 @@ def test_arguments(tmp_path):
     saved(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; there are: \[1, 2\]"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer, step=7)
+
+
+def test_a_save_whose_folder_another_run_deletes(tmp_path):
+    """A rank 0 that stood still within a save goes on, and gives up while others save that step: theirs raises, older ones stay."""
+    saved(str(tmp_path))
+    checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(Run()), checkpoint._hash_files
+
+    def disturbed(folder: Path, group: Any) -> Any:
+        sums = original(folder, group)
+        WholeFolder(checkpoints.path(3)).abandon()
+        return sums
+
+    with (
+        mock.patch.object(checkpoint, "_hash_files", disturbed),
+        pytest.raises(RuntimeError, match="step_00000003 was not written"),
+    ):
+        checkpoints.save(trainer.optimizer, 3)
+    assert checkpoints.steps() == [1, 2]
+    checkpoints.save(trainer.optimizer, 3)
+    assert checkpoints.load(trainer.optimizer) == 3
 
 
 OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)

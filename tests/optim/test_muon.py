@@ -81,6 +81,14 @@ def test_equals_torch(ranks: Ranks, world: int, name: str) -> None:
     assert ranks(world)(check, dataclasses.replace(RUN, **RUNS[name])) == [0] * world
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", RUNS)
+def test_on_a_gpu(name: str) -> None:
+    """One rank; the reference's torch.optim.Muon steps on the GPU too."""
+    check(dataclasses.replace(RUN, device="cuda", **RUNS[name]))
+
+
 @pytest.mark.parametrize("world", worlds(3, slow=(2,)))
 def test_ranks_without_a_matrix(ranks: Ranks, world: int) -> None:
     """One matrix on several ranks, and nothing for AdamW."""

@@ -99,11 +99,12 @@ class Undistributed:
 
 
 class UndistributedMuon(Undistributed):
-    """The same where groups that say use_muon are stepped by torch.optim.Muon: each matrix, or each of a stack, by one of its
-    own."""
+    """The same where groups that say use_muon are stepped by torch.optim.Muon on `device`: each matrix, or each of a stack, by
+    one of its own."""
 
-    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__(specs, moment_dtype)
+        self._device = device
         self._muons: dict[str, list[torch.optim.Muon]] = {}
         self._momentum: dict[str, F32] = {}
 
@@ -121,16 +122,18 @@ class UndistributedMuon(Undistributed):
         shape = self.specs[name].shape
         masters = torch.from_numpy(self.master[name].copy()).view(-1, *shape[-2:]).unbind()
         if name not in self._muons:
-            self._muons[name] = [torch.optim.Muon([torch.nn.Parameter(master)], lr, **options) for master in masters]
+            self._muons[name] = [
+                torch.optim.Muon([torch.nn.Parameter(m.to(self._device))], lr, **options) for m in masters
+            ]
         muons = self._muons[name]
         for muon, part in zip(muons, torch.from_numpy(np.ascontiguousarray(g)).view(-1, *shape[-2:]), strict=True):
             (group,) = muon.param_groups
-            group["lr"], group["params"][0].grad = lr, part
+            group["lr"], group["params"][0].grad = lr, part.to(self._device)
             muon.step()
         stepped = [muon.param_groups[0]["params"][0] for muon in muons]
         momentum = [muon.state[p]["momentum_buffer"] for muon, p in zip(muons, stepped, strict=True)]
-        self.master[name] = torch.stack([p.detach() for p in stepped]).view(shape).numpy()
-        self._momentum[name] = torch.stack(momentum).view(shape).numpy()
+        self.master[name] = torch.stack([p.detach() for p in stepped]).view(shape).cpu().numpy()
+        self._momentum[name] = torch.stack(momentum).view(shape).cpu().numpy()
 
 
 def mean(by_rank: Sequence[Tensor | None], like: Spec) -> F32:

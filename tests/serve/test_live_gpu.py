@@ -1,20 +1,21 @@
 """Live weights between processes on GPUs: through CUDA IPC handles, without a copy by way of the host."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 import zerocast
 from tests.devices import gpus
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected
-from zerocast.serve import Receiver, Sender
+from zerocast.serve import Message, Receiver, Sender
 
-pytestmark = gpus(2)
+NAMINGS = [("fp8_block", "deepseek"), ("nvfp4", "modelopt")]
 
 
 def raw(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -22,65 +23,120 @@ def raw(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
 
 
-def by_handles(fmt: str, naming: str) -> None:
-    """Rank 0 trains; rank 1 opens its tensors where they lie, and copies what it applies."""
-    alone = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
+def broadcast(value: Any = None) -> Any:
+    """From rank 0 to rank 1, over NCCL or gloo."""
+    values = [value]
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+    dist.broadcast_object_list(values, src=0, device=device)
+    return values[0]
+
+
+def hand_over(messages: Iterable[Message]) -> None:
+    """On rank 0: the headers of a refit with the handles of its tensors, each until the other process has copied them."""
+    for message in messages:
+        torch.cuda.synchronize()
+        broadcast((dict(message.header), [reduce_tensor(t) if t.numel() else None for t in message.tensors]))
+        dist.barrier()
+
+
+def take(receiver: Receiver, device: torch.device) -> None:
+    """On rank 1: open the tensors where they lie, and copy what is applied."""
+    kind = ""
+    while kind != "end":
+        header, handles = broadcast()
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        tensors = [empty if handle is None else handle[0](*handle[1]) for handle in handles]
+        receiver.accept(header, [tensor.to(device) for tensor in tensors])
+        torch.cuda.synchronize()
+        del tensors
+        dist.barrier()
+        kind = header["kind"]
+
+
+def random_gradients(source: nn.Module, device: torch.device) -> None:
+    for parameter in source.parameters():
+        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
+
+
+def by_handles(fmt: str, naming: str, note_changes: bool) -> None:
+    """Rank 0 trains; rank 1 receives, on the same GPU or on its own."""
     device = torch.device("cuda", torch.cuda.current_device())
+    if dist.get_rank() == 1:
+        receiver = Receiver(device=device)
+        for _ in range(4):
+            take(receiver, device)
+            assert_same(raw(receiver.tensors), broadcast())
+        return
+    alone = dist.new_group([0], use_local_synchronization=True)
     source = model(fmt).to(device)
-    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3, group=alone) if alone is not None else None
-    sender = Sender(source, naming, group=alone, bucket_bytes=30_000) if alone is not None else None
-    receiver = Receiver(device=device)
-    for number in range(3):
-        if sender is not None and optimizer is not None:
-            if number:
-                for parameter in source.parameters():
-                    parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
-                optimizer.step()
-            for message in sender.named_deltas(number) if number else sender.named_tensors():
-                torch.cuda.synchronize()
-                handles = [reduce_tensor(t) if t.numel() else None for t in message.tensors]
-                dist.broadcast_object_list([[dict(message.header), handles]], src=0, device=device)
-                dist.barrier()  # the receiver has copied them
-            dist.broadcast_object_list([raw(collected(source, naming))], src=0, device=device)
-            continue
-        kind = ""
-        while kind != "end":
-            received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=0, device=device)
-            header, handles = received[0]
-            empty = torch.empty(0, dtype=torch.uint8, device=device)
-            tensors = [empty if handle is None else handle[0](*handle[1]) for handle in handles]
-            receiver.accept(header, [tensor.to(device) for tensor in tensors])
-            torch.cuda.synchronize()
-            del tensors
-            dist.barrier()
-            kind = header["kind"]
-        expected: list[Any] = [None]
-        dist.broadcast_object_list(expected, src=0, device=device)
-        assert_same(raw(receiver.tensors), expected[0])
+    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3, group=alone)
+    sender = Sender(source, naming, group=alone, bucket_bytes=30_000, note_changes=note_changes)
+    for number in range(4):
+        for _ in range(number):  # more and more casts between two refits
+            random_gradients(source, device)
+            optimizer.step()
+        hand_over(sender.named_deltas(number) if number else sender.named_tensors())
+        broadcast(raw(collected(source, naming)))
 
 
-@pytest.mark.parametrize(("fmt", "naming"), [("fp8_block", "deepseek"), ("nvfp4", "modelopt")])
+@pytest.mark.gpu
+@pytest.mark.parametrize("note_changes", [False, True])
+@pytest.mark.parametrize(("fmt", "naming"), NAMINGS)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_ipc_on_one_gpu(ranks: Any, fmt: str, naming: str, note_changes: bool) -> None:
+    """Two processes, one GPU, a process group of gloo for the headers."""
+    ranks(2)(by_handles, fmt, naming, note_changes)
+
+
+@pytest.mark.parametrize(("fmt", "naming"), [pytest.param(*case, marks=gpus(2)) for case in NAMINGS])
 def test_cuda_ipc(gpu_ranks: Any, fmt: str, naming: str) -> None:
-    gpu_ranks(2)(by_handles, fmt, naming)
+    gpu_ranks(2)(by_handles, fmt, naming, False)
 
 
-def on_a_gpu(fmt: str, naming: str) -> None:
+def on_a_gpu(fmt: str, naming: str, note_changes: bool) -> None:
     """What ranks find over NCCL is what the live bytes are."""
     device = torch.device("cuda", torch.cuda.current_device())
     source = model(fmt).to(device)
     optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-4)
-    sender, receiver = Sender(source, naming, bucket_bytes=30_000), Receiver(device=device)
+    sender = Sender(source, naming, bucket_bytes=30_000, note_changes=note_changes)
+    receiver = Receiver(device=device)
     for number in range(3):
-        if number:
-            for parameter in source.parameters():
-                parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
+        for _ in range(number):
+            random_gradients(source, device)
             optimizer.step()
         for message in sender.named_deltas(number) if number else sender.named_tensors():
             receiver.accept(message.header, message.tensors)
         assert_same(dict(receiver.tensors), collected(source, naming))
 
 
-@pytest.mark.parametrize(("fmt", "naming"), [("fp8_block", "deepseek"), ("nvfp4", "modelopt"), ("nvfp4", "bf16")])
-def test_deltas_over_nccl(gpu_ranks: Any, fmt: str, naming: str) -> None:
-    gpu_ranks(2)(on_a_gpu, fmt, naming)
+@pytest.mark.parametrize("note_changes", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "naming"), [pytest.param(*case, marks=gpus(2)) for case in [*NAMINGS, ("nvfp4", "bf16")]]
+)
+def test_deltas_over_nccl(gpu_ranks: Any, fmt: str, naming: str, note_changes: bool) -> None:
+    gpu_ranks(2)(on_a_gpu, fmt, naming, note_changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4", "nvfp4", "fp8_current"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_changes_of_captured_steps(fmt: str) -> None:
+    """A graph that was recorded before casts were asked to note their changes is recorded again, and after that is over too."""
+    device, naming = torch.device("cuda"), "bf16"
+    source = model(fmt).to(device)
+    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3)
+    captured = optimizer.capture()
+    sender, receiver = Sender(source, naming, bucket_bytes=30_000, note_changes=True), Receiver(device=device)
+    for number in range(4):
+        for _ in range(number):
+            random_gradients(source, device)
+            captured()
+        for message in sender.named_deltas(number) if number else sender.named_tensors():
+            receiver.accept(message.header, message.tensors)
+        assert_same(dict(receiver.tensors), collected(source, naming))
+    sender.close()
+    random_gradients(source, device)
+    captured()
+    for message in sender.named_tensors():
+        receiver.accept(message.header, message.tensors)
+    assert_same(dict(receiver.tensors), collected(source, naming))

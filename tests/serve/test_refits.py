@@ -1,6 +1,7 @@
 """Refits: a receiver holds the bytes of the run after each of them, or says why not."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import zerocast
 from examples.rollout.transport import receive, send
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
+from tests.optim.traffic import recorded
 from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
@@ -123,6 +125,22 @@ def test_ranks_share_the_work(ranks: Any) -> None:
     """Each keeps its share, and all get the same messages."""
     first, second = ranks(2)(refit, "fp8_block", "modelopt")
     assert first == second
+
+
+def objects_of_a_delta(note_changes: bool) -> int:
+    """How often ranks exchange pickled objects for a delta of several buckets."""
+    run = Run(note_changes=note_changes)
+    run.full()
+    run.step()
+    with recorded() as log:
+        run.delta()
+    run.check()
+    return Counter(kind for kind, _ in log)["objects"]
+
+
+def test_only_noted_bytes_are_divided_by_objects(ranks: Any) -> None:
+    assert ranks(2)(objects_of_a_delta, False) == [0, 0]
+    assert min(ranks(2)(objects_of_a_delta, True)) > 1
 
 
 def under_fsdp2() -> None:

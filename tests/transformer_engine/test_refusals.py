@@ -66,7 +66,11 @@ REFUSED = {
     "Hadamard": ("nvfp4", quantizer(with_rht=True), "without a Hadamard transform"),
     "swizzled NVFP4": ("nvfp4", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
     "swizzled MXFP8": ("mxfp8", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
-    "2-D MXFP8": ("mxfp8", quantizer(with_2d_quantization=True), "1x32 and 32x1 blocks, never in 32x32 blocks"),
+    "2-D MXFP8": (
+        "mxfp8",
+        quantizer(with_2d_quantization=True),
+        "1x32 and 32x1 blocks, not in 32x32 blocks: take mxfp8:block=32x32",
+    ),
     "E5M2 MXFP8": ("mxfp8", both_e5m2, "mxfp8 weights are E4M3"),
     "1x128 blocks": ("fp8_block", quantizer(block_scaling_dim=1), "block_scaling_dim is 1 and 2 is needed"),
     "1x128 tensor": ("fp8_block", attributes(_is_2D_scaled=False), "_is_2D_scaled is False and True is needed"),

@@ -27,6 +27,7 @@ def cast(seed: int, fmt: str = "nvfp4") -> nn.Parameter:
     return weight
 
 
+@pytest.mark.filterwarnings("ignore:This overload:UserWarning")  # of arguments that torch calls deprecated
 def test_every_in_place_method_raises() -> None:
     """Whatever torch has: without arguments that fit it raises for those, with them for what it is."""
     weight, other = cast(0), cast(1)

@@ -43,6 +43,9 @@ class Column(enum.IntEnum):
     SCALE_OFFSET = 19
     HISTORY_BASE = 20  # delayed scaling: f32[amax_history_len]
     HISTORY_OFFSET = 21
+    # of the bit of byte 0 of the weight's rowwise data in a bitmap of changes: a multiple of 32,
+    # negative if only a later shard has bits
+    CHANGED = 22
 
 
 WIDTH = len(Column)

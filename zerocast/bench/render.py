@@ -67,7 +67,7 @@ def terminal(report: Report) -> Iterator[str]:
             f"{m.times.host_ms:.3f}",
             "" if ratio is None else f"{ratio:.2f}",
             "" if verdict is None else "met" if verdict.met else "missed",
-        )
+        ).rstrip()
     yield f"a copy moves {report.copy.rate:,.1f} GB/s, by which floors are taken"
     yield from _score(report)
     yield from _failures(report.failures)
@@ -153,7 +153,8 @@ def plot(report: Report, path: Path) -> None:
     )
     left.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], rows, fontsize=8)
     left.invert_yaxis()
-    left.margins(y=0.01)
+    for axes in (left, right):
+        axes.margins(y=0.01)
     left.legend(fontsize=8)
     right.axvline(report.copy.rate, color="black", linewidth=0.8)
     right.set(xlabel="GB/s of the bytes that must move; the line is a copy")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.packed_amax import PackedAmax
@@ -104,6 +105,7 @@ class CastPlan:
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._watch()
+        self._notes: ChangeNotes | None = None
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self._lay_out()
@@ -231,6 +233,26 @@ class CastPlan:
         self.cast()
         if self._step_hooks.has_one_optimizer:  # else only some of the weights have changed
             self.freshness.change()
+
+    def note_changes(self) -> ChangeNotes:
+        """From now on casts note which bytes they make others, all of which count as changed now:
+        they read the old codes, 1 or half a byte an owned element, and set 1 bit a byte. Local.
+
+        Whoever was given notes before no longer gets any.
+        """
+        if self._notes:
+            self._notes.ended = True
+        self._notes = ChangeNotes(self.freshness)
+        self._notes.lay_out(self._partition, self._cast)
+        self._bind()
+        return self._notes
+
+    def forget_changes(self, notes: ChangeNotes) -> None:
+        """Casts no longer note what they change, unless others have asked for it since."""
+        notes.ended = True
+        if self._notes is notes:
+            self._notes = None
+            self._bind()
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
@@ -369,6 +391,8 @@ class CastPlan:
         self.packed = PackedAmax(self._partition, self._cast, device, self.group)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
+        if self._notes:
+            self._notes.lay_out(self._partition, self._cast)
         self._bind()
 
     def _follow(self) -> None:
@@ -382,15 +406,18 @@ class CastPlan:
 
     def _take_weights(self) -> None:
         """Let the weights count the casts of this plan, and no longer those of another."""
-        cast = set(self._cast)
+        cast, joined = set(self._cast), []
         for index, w in enumerate(self.weights):
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
+                joined.append(index)
+        if self._notes:
+            self._notes.follow(joined)
 
     def _bind(self) -> None:
         """Descriptor tables and bases for where everything lies now. Local and silent."""
         self._take_weights()
-        self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
+        self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups, self._notes)
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

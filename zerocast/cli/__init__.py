@@ -4,19 +4,27 @@ Each command is one module. They need the extra `cli`, whose packages the librar
 imports.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from zerocast import interrupts
 from zerocast.cli.app import find
 
+NO_READER = 128 + signal.SIGPIPE
 EXTRA = ("matplotlib", "tyro")  # safetensors is imported only to read or write such files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, which is 130 after a Ctrl-C."""
+    """Run a command; returns the exit status, which is 130 after a Ctrl-C and 141 once nobody
+    reads the output.
+    """
     try:
         return _run(arguments)
+    except BrokenPipeError:  # the reader has gone, as `| head` does; nothing is left to be flushed to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
     except BaseException as error:
         if not (interrupts.came() or isinstance(error, KeyboardInterrupt)):
             raise

@@ -60,7 +60,9 @@ class Call:
 
         (config,) = inspect.signature(self.function).parameters.values()
         program, description = f"zerocast {self.name}", inspect.getdoc(self.function)
-        options = tyro.cli(config.annotation, prog=program, description=description, args=self.words)
+        options: Any = tyro.cli(
+            _shown(config.annotation, program), prog=program, description=description, args=self.words
+        )
         return functools.partial(self.function, options)
 
 
@@ -79,6 +81,17 @@ def _name(words: Sequence[str]) -> str:
     named = [word for word in words[:2] if not word.startswith("-")] if words and not words[0].startswith("-") else []
     has_parts = named and any(name.startswith(f"{named[0]} ") for name in COMMANDS)
     return " ".join(named if has_parts else named[:1])
+
+
+def _shown(options: type, program: str) -> type:
+    """The options as a class with the name that errors begin with, and with help that flows: of
+    docstrings tyro keeps the line breaks before an indent.
+    """
+    import docstring_parser  # noqa: PLC0415 - comes with tyro
+
+    fields = docstring_parser.parse_from_object(options).params
+    flowing = [f":param {field.arg_name}: {' '.join((field.description or '').split())}" for field in fields]
+    return type(program, (options,), {"__doc__": "\n".join(flowing)})
 
 
 def _without_a_command(name: str, words: Sequence[str]) -> int:

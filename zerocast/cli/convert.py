@@ -5,7 +5,7 @@ import json
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -21,11 +21,11 @@ from zerocast.serve.export import SHARD_BYTES
 class ConvertConfig:
     """The options of `zerocast convert`."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
     folder), or a file of torch.save.
     """
-    target: tyro.conf.Positional[Path]
+    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""
     to: Literal["safetensors", "checkpoint"] = "safetensors"
     """checkpoint: masters for zerocast.optim.load_masters and for any reader of
@@ -67,8 +67,7 @@ def convert(config: ConvertConfig) -> int:
     """Convert weights: a checkpoint into safetensors for inference, or safetensors and the like
     into a checkpoint of masters.
 
-    Example: zerocast convert run/checkpoints/step_00001000 out --naming modelopt --format nvfp4
-    --weights "*.mlp.*"
+    Example: zerocast convert run/checkpoints/step_00001000 out --naming modelopt
 
     Exit status: 0, or 2 if the source cannot be converted; the target is then not created.
     """

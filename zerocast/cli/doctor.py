@@ -124,7 +124,8 @@ def _products(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def _outcomes(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
-        said = f"the same bytes in {row['rounds']} rounds, {row['nbytes']:,} compared"
+        rounds = f"{row['rounds']} round{'s' if row['rounds'] > 1 else ''}"
+        said = f"the same bytes in {rounds}, {row['nbytes']:,} compared"
         said = said if row["ok"] else f"WRONG: {row['problem']}"
         yield f"  {row['device']:<8}{row['backend']:<12}{said}"
     if not rows:

@@ -4,7 +4,7 @@ import json
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -21,11 +21,11 @@ from zerocast.serve.hugging_face import write_hf
 class ExportConfig:
     """The options of `zerocast export`."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
     folder), or a file of torch.save.
     """
-    target: tyro.conf.Positional[Path]
+    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""
     naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"]
     """What the reader expects; bf16 dequantizes."""

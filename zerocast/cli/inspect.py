@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ ROWS = 200  # of the lower panel, which samples the weights if there are more
 class InspectConfig:
     """The options of `zerocast inspect`."""
 
-    checkpoint: tyro.conf.Positional[Path]
+    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
     folder), or a file of torch.save.
     """

@@ -16,7 +16,7 @@ from zerocast import interrupts
 from zerocast.cli.files import check_folder, written
 from zerocast.cli.progress import tracked
 from zerocast.cli.sweep import Sweep
-from zerocast.footprint import PRESETS, Footprint, Network, Parameter, Setup, footprint, read_model
+from zerocast.footprint import LEFT_OUT, PRESETS, Footprint, Network, Parameter, Setup, footprint, read_model
 from zerocast.optim import ZeroConfig
 
 GIB, GB = 2**30, 10**9
@@ -33,8 +33,8 @@ class PlanConfig:
     """The options of `zerocast plan`."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A preset (llama3-8b, llama3-405b, deepseek-v3, gpt3-175b), or a JSON file: a model's
-    config.json, or a list of parameters.
+    """A preset (llama3-8b, llama3-405b, deepseek-v3, gpt3-175b), a model's config.json or its
+    folder, or a JSON file with a list of parameters.
     """
     named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
     ranks: int = 8
@@ -92,10 +92,11 @@ def plan(config: PlanConfig) -> int:
     try:
         check_folder(config.png)
         parameters = read_model(config.model)
-        print((_swept if config.sweep else _planned)(config, parameters))
+        text = (_swept if config.sweep else _planned)(config, parameters)
     except (OSError, TypeError, ValueError) as error:
         interrupts.complain(f"zerocast plan: {error}")
         return 2
+    print(text)
     return 0
 
 
@@ -114,14 +115,14 @@ def _swept(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
             raise ValueError(f"a sweep has its own ranks and shardings: leave out --{name.replace('_', '-')}")
     sweep = Sweep.of(parameters, config.format, _setup(config), config.network)
     numel = sum(math.prod(parameter.shape) for parameter in parameters)
-    title = f"{Path(config.model).stem}: {numel:,} parameters, {config.format}, a step with one micro-batch"
+    title = f"{_name(config)}: {numel:,} parameters, {config.format}, a step with one micro-batch"
     if config.png:
         with written(config.png) as path:
             sweep.plot(title, path)
     return (
         json.dumps({"plan": _options(config), "sweep": sweep.as_dict()}, indent=2)
         if config.json
-        else f"{title}\n{sweep.text()}"
+        else "\n".join([title, *_left_out(config), sweep.text()])
     )
 
 
@@ -150,14 +151,27 @@ def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
     }
 
 
+def _name(config: PlanConfig) -> str:
+    path = Path(config.model)
+    return path.resolve().name if path.is_dir() else path.stem
+
+
+def _left_out(config: PlanConfig) -> list[str]:
+    return [f"not counted: {LEFT_OUT[config.model]}"] if config.model in LEFT_OUT else []
+
+
 def _title(config: PlanConfig, found: Footprint) -> str:
     groups = f", shards of {config.shard_ranks}" if config.parallel == "hsdp" else ""
-    return f"{Path(config.model).stem}: {found.numel:,} parameters, {config.parallel} on {config.ranks:,} ranks{groups}"
+    return f"{_name(config)}: {found.numel:,} parameters, {config.parallel} on {config.ranks:,} ranks{groups}"
 
 
 def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
     first = found[0]
-    lines = [_title(config, first), f"{first.quantized:,} of them in {first.format}, the rest in bf16"]
+    lines = [
+        _title(config, first),
+        *_left_out(config),
+        f"{first.quantized:,} of them in {first.format}, the rest in bf16",
+    ]
     if first.kept:
         lines.append(f"{first.kept} linear weights stay in bf16: {first.format} cannot take their shape")
     lines += ["", *_table("GiB a rank, without activations", [(f.format, f.memory) for f in found], GIB)]

@@ -116,20 +116,24 @@ class Group:
     def _counting_alike(self) -> Iterator[None]:
         """Within, every rank seems to be in as many groups as the others, and in more than before.
 
-        torch names a new group by its ranks and by how many groups the process is in. Ranks find
-        each other by that name: not where one of them is in more groups, nor where a group was
-        destroyed, whose name and addresses then come again.
+        torch names a new group by its ranks and by how many groups the process is in, as of 2.14
+        by how many it has made. Ranks find each other by that name: not where one of them is in
+        more groups or has made more, nor where a group was destroyed, whose name and addresses
+        then come again. The count of groups made names those of other calls, too: it is put back.
         """
         global _most_groups  # noqa: PLW0603
-        names = dist.distributed_c10d._world.pg_names
-        most = torch.tensor([max(len(names), _most_groups + 1)], device=self.device)
+        world = dist.distributed_c10d._world
+        names, made = world.pg_names, world.group_count
+        most = torch.tensor([max(len(names), made, _most_groups + 1)], device=self.device)
         self.all_reduce_max(most, "the number of process groups")
         _most_groups = int(most)
         stand_ins: Any = [object() for _ in range(_most_groups - len(names))]
         names.update(dict.fromkeys(stand_ins, ""))
+        world.group_count = _most_groups
         try:
             yield
         finally:
+            world.group_count = made
             for stand_in in stand_ins:
                 del names[stand_in]
 

@@ -7,9 +7,10 @@ run. Activations and the reserves of the allocator and the communication library
 
 from zerocast.footprint.footprint import Footprint, Setup, footprint
 from zerocast.footprint.network import Collective, Network
-from zerocast.footprint.shapes import PRESETS, Parameter, model_parameters, read_model
+from zerocast.footprint.shapes import LEFT_OUT, PRESETS, Parameter, model_parameters, read_model
 
 __all__ = [
+    "LEFT_OUT",
     "PRESETS",
     "Collective",
     "Footprint",

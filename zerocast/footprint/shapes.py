@@ -6,6 +6,7 @@ a list of parameters:
 A config without `model_type` is read as GPT-2's if it has `n_embd`, as Llama's if not.
 """
 
+import difflib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 128256,
     },
     "gpt3-175b": {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_positions": 2048, "vocab_size": 50257},
-    "deepseek-v3": {  # without the extra layer for multi-token prediction
+    "deepseek-v3": {
         "model_type": "deepseek_v3",
         "hidden_size": 7168,
         "intermediate_size": 18432,
@@ -73,20 +74,29 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 129280,
     },
 }
+LEFT_OUT = {  # what a preset does not count, by its name
+    "deepseek-v3": "the layer for multi-token prediction, which its config.json has: num_nextn_predict_layers",
+}
 
 
 def read_model(name: str) -> list[Parameter]:
-    """The parameters of a preset, or of the config in the JSON file `name`.
+    """The parameters of a preset, or of the config in the JSON file `name`, or in the config.json
+    of that folder.
 
     Raises ValueError for a name that is neither, for a file that is no such config, and for one
     that lacks a field.
     """
     if name in PRESETS:
         return model_parameters(PRESETS[name])
+    path = Path(name)
     try:
-        config = json.loads(read_bounded(Path(name), MOST_BYTES))
+        config = json.loads(read_bounded(path / "config.json" if path.is_dir() else path, MOST_BYTES))
     except FileNotFoundError:
-        raise ValueError(f"{name!r} is no model ({', '.join(PRESETS)}) and no file") from None
+        if path.is_dir():
+            raise ValueError(f"{name} has no config.json") from None
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        guess = f": did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name!r} is no model ({', '.join(PRESETS)}) and no file{guess}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read as JSON: {error}") from None
     try:
@@ -164,7 +174,7 @@ def _mlp(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
     """One gated MLP, or Mixtral's router and experts."""
     h, inner = c["hidden_size"], c["intermediate_size"]
     if c.get("model_type") != "mixtral":
-        yield from _gated_mlp(f"layers.{layer}.mlp", h, inner, layer)
+        yield from _gated_mlp(f"layers.{layer}.mlp", h, inner, layer, c.get("mlp_bias", False))
         return
     moe, experts = f"layers.{layer}.block_sparse_moe", c["num_local_experts"]
     yield Parameter(f"{moe}.gate", (experts, h), False, layer)
@@ -172,9 +182,11 @@ def _mlp(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
         yield from _gated_mlp(f"{moe}.experts.{expert}", h, inner, layer)
 
 
-def _gated_mlp(prefix: str, hidden: int, inner: int, layer: int) -> Iterator[Parameter]:
+def _gated_mlp(prefix: str, hidden: int, inner: int, layer: int, bias: bool = False) -> Iterator[Parameter]:
     for name, shape in {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}.items():
         yield Parameter(f"{prefix}.{name}", shape, True, layer)
+        if bias:
+            yield Parameter(f"{prefix}.{name}.bias", shape[:1], False, layer)
 
 
 def _norms(layer: int, width: int, *names: str) -> Iterator[Parameter]:
@@ -224,7 +236,11 @@ def _biased_norms(prefix: str, unit: int, width: int, *names: str) -> Iterator[P
 def _deepseek(c: Mapping[str, Any]) -> Iterator[Parameter]:
     h, vocabulary, experts = c["hidden_size"], c["vocab_size"], c["n_routed_experts"]
     yield Parameter("embed_tokens", (vocabulary, h), linear=False)
-    for layer in range(c["num_hidden_layers"]):
+    layers = c["num_hidden_layers"]
+    for layer in range(layers + (c.get("num_nextn_predict_layers") or 0)):
+        if layer >= layers:  # predicts a token further on, with the embedding and the head of the model
+            yield Parameter(f"layers.{layer}.eh_proj", (h, 2 * h), True, layer)
+            yield from _norms(layer, h, "enorm", "hnorm", "shared_head.norm")
         yield from _latent_attention(c, layer)
         if layer < c["first_k_dense_replace"]:
             yield from _gated_mlp(f"layers.{layer}.mlp", h, c["intermediate_size"], layer)

@@ -5,6 +5,7 @@ format.
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
@@ -54,7 +55,9 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
         return _pair(text, options)
     name, _, inline = text.partition(":")
     if name not in format_names():
-        raise ValueError(f"unknown format {name!r}; known: {', '.join(format_names())}")
+        close = difflib.get_close_matches(name, format_names(), n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"unknown format {name!r}; {guess}known: {', '.join(format_names())}")
     build = importlib.import_module(f"{__name__}.{name}").build
     chosen = {**_parse(text, inline), **{option: value for option, _, value in options}}
     known = inspect.signature(build).parameters

@@ -25,23 +25,27 @@ from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.device_step import check_capturable
+from zerocast.optim.update_rule import ADAMW
 from zerocast.weight.write_guard import WriteGuard, transaction
 
 # a plain parameter takes the same pass; nobody reads its amax
 PLAIN = get_format("fp8_current"), torch.float32
+# each in launches of its own
+GRADIENT_DTYPES = torch.float32, torch.bfloat16
 
 
 class AdamPass:
     """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for
-    weights of one kind.
+    weights of one kind. The pass can cast them too where all of them have one set of codes
+    (`casts_in_one_pass`), which the weights of a format of two have not.
 
     FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of
     its own in the table.
     """
 
-    def __init__(self, key: TableKey, device: torch.device) -> None:
+    def __init__(self, key: TableKey, device: torch.device, casts_in_one_pass: bool = False) -> None:
         self._table = WeightTable(key, device)
-        self.casts_in_one_pass = key.fmt.casts_in_one_pass
+        self.casts_in_one_pass = casts_in_one_pass
         self._parameters: list[Any] = []
         self._exp_avgs: list[Tensor] = []
         self._exp_avg_sqs: list[Tensor] = []
@@ -118,13 +122,15 @@ class FusedAdamW(CapturableOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.AdamW's. TypeError for parameters that are not FP32 and ValueError for
-        those on another device, and for options that change AdamW (`maximize`), with nothing added.
+        those on another device, for options that change AdamW (`maximize`) and for hyper-parameters
+        that are out of range, with nothing added.
         """
         super().add_param_group(param_group)
         try:
             taken = [parameter for group in self.param_groups[:-1] for parameter in group["params"]]
             _check([*taken[:1], *self.param_groups[-1]["params"]])
             check_options(self.param_groups[-1:])
+            ADAMW.check(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -249,15 +255,16 @@ class FusedAdamW(CapturableOptimizer):
         groups = [group for manager in self._managers for group in manager.cast_groups]
         if self._places(locals_) != self._bound or groups != self._cast_groups:
             self._bound = []  # whatever raises from here on is begun anew
+            _check_gradients(locals_)
             self._rows(indexed)
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
 
-    def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[int]]:
+    def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
         """List all that the tables depend on: parameters, where they lie, and the tensors of
-        their state.
+        their state; and the dtypes of gradients.
         """
-        return [[id(p), _plain(t).data_ptr(), *map(id, self.state[p].values())] for p, t in locals_]
+        return [[id(p), _plain(t).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """A row of scalars for each parameter group and number of steps taken, with a clock that
@@ -284,13 +291,13 @@ class FusedAdamW(CapturableOptimizer):
         device = self._clip.device
         backend = backends.choose(device)
         group_of = {weight: group for group in groups for weight in group.weights}
-        measured: dict[CastGroup, dict[TableKey, AdamPass]] = {group: {} for group in groups}
+        measured: dict[CastGroup, dict[tuple[TableKey, bool, torch.dtype], AdamPass]] = {group: {} for group in groups}
         names: dict[CastGroup, list[str]] = {group: [] for group in groups}
         local: dict[CastGroup, list[str]] = {group: [] for group in groups}  # of these, cast in one pass
-        plain = AdamPass(TableKey(backend, *PLAIN), device)
+        plain = {dtype: AdamPass(TableKey(backend, *PLAIN), device) for dtype in GRADIENT_DTYPES}
         for parameter, shard in locals_:
-            adam, shape, span, place = plain, (1, shard.numel()), Span(0, shard.numel()), (len(plain), -1)
-            codes = None
+            adam, shape, span = plain[parameter.grad.dtype], (1, shard.numel()), Span(0, shard.numel())
+            place, codes = (len(adam), -1), None
             if isinstance(shard, MasterParameter) and shard.weight.format.amax_policy is not AmaxPolicy.NONE:
                 weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
@@ -302,8 +309,10 @@ class FusedAdamW(CapturableOptimizer):
                 )
                 if span.numel:
                     names[group].append(weight.name)
-                    adam = measured[group].setdefault(key, AdamPass(key, device))
-                    if adam.casts_in_one_pass and group.keep_codes:
+                    casts = weight.format.casts_in_one_pass
+                    kind = key, casts, parameter.grad.dtype
+                    adam = measured[group].setdefault(kind, AdamPass(key, device, casts))
+                    if casts and group.keep_codes:
                         local[group].append(weight.name)
                         codes = group.kept_codes(weight.name)
             if span.numel:
@@ -313,8 +322,8 @@ class FusedAdamW(CapturableOptimizer):
             (group, frozenset(names[group]), frozenset(local[group]), [one.freeze() for one in passes.values()])
             for group, passes in measured.items()
         ]
-        self._plain = [plain.freeze()] if len(plain) else []
-        self._unread = torch.zeros(len(plain), device=device)
+        self._plain = [one.freeze() for one in plain.values() if len(one)]
+        self._unread = torch.zeros(max(map(len, plain.values())), device=device)
 
 
 def _check(parameters: Sequence[Tensor]) -> None:
@@ -325,6 +334,15 @@ def _check(parameters: Sequence[Tensor]) -> None:
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
+
+
+def _check_gradients(parameters: Sequence[tuple[Any, Tensor]]) -> None:
+    """TypeError for gradients that no launch takes, which `grad_dtype` of a parameter allows."""
+    for parameter, _ in parameters:
+        if parameter.grad.dtype not in GRADIENT_DTYPES:
+            raise TypeError(
+                f"gradients are float32 or bfloat16, one is {parameter.grad.dtype}: set grad_dtype of its parameter"
+            )
 
 
 def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -44,7 +44,8 @@ from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.quantize import check_weight, show_formats
+from zerocast.quantize import check_weight, read_without_products, show_formats
+from zerocast.weight import QuantizedWeight
 
 # Weak, since parameters keep managers alive and managers know modules.
 _Ref = weakref.ReferenceType[CastManager]
@@ -103,9 +104,9 @@ def prepare(
     for both directions, and takes all of these.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
-    format cannot take, an embedding, a convolution and a weight that is sharded already, and
-    TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2 decides is
-    checked at the first gather.
+    format cannot take, an embedding, a convolution and a weight that is sharded or quantized
+    already, and TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2
+    decides is checked at the first gather.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -120,11 +121,13 @@ def prepare(
     torch_fsdp.replicate_as_plain(MasterParameter)
     manager = CastManager(model, weight_mesh, keep_codes)
     chosen: dict[Tensor, FSDPWeight] = {}
+    sharded, unfit = _sharded(model), read_without_products(model)
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
         if fmt.element is None:
             continue
-        _check(model, name, parameter, fmt)
+        _check(model, name, parameter, sharded)
+        check_weight(unfit, name, parameter, fmt, _local(parameter).shape)
         sliced = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
         weight = chosen.setdefault(parameter, manager.weight(name, fmt, sliced, one_direction))
         if weight.format != fmt:
@@ -218,10 +221,17 @@ def managers_behind(parameters: Iterable[Any]) -> list[CastManager]:
     return list({id(t.manager): t.manager for t in tensors if isinstance(t, MasterParameter)}.values())
 
 
-def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> None:
+def _sharded(model: nn.Module) -> set[int]:
+    """The ids of parameters that FSDP2 has sharded."""
+    return {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+
+
+def _check(model: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -> None:
     if isinstance(parameter, MasterParameter):
         raise ValueError(f"{name} is prepared already")
-    if any(isinstance(m, FSDPModule) and any(p is parameter for p in m.parameters()) for m in model.modules()):
+    if isinstance(parameter, QuantizedWeight):
+        raise ValueError(f"{name} is a QuantizedWeight, and FSDP2 shards masters: call prepare and not quantize_")
+    if id(parameter) in sharded:
         raise ValueError(f"{name} is sharded already: call zerocast.fsdp2.prepare before fully_shard")
     if parameter.dtype != torch.float32:
         raise TypeError(
@@ -235,7 +245,6 @@ def _check(model: nn.Module, name: str, parameter: Tensor, fmt: FormatSpec) -> N
                 f"{name} is {parameter.dtype} and {other} beside it {p.dtype}, and FSDP2 takes one dtype a group: make both "
                 "float32 and leave precision to its MixedPrecisionPolicy"
             )
-    check_weight(model, name, parameter, fmt, _local(parameter).shape)
 
 
 def _local(parameter: Tensor) -> Tensor:

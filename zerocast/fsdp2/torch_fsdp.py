@@ -165,8 +165,10 @@ def is_offloaded(param: Any) -> bool:
 def has_unreduced_gradient(param: Any) -> bool:
     """True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)
+    # apart from the parameter before torch 2.15, which keeps the name for others
+    accumulated = getattr(param, "unsharded_accumulated_grad", None)
     with torch._C.DisableTorchFunctionSubclass():
-        return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+        return accumulated is not None or (gathered is not None and gathered.grad is not None)
 
 
 def forget_gathered(param: Any) -> None:

@@ -402,6 +402,7 @@ class FSDPWeight:
         self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
         self.unsharded.state.columnwise_on_demand, self.unsharded.state.name = True, self.name
         self.unsharded.state.freshness, self.unsharded.state.shared_amax = self.freshness, self.shared_amax
+        self.unsharded.state.host_casts_gradient = True
 
     def _own_scales(self, side: Tensor) -> dict[str, Tensor]:
         """The scale buffers by name, filled from this weight's own side channels

@@ -46,6 +46,8 @@ class UpdateRule:
 
 
 def _is_betas(betas: Any) -> bool:
+    if not isinstance(betas, Sequence) or not all(isinstance(beta, (Real, Tensor)) for beta in betas):
+        raise TypeError(f"betas are two numbers, got {betas!r}")
     return len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
 
 

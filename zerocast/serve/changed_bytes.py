@@ -40,7 +40,13 @@ class ChangedBytes:
         """The changes from one buffer to the other, both u8 and flat; the host waits for the
         device.
         """
-        changed = old != new
+        return ChangedBytes.of(old != new, new)
+
+    @staticmethod
+    def of(changed: Tensor, new: Tensor) -> "ChangedBytes":
+        """The bytes of a flat u8 buffer that have `changed`, bool, or may have; the host waits for
+        the device.
+        """
         where = changed.nonzero().view(-1)
         sizes = {BITMAP: -(-new.numel() // 8) + where.numel(), WHOLE: new.numel()}
         bridged = {GAPS_8: _bridges(where, 255), GAPS_16: _bridges(where, 65535)}

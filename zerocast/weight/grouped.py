@@ -72,10 +72,9 @@ def grouped_mm(
             f"a grouped product with a QuantizedWeight of {weight.dtype} takes an input of that dtype and no bias, got "
             f"{input.dtype}, out_dtype {out_dtype}, bias {None if bias is None else tuple(bias.shape)}"
         )
-    grad_dtype = weight.grad_dtype if weight.is_leaf else None
-    if grad_dtype not in (None, weight.dtype):
+    if weight.product_grad_dtype is not weight.dtype:
         raise RuntimeError(
-            f"a grouped product has weight gradients of the nominal {weight.dtype}, and grad_dtype is {grad_dtype}"
+            f"a grouped product has weight gradients of the nominal {weight.dtype}, and grad_dtype is {weight.product_grad_dtype}"
         )
     y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
     return y

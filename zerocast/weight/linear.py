@@ -122,8 +122,7 @@ def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> T
     """`product` in the gradient dtype of the weight, of its logical shape; added to `main_grad`
     where a host fuses that.
     """
-    # a compiler's stand-in for the weight is no leaf and has no grad_dtype
-    dtype: torch.dtype = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+    dtype: torch.dtype = weight.product_grad_dtype
     fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
     if fused is None:
         return product(dtype).view(weight.shape)

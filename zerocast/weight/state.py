@@ -51,7 +51,8 @@ class WeightState:
     `choices` keeps what was decided for the storage as it lies now: by `zerocast.gemm`, and what a
     compiled function is given. `name` is the
     parameter's, where it is known. `shared_amax` are the weights that have one tensor amax, this
-    one among them.
+    one among them. `host_casts_gradient` says that a host adds gradients up, in the `grad_dtype`
+    that it sets: products make them in the nominal dtype.
     """
 
     format: FormatSpec
@@ -66,6 +67,7 @@ class WeightState:
     gathered_direction: str = ""
     name: str = ""
     shared_amax: SharedAmax | None = None
+    host_casts_gradient: bool = False
     initial: Tensor | None = None
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)

@@ -228,6 +228,15 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """True if a columnwise copy is made at each use and not kept."""
         return self.state.columnwise_on_demand and self.format.columnwise is Columnwise.TRANSPOSE
 
+    @property
+    def product_grad_dtype(self) -> torch.dtype:
+        """The dtype that products make the weight gradient in: `grad_dtype`, or the nominal one
+        where none is set, or a host's.
+        """
+        # a compiler's stand-in for the weight is no leaf and has no grad_dtype
+        is_set = self.is_leaf and not self.state.host_casts_gradient
+        return (self.grad_dtype if is_set else None) or self.dtype
+
     def gemm_choice(self) -> gemm.Choice:
         """How `linear` runs with this weight and an input of the nominal dtype, and why not on
         tensor cores.

@@ -143,7 +143,10 @@ def check_text(size: Size, data: Sequence[Path]) -> None:
     """SystemExit unless `data` is the text of a plan that names one."""
     if size.text is None:
         return
-    text = read_files(data)
+    try:
+        text = read_files(data)
+    except OSError as error:
+        raise SystemExit(f"--data: {error}") from None
     found = hashlib.sha256(text).hexdigest()
     if found != size.text:
         raise SystemExit(

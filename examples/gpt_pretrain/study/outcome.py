@@ -12,6 +12,8 @@ from examples.gpt_pretrain.study.plan import BASELINE, Job, Size
 
 Outcome = dict[str, Any]
 SAME = ("text", "machine", "parameters", "device", "ranks")  # what runs must share to be compared
+PEERS = ("torchao", "transformer_engine")  # installed beside, and read by no run
+OF_THE_HOST = ("cores", "host")  # which compute nothing of a run on a GPU
 
 
 def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outcome:
@@ -24,7 +26,8 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
     """
     seeds = {job.seed for job in runs if job.variant == BASELINE}
     runs = {job: records for job, records in runs.items() if job.seed in seeds}
-    starts = [records[0] for records in runs.values()]
+    starts = [_as_compared(records[0]) for records in runs.values()]
+    cores = sorted({records[0]["machine"]["cores"] for records in runs.values()})
     for key in SAME:
         found = {json.dumps(start[key], sort_keys=True) for start in starts}
         if len(found) > 1:
@@ -37,11 +40,18 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
         "ranks": size.ranks,
         "config": json.loads(json.dumps(dataclasses.asdict(size.config), default=str)),
         **{key: starts[0][key] for key in SAME},
+        "cores": cores,
         "dates": [min(start["date"] for start in starts), max(start["date"] for start in starts)],
         "variants": {
             variant: {**_across(by_seed, variants[BASELINE]), "seeds": by_seed} for variant, by_seed in variants.items()
         },
     }
+
+
+def _as_compared(start: Record) -> Record:
+    """The beginning of a run without those facts of its machine that change no bit of it."""
+    aside = PEERS if start["device"] == "cpu" else PEERS + OF_THE_HOST
+    return {**start, "machine": {name: fact for name, fact in start["machine"].items() if name not in aside}}
 
 
 def _run(records: Sequence[Record]) -> dict[str, Any]:

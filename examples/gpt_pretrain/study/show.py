@@ -55,7 +55,7 @@ def markdown(outcome: Outcome, command: str) -> str:
         f"`{command}`",
         f"{outcome['parameters']:,} parameters, {config['steps']} steps, {tokens:,} bytes of text a run "
         f"(fingerprint {outcome['text']}), {outcome['ranks']} ranks on {outcome['device']}",
-        f"{machine['device']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}, "
+        f"{machine['device']}, {' and '.join(map(str, outcome['cores']))} cores, {machine['system']}, Python {machine['python']}, "
         f"torch {machine['torch']}, zerocast {machine['zerocast']}",
         f"first run {outcome['dates'][0]}, last {outcome['dates'][1]}",
     ]

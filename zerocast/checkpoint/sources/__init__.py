@@ -35,7 +35,8 @@ def open_source(source: AnySource) -> TensorSource:
     if is_safetensors(path):
         return SafetensorsSource(path)
     if path.is_dir():
-        inside = sorted(folder.parent.name for folder in path.glob("*/.metadata"))
+        found = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # a run has a folder of checkpoints
+        inside = sorted(str(file.parent.relative_to(path)) for file in found)
         offer = f"; it holds checkpoints, of which {inside[-1]} is the last: {', '.join(inside[-8:])}" if inside else ""
         raise ValueError(
             f"{path} holds neither safetensors files nor a checkpoint of torch.distributed.checkpoint{offer}"

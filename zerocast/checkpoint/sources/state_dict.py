@@ -42,8 +42,9 @@ class StateDictSource:
         except FileNotFoundError:
             raise
         except Exception as error:  # torch raises many kinds of errors for a damaged file
-            first = str(error).strip().splitlines()[:1]
-            raise ValueError(f"{path} is no file of plain tensors: {type(error).__name__}: {' '.join(first)}") from None
+            # its first line; behind the first sentence torch advises to run what the file says
+            first = next(iter(str(error).strip().splitlines()), "").partition(". In PyTorch")[0]
+            raise ValueError(f"{path} is no file of plain tensors: {type(error).__name__}: {first}") from None
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} holds a {type(state).__name__} and no state dict")
         return StateDictSource(state, str(path))

@@ -1,0 +1,63 @@
+"""A cast makes as many calls for the 44,544 experts of a large model as for 8 weights; a plan sends as much among any ranks."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+import zerocast
+from tests.benchmarks import plan_build
+from tests.fsdp2.test_host_work import calls_of
+from zerocast import CastPlan, QuantizedWeight
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.formats.layout import BUFFERS
+
+EXPERTS = 44_544  # weights of a model with 671 B parameters
+SHAPE = (32, 32)
+
+
+def plan_of(count: int, fmt: str) -> CastPlan:
+    """Weights in flat buffers, of which this process owns everything."""
+    weights = [QuantizedWeight.empty(SHAPE, fmt) for _ in range(count)]
+    for name in BUFFERS:
+        into_flat_buffer([weight for weight in weights if weight.state.buffers[name] is not None], name)
+    masters = torch.randn(count, SHAPE[0] * SHAPE[1], generator=torch.Generator().manual_seed(0))
+    return CastPlan(weights, list(masters), [0] * count)
+
+
+@pytest.mark.parametrize("many", [1_000, pytest.param(EXPERTS, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", "mxfp8", "fp8_delayed"])
+def test_a_cast_calls_as_often_for_many_weights(fmt: str, many: int) -> None:
+    plans = plan_of(8, fmt), plan_of(many, fmt)
+    for plan in plans:  # what is made once, and again once any weight has other storage
+        plan.cast()
+    few, found = (calls_of(plan.cast) for plan in plans)
+    assert few == found < 400
+
+
+@pytest.mark.parametrize("prepare", [zerocast.quantize_, zerocast.fsdp2.prepare])
+def test_quantizing_calls_in_proportion_to_the_weights(prepare: Callable[..., object]) -> None:
+    """It looks at every module once, and not once for every weight."""
+    few, many = (torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(count)) for count in (50, 400))
+    prepare(torch.nn.ModuleList([torch.nn.Linear(32, 32)]), {"*.weight": "nvfp4"})  # what is made once
+    calls = [calls_of(partial(prepare, model, {"*.weight": "nvfp4"})) for model in (few, many)]
+    assert calls[1] < 10 * calls[0]
+
+
+def test_a_plan_exchanges_as_much_on_many_ranks() -> None:
+    """Three collectives, of 24 bytes a weight and some more."""
+    with mock.patch.object(plan_build, "REPEATS", 1):
+        rows = [plan_build.measure(ranks, 200, "end to end", "fp8_block") for ranks in (8, 2048, 16384)]
+    assert {row["collectives"] for row in rows} == {3}
+    (nbytes,) = {row["bytes"] for row in rows}
+    assert 24 * 200 < nbytes < 24 * 200 + 1000
+
+
+@pytest.mark.slow
+def test_a_plan_of_many_weights_on_many_ranks_fits_into_a_gigabyte() -> None:
+    row = plan_build.apart(2048, EXPERTS, Namespace(cut="end to end", format="fp8_block"))
+    assert 50 < float(row["peak_mb"]) < 1000, "in a process of its own, whose extension alone takes 80 MB"
+    assert row["bytes"] < 24 * EXPERTS + 1000
