@@ -7,10 +7,12 @@ has not touched a GPU, so a new pool costs little: with NCCL some seconds for wh
 counted, those of one rank of two are too.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -132,7 +134,7 @@ class Pool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = ranks.pop(connection)
-                succeeded, results[rank] = _reply(connection)
+                succeeded, results[rank] = _reply(connection, self._workers[rank].process)
                 if not succeeded:
                     failures[rank] = results[rank]
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -154,11 +156,13 @@ class Pool:
             self._folder = None
 
 
-def _reply(connection: Connection) -> tuple[bool, Any]:
+def _reply(connection: Connection, process: BaseProcess) -> tuple[bool, Any]:
     try:
         reply: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionError):
-        return False, "the process died\n"
+        process.join(GRACE_SECONDS)
+        ended = process.exitcode
+        return False, f"the process died: {signal.strsignal(-ended) if ended and ended < 0 else ended}\n"
     return reply
 
 
@@ -188,6 +192,7 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
 
     from zerocast.weight import owners
 
+    faulthandler.enable()  # a process that memory faults end says where it was
     coverage = Coverage(data_suffix=True) if counted else None
     if coverage:
         coverage.start()

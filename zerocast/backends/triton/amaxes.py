@@ -113,7 +113,9 @@ def max_into(packed, i, bits):
     """`packed[i] = max(packed[i], bits)` for one amax that many programs share.
 
     There is no 16-bit atomic maximum, so a bf16 buffer uses compare-and-swap on the 32-bit word
-    around the amax. Both variants read first, so that only a new maximum costs an atomic.
+    around the amax: of the last amax of an odd number this takes two bytes behind the buffer, which
+    allocators round up, and leaves them as they are. Both variants read first, so that only a new
+    maximum costs an atomic.
     """
     word = amax_word(packed, bits)
     if word > tl.load(packed + i):
