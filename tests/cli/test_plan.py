@@ -22,10 +22,11 @@ from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
 from tests.selection import some, worlds
-from zerocast import ZeroAdamW, ZeroConfig
+from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint import PRESETS, Collective, Network, Parameter, Setup, footprint, read_model
+from zerocast.footprint.footprint import OPTIMIZERS
 from zerocast.footprint.shapes import model_parameters
 from zerocast.optim.reduction import Filling, Reduction
 
@@ -126,22 +127,28 @@ def layers() -> list[Parameter]:
     return found
 
 
-def run_of(fmt: str, stage: int, config: ZeroConfig) -> Run:
+def run_of(fmt: str, stage: int, config: ZeroConfig, muon: bool = False) -> Run:
     """The same, to be trained."""
-    specs = tuple(Spec(p.name, p.shape, fmt if p.linear and fmt != "bf16" else "plain") for p in layers())
-    return Run(specs, stage=stage, config=config, options=(ADAM,))
+    specs = tuple(
+        Spec(p.name, p.shape, fmt if p.linear and fmt != "bf16" else "plain", group=int(muon and p.linear))
+        for p in layers()
+    )
+    if not muon:
+        return Run(specs, stage=stage, config=config, options=(ADAM,))
+    options = {**ADAM, "use_muon": False}, {"lr": 1e-2, "use_muon": True}
+    return Run(specs, stage=stage, config=config, options=options, optimizer=ZeroMuon)
 
 
 TRANSIENT = ("columnwise copies", "buckets")
 
 
-def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int], dict[str, int]]:
+def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int, dict[str, int], dict[str, int]]:
     """Bytes that a model and its optimizer live on between steps, bytes of the tensors in the collectives of a step, and their
     calls.
     """
     gc.collect()
     before = live_bytes()
-    trainer = Trainer(run_of(fmt, 2, config))
+    trainer = Trainer(run_of(fmt, 2, config, muon))
     trainer.train(range(2))
     with recorded() as log:
         trainer.step(2)
@@ -152,13 +159,14 @@ def held_and_sent(fmt: str, config: ZeroConfig) -> tuple[int, dict[str, int], di
     return live_bytes() - before, sent, calls
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
 @pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "mxfp8", "nvfp4"))
-def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world):
+def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
     config = ZeroConfig(bucket_size=2**17)
-    planned = footprint(layers(), fmt, Setup("zero2", world, config=config))
+    planned = footprint(layers(), fmt, Setup("zero2", world, config=config, optimizer=optimizer))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
-    for held, sent, counted in ranks(world)(held_and_sent, fmt, config):
+    for held, sent, counted in ranks(world)(held_and_sent, fmt, config, optimizer == "muon"):
         assert held == pytest.approx(kept, rel=0.03), planned.memory
         assert planned.wire == {
             "reduce-scatter": sent["reduce-scatter"] * (world - 1),
@@ -169,6 +177,27 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world):
         for collective in planned.collectives:
             calls[collective.kind] += collective.calls
         assert world == 1 or counted == calls
+
+
+def test_muon_is_spread_over_ranks():
+    """Eight matrices of one size: two ranks have four each, on three one has three, on sixteen half have none."""
+    for world, busiest in ((1, 1.0), (2, 1.0), (3, 9 / 8), (8, 1.0), (16, 2.0)):
+        one, other = (footprint(layers(), "fp8_current", Setup("zero2", world, optimizer=name)) for name in OPTIMIZERS)
+        assert (one.busiest, other.busiest) == (0, busiest)
+        matrices = -(-2 * LAYERS // world) * 512 * 128
+        cut = (other.memory["masters"] - 4 * matrices) // 4
+        assert other.memory["moments"] == 4 * matrices + 8 * cut
+
+
+def test_muon_is_planned_where_zerocast_owns_it(capsys):
+    assert main(["plan", "llama3-8b", "--ranks", "64", "--optimizer", "muon"]) == 0
+    assert "1.06 of the mean" in capsys.readouterr().out
+    assert main(["plan", "llama3-8b", "--parallel", "fsdp2", "--optimizer", "muon"]) == 2
+    assert "muon is planned as ZeroMuon" in capsys.readouterr().err
+    assert main(["plan", "llama3-8b", "--sweep", "--optimizer", "muon"]) == 2
+    assert "a sweep has its own ranks and shardings, with AdamW" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="optimizer is one of adamw, muon, got 'sgd'"):
+        Setup(optimizer="sgd")
 
 
 def test_stage_1_keeps_gradients():

@@ -44,15 +44,17 @@ class PlanConfig:
     fp8_block:power_of_2_scale=False.
     """
     parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
-    """zero1 and zero2 are ZeroAdamW; fsdp2 and hsdp cut every parameter by rows as torch's
-    fully_shard does.
+    """zero1 and zero2 are ZeroAdamW or ZeroMuon; fsdp2 and hsdp cut every parameter by rows as
+    torch's fully_shard does.
     """
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon, for zero1 and zero2, is ZeroMuon with the linear weights inside blocks as Muon's."""
     shard_ranks: int = 8
     """For hsdp: how many ranks share one copy of the model."""
     bucket_size: int = ZeroConfig.bucket_size
     """For zero1 and zero2: elements a bucket."""
     moment_dtype: Dtype = "float32"
-    """Dtype of both moments."""
+    """Dtype of AdamW's moments; Muon's one is float32."""
     grad_dtype: Dtype = "bfloat16"
     """Dtype in which gradients are reduced."""
     grad_wire: Literal["fp8_1x128"] | None = None
@@ -110,9 +112,11 @@ def _planned(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
 
 
 def _swept(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
-    for name in ("ranks", "parallel", "shard_ranks"):
+    for name in ("ranks", "parallel", "shard_ranks", "optimizer"):
         if getattr(config, name) != getattr(PlanConfig, name):
-            raise ValueError(f"a sweep has its own ranks and shardings: leave out --{name.replace('_', '-')}")
+            raise ValueError(
+                f"a sweep has its own ranks and shardings, with AdamW: leave out --{name.replace('_', '-')}"
+            )
     sweep = Sweep.of(parameters, config.format, _setup(config), config.network)
     numel = sum(math.prod(parameter.shape) for parameter in parameters)
     title = f"{_name(config)}: {numel:,} parameters, {config.format}, a step with one micro-batch"
@@ -134,7 +138,7 @@ def _setup(config: PlanConfig) -> Setup:
         moment_dtype=DTYPES[config.moment_dtype],
         keep_columnwise=config.keep_columnwise,
     )
-    return Setup(config.parallel, config.ranks, config.shard_ranks, zero)
+    return Setup(config.parallel, config.ranks, config.shard_ranks, zero, config.optimizer)
 
 
 def _options(config: PlanConfig) -> dict[str, Any]:
@@ -162,7 +166,10 @@ def _left_out(config: PlanConfig) -> list[str]:
 
 def _title(config: PlanConfig, found: Footprint) -> str:
     groups = f", shards of {config.shard_ranks}" if config.parallel == "hsdp" else ""
-    return f"{_name(config)}: {found.numel:,} parameters, {config.parallel} on {config.ranks:,} ranks{groups}"
+    optimizer = " with muon" if config.optimizer == "muon" else ""
+    return (
+        f"{_name(config)}: {found.numel:,} parameters, {config.parallel}{optimizer} on {config.ranks:,} ranks{groups}"
+    )
 
 
 def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
@@ -177,6 +184,8 @@ def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
     lines += ["", *_table("GiB a rank, without activations", [(f.format, f.memory) for f in found], GIB)]
     lines += ["", *_table("GB that a rank sends in a step", [(f.format, f.wire) for f in found], GB)]
     reduced = ", ".join(f"{f.format} {f.all_amaxes / GB:.3f}" for f in found)
+    if first.busiest:
+        lines += ["", f"Muon's operations on the rank that has most: {first.busiest:.2f} of the mean"]
     lines += ["", f"GB in the all-reduce of a host that gathers codes alone: {reduced}"]
     return "\n".join(lines)
 

@@ -9,14 +9,18 @@ from zerocast.footprint.fsdp_bytes import fsdp
 from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import Parameter
 from zerocast.footprint.weight_bytes import amax_bytes
-from zerocast.footprint.zero_bytes import zero
+from zerocast.footprint.zero_bytes import busiest, zero
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits
 from zerocast.optim import ZeroConfig
+from zerocast.optim.muon_step import newton_schulz_flops
+from zerocast.optim.zero_muon import MUON_DIMS
 from zerocast.weight import QuantizedWeight
 
 ZERO = {"zero1": 1, "zero2": 2}
 FSDP = ("fsdp2", "hsdp")
+OPTIMIZERS = ("adamw", "muon")
+NS_STEPS = 5  # ZeroMuon's default
 MOST_RANKS = 2**20  # padding of buckets to more ranks would be most of a plan
 
 
@@ -25,19 +29,28 @@ class Setup:
     """How a model is trained on `ranks` data-parallel ranks.
 
     `parallel` is zero1, zero2, fsdp2, or hsdp, which shards over groups of `shard_ranks` and
-    replicates across them. Raises ValueError for an unknown `parallel` and for group sizes that do
-    not divide.
+    replicates across them. `optimizer` is adamw, or muon for ZeroMuon under zero1 and zero2, which
+    owns the linear weights in whole. Raises ValueError for an unknown `parallel` or `optimizer`,
+    for group sizes that do not divide, and for muon under torch's sharding.
     """
 
     parallel: str = "zero2"
     ranks: int = 8
     shard_ranks: int = 8
     config: ZeroConfig = field(default_factory=ZeroConfig)
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         """Raise ValueError for a combination that is impossible."""
         if self.parallel not in (*ZERO, *FSDP):
             raise ValueError(f"parallel is one of {', '.join((*ZERO, *FSDP))}, got {self.parallel!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if self.optimizer == "muon" and self.parallel not in ZERO:
+            raise ValueError(
+                f"muon is planned as ZeroMuon, under {' and '.join(ZERO)}, not under {self.parallel}, "
+                "where torch.optim.Muon gathers matrices"
+            )
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {self.ranks}")
         if self.ranks > MOST_RANKS:
@@ -59,6 +72,7 @@ class Footprint:
         collectives: what a step calls.
         all_amaxes: bytes that it would send in the all-reduce of a cast whose host gathers codes
             alone (Megatron, Apex, TransformerEngine's calls).
+        busiest: Muon's operations on the rank that has most, in those of the mean; 0 without Muon.
     """
 
     format: str
@@ -68,6 +82,7 @@ class Footprint:
     memory: dict[str, int]
     collectives: list[Collective]
     all_amaxes: int
+    busiest: float
 
     @property
     def total_memory(self) -> int:
@@ -99,9 +114,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         if (parameter.shape, parameter.linear) not in alike:
             alike[parameter.shape, parameter.linear] = _on_meta(parameter, spec)
     made = [(one.name, alike[one.shape, one.linear], one.unit) for one in parameters]
+    costs = {one.name: newton_schulz_flops(one.shape, NS_STEPS) for one in parameters if _is_of_muon(one, setup)}
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, collectives = zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config)
+        memory, collectives = zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config, costs)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
         memory, collectives = fsdp(made, shards, setup.ranks // shards, setup.config)
@@ -115,7 +131,12 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         memory,
         collectives,
         2 * amax_bytes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
+        busiest([(name, tensor, 0) for name, tensor, _ in made], setup.ranks, setup.config, costs) if costs else 0.0,
     )
+
+
+def _is_of_muon(parameter: Parameter, setup: Setup) -> bool:
+    return setup.optimizer == "muon" and parameter.linear and len(parameter.shape) in MUON_DIMS
 
 
 def _on_meta(parameter: Parameter, spec: FormatSpec) -> torch.Tensor:

@@ -1,13 +1,15 @@
-"""The bytes of one rank of a ZeroAdamW: its own buckets, laid out over meta tensors.
+"""The bytes of one rank of a ZeroAdamW or ZeroMuon: its own buckets, laid out over meta tensors.
 
 The gradients of stage 2 are the FP32 shard and the buckets in flight, for a backward pass that
 completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps all
 gradients of this rank. Columnwise copies are those of all weights where they are kept, else the
 largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
-the norm of gradients.
+the norm of gradients. Muon has one moment, FP32, and its parameters lie in buckets of their own,
+padded so that ranks own them in whole; what it takes beside a matrix while it steps it is left out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,10 +35,14 @@ from zerocast.optim.bucket import Bucket, FlatBuffer, Slot, fill_buckets, flat_n
 from zerocast.weight import QuantizedWeight
 
 
-def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
-    """(bytes in memory by purpose, the collectives of a step) of one rank of a ZeroAdamW."""
-    buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype)
-    shard = flat_numel(buckets)
+def zero(
+    tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, costs: Mapping[str, int]
+) -> tuple[Bytes, list[Collective]]:
+    """(bytes in memory by purpose, the collectives of a step) of one rank of a ZeroAdamW, or of a
+    ZeroMuon: `costs` are the operations of Muon's parameters by name.
+    """
+    buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype, costs)
+    shard, cut = flat_numel(buckets), flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
     weights = quantized(tensor for _, tensor, _ in tensors)
     computed = quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
     gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
@@ -48,7 +54,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
         "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
-        "moments": 2 * shard * config.moment_dtype.itemsize,
+        "moments": 2 * cut * config.moment_dtype.itemsize + (shard - cut) * FP32,
         "gradients": shard * FP32 + kept,
         "buckets": _in_flight(tensors, buckets, ranks, stage, config),
     }
@@ -63,6 +69,16 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig) 
         *([all_reduce("choices of scales", 1, choices, ranks)] if choices else []),
         Collective("all-gather", "weights", gathers, part * others, ranks),
     ]
+
+
+def busiest(tensors: Sequence[Placed], ranks: int, config: ZeroConfig, costs: Mapping[str, int]) -> float:
+    """The operations of Muon on the rank that has most of them, in those of the mean."""
+    work: Counter[int] = Counter()
+    for bucket in fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype, costs):
+        if bucket.storage.whole:
+            for slot in bucket.slots:
+                work[slot.offset // bucket.shard_numel] += costs[slot.name]
+    return max(work.values()) * ranks / work.total()
 
 
 def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
