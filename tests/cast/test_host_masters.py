@@ -50,6 +50,25 @@ def test_skips_histories_and_two_formats(ranks: Ranks, world: int, seed: int) ->
         assert wrong == []
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "identity"])
+def test_shard_storage_of_the_caller(fmt: str) -> None:
+    """Of elements [33, 700), in two directions for mxfp8: the bytes of masters on the device, and no other."""
+    master, found = torch.from_numpy(lcg_matrix(32, 64, 1)).view(-1)[33:700].clone(), []
+    for on_host in (True, False):
+        weight = QuantizedWeight.empty((32, 64), fmt)
+        dtype = weight.rowwise_data.dtype
+        parts = [torch.full((700,), sharded.POISON, dtype=torch.uint8).to(dtype) for _ in range(2)]
+        storage = (parts[0], parts[1]) if fmt == "mxfp8" else parts[0]
+        with host_masters.apart(100), mock.patch.object(partition, "lies_on_host", return_value=on_host):
+            plan = CastPlan(
+                [weight], [master], [33], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend="reference"
+            )
+            plan.cast()
+        found.append(torch.cat(parts).view(torch.uint8))
+    assert torch.equal(*found)
+    assert (found[0] != found[0][-1]).any()
+
+
 def _plan() -> tuple[CastPlan, QuantizedWeight, torch.Tensor]:
     weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1).clone()
     return CastPlan([weight], [master], [0], ONE_PROCESS, backend="reference"), weight, master
