@@ -65,6 +65,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     host.check_optimizers(optimizer, distributed)
     for one in distributed:
         check_masters(one)
+        check_adam(one.config)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
 
 
@@ -98,10 +99,20 @@ def check_masters(optimizer: Any) -> None:
         )
 
 
+def check_adam(config: Any) -> None:
+    """ValueError for a configuration of another optimizer than Adam."""
+    if config.optimizer != "adam":
+        raise ValueError(
+            f"optimizer={config.optimizer!r} is not supported: Megatron's DistributedOptimizer saves the state of Adam alone, and "
+            "fails an assertion for SGD, or under optimizer_cpu_offload not before the first checkpoint: take optimizer='adam'"
+        )
+
+
 def check_options(options: Any) -> None:
     """ValueError for arguments of megatron.training with which `install` cannot train."""
     if options.optimizer not in ("adam", "sgd"):
         refuse_whole_layers(f"--optimizer {options.optimizer}")
+    check_adam(options)
     check_settings([options])
     for name, reason, refuses in OPTIONS:
         if refuses(getattr(options, name, None)):

@@ -144,6 +144,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "masters in half precision": _options(
         optimizer_cpu_offload=True, use_precision_aware_optimizer=True, main_params_dtype=torch.float16
     ),
+    "sgd": _options(optimizer="sgd"),
+    "sgd on the host": _options(optimizer="sgd", optimizer_cpu_offload=True, optimizer_offload_fraction=1.0),
     "mxfp8 through gradients": _options(reuse_grad_buf_for_mxfp8_param_ag=True),
     "mxfp8 through gradients in DDP": _options(
         ddp={"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True}

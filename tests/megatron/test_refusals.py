@@ -14,6 +14,7 @@ pytestmark = needs_megatron
 NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast.fsdp2"
 WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
 OTHERS = "ValueError: optimizer=.* is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
+SGD = "ValueError: optimizer='sgd' is not supported: .* not before the first checkpoint: take optimizer='adam'"
 BLOCK = (
     "RuntimeError: QuantizedWeight.* call quantize_, then build DistributedDataParallel and the optimizer, both inside"
 )
@@ -25,6 +26,8 @@ TABLE = {
     "whole masters in DDP": WHOLE,
     "whole masters in both": WHOLE,
     "masters in half precision": "ValueError: main_params_dtype is not supported: .* leave it at torch.float32",
+    "sgd": SGD,
+    "sgd on the host": SGD,
     "mxfp8 through gradients": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
     "mxfp8 through gradients in DDP": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not .* take mxfp8:block=32x32",
     "fsdp in DDP": NEVER_SHARDED,

@@ -15,7 +15,7 @@ from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, byte_range, whole_block_rows
 from zerocast.weight import QuantizedWeight
 
-_BUFFER_COLUMNS = {
+BUFFER_COLUMNS = {
     "rowwise_data": (Column.ROW_DATA_BASE, Column.ROW_DATA_OFFSET),
     "rowwise_scale_inv": (Column.ROW_SCALE_BASE, Column.ROW_SCALE_OFFSET),
     "columnwise_data": (Column.COLUMN_DATA_BASE, Column.COLUMN_DATA_OFFSET),
@@ -70,7 +70,7 @@ class DescriptorTable:
         row = self._row(weight.matrix_shape, place, group)
         if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
             row[Column.SHARED_AMAX] = shared
-        for name, (base, offset) in _BUFFER_COLUMNS.items():
+        for name, (base, offset) in BUFFER_COLUMNS.items():
             tensor = weight.state.half(self.key.is_backward).get(name)
             if tensor is not None:
                 row[base], row[offset] = self.buffers[name].add(tensor)
@@ -125,7 +125,7 @@ class DescriptorTable:
         for name in names:
             tensor = shard.weight.state.buffers[name]
             assert tensor is not None, name
-            row[_BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
+            row[BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
         if self.changed is not None:
             row[Column.CHANGED] += narrow.start * columns // self.key.fmt.elements_per_byte
 
@@ -141,7 +141,7 @@ class DescriptorTable:
             tensors = tensors[self.key.is_backward :][:1]
         first, _ = byte_range(self.key.fmt, shard.weight.shape, shard.span, shard.weight.dtype)
         for name, tensor in zip(("rowwise_data", "columnwise_data"), tensors, strict=False):
-            base, offset = _BUFFER_COLUMNS[name]
+            base, offset = BUFFER_COLUMNS[name]
             row[base], row[offset] = self.buffers[name].add(tensor)
             row[offset] -= first
 

@@ -64,6 +64,11 @@ class Partition:
     device: torch.device
     backend: str
 
+    @property
+    def has_host_masters(self) -> bool:
+        """True if the masters of this rank lie on the host, and the weights on another device."""
+        return any(shard.master is not None and lies_on_host(shard.master, self.device) for shard in self.shards)
+
     def owned_anywhere(self, index: int) -> bool:
         """True if any rank holds a part of the master; a weight without one is frozen and stays
         as it is.
@@ -95,6 +100,7 @@ class Partition:
                     f"weight {index} ({_fingerprint(shard.weight)}): this plan was built for a master of {shard.span.numel} "
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
+        _check_masters_together(moved)
         self.shards[:] = moved
 
 
@@ -133,6 +139,31 @@ def partition(
         for w, line in zip(weights, lines, strict=True)
     ]
     return Partition(shards, exchange_spans(group, items, [shard.span for shard in shards]), device, chosen)
+
+
+def lies_on_host(master: Tensor, device: torch.device) -> bool:
+    """True for a master in host memory of a weight on another device."""
+    return master.device.type == "cpu" and device.type not in ("cpu", "meta")
+
+
+def _check_masters_together(shards: Sequence[MasterShard]) -> None:
+    """ValueError where some masters lie on the host and others do not, or where no cast can read
+    those on the host.
+    """
+    pairs = [(shard, lies_on_host(shard.master, shard.weight.device)) for shard in shards if shard.master is not None]
+    if not any(on_host for _, on_host in pairs):
+        return
+    if not all(on_host for _, on_host in pairs):
+        raise ValueError(
+            "some masters lie on the host and others on the device of their weights: build a plan for each kind, on all ranks alike"
+        )
+    if any(shard.cuts is not None for shard in shards):
+        raise ValueError(
+            "scales are gathered (scale_cuts), and masters lie on the host: move them to the weights' device"
+        )
+    reason = backends.why_not("cpu", torch.device("cpu"))
+    if reason:
+        raise RuntimeError(f"masters on the host are cast by the backend 'cpu', which cannot be used: {reason}")
 
 
 def _fingerprint(weight: QuantizedWeight) -> str:
@@ -186,6 +217,7 @@ def _check(
         raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
     if torch.device("meta") in devices:
         raise ValueError("the weights are on the meta device: give them storage before the plan is built")
+    _check_masters_together(shards)
     return shards
 
 
@@ -216,7 +248,7 @@ def _check_shard(
         raise ValueError(
             f"the master is flat and contiguous, got shape {tuple(master.shape)} and strides {master.stride()}"
         )
-    if master.device != weight.device:
+    if master.device != weight.device and not lies_on_host(master, weight.device):
         raise ValueError(f"the master is on {master.device} and the weight on {weight.device}")
     if master.numel() == 0:
         return MasterShard(weight, None, Span(0, 0))

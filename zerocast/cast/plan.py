@@ -40,7 +40,10 @@ class CastPlan:
     Args:
         model_weights: the QuantizedWeights, the same list on every rank.
         master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
-            nominal dtype; None or an empty tensor where this rank owns nothing.
+            nominal dtype; None or an empty tensor where this rank owns nothing. They lie on the
+            device of the weights, or all of a rank's in host memory: these are cast where they lie,
+            and their codes copied to the weights. Then there is no `update`, no `scale_cuts`, no
+            CUDA graph and no `note_changes`.
         start_offsets: for each, the row-major position of the master's first element in the weight.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one
             process if there is none.
@@ -130,6 +133,7 @@ class CastPlan:
         Afterwards the caller gathers the bytes, and then calls `post_all_gather`. A cast that
         raises half-way leaves weights that are not read before another one is complete.
         """
+        self._check_host_masters(update)
         self.ready(self._detail)
         with self.guard.transaction("a cast", masters=update is not None), self.delayed.rollback():
             self.launch(skip=skip, update=update, repeat=repeat)
@@ -170,6 +174,7 @@ class CastPlan:
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold
         it. Who calls this calls `done` after it.
         """
+        self._check_host_masters(update)
         tables = self._tables
         cast(
             tables.owned,
@@ -181,6 +186,20 @@ class CastPlan:
             update=update,
             repeat=repeat,
         )
+
+    def _check_host_masters(self, update: AdamUpdate | None) -> None:
+        """RuntimeError for what a cast cannot do with masters on the host."""
+        if not self._tables.on_host:
+            return
+        if update is not None:
+            raise RuntimeError(
+                "these masters lie on the host, and an AdamUpdate is of masters on the device: step, then cast()"
+            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a cast of masters on the host cannot be captured in a CUDA graph, which would repeat the copies alone: cast "
+                "outside of it, or move the masters to the device"
+            )
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
@@ -238,8 +257,14 @@ class CastPlan:
         """From now on casts note which bytes they make others, all of which count as changed now:
         they read the old codes, 1 or half a byte an owned element, and set 1 bit a byte. Local.
 
-        Whoever was given notes before no longer gets any.
+        Whoever was given notes before no longer gets any. ValueError for masters on the host, whose
+        casts do not read the old codes.
         """
+        if self._partition.has_host_masters:
+            raise ValueError(
+                "masters on the host are cast without a look at the old codes, so no change is noted: compare with a copy, as "
+                "Sender does without note_changes"
+            )
         if self._notes:
             self._notes.ended = True
         self._notes = ChangeNotes(self.freshness)

@@ -7,6 +7,7 @@ import torch
 
 from zerocast.backends.descriptor import Column
 from zerocast.cast.change_notes import ChangeNotes
+from zerocast.cast.host_masters import HostTable, host_tensor
 from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import Partition
 from zerocast.cast.weight_table import WeightTable, WeightTables
@@ -24,12 +25,14 @@ class CastTables:
         cut_blocks: the rows of blocks that boundaries cut, where blocks choose their scales by
             their elements.
         notes: where the casts note what they change, if they do.
+        on_host: True if the masters lie on the host, and the weights on another device.
     """
 
     owned: list[WeightTable]
     boundary: list[WeightTable]
     cut_blocks: list[WeightTable]
     notes: ChangeNotes | None
+    on_host: bool = False
 
     @staticmethod
     def of(
@@ -42,6 +45,10 @@ class CastTables:
         """The tables of the weights `cast`, whose amaxes lie in `packed`. Local and silent."""
         device, backend, shards = packed.buffer.device, partition.backend, partition.shards
         owned, boundary = WeightTables(device, backend), WeightTables(device, backend)
+        on_host = partition.has_host_masters
+        if on_host:
+            mirror = host_tensor(packed.buffer.numel(), packed.buffer.dtype, device)
+            owned = WeightTables(device, backend, lambda key, device: HostTable(key, device, mirror))
         for index in cast:
             if index not in packed.offsets:
                 continue  # others compute its scales
@@ -61,4 +68,4 @@ class CastTables:
                         table.changed, row[Column.CHANGED] = notes.bitmap, notes.origin(index)
                     table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
         cut_blocks = packed.cut_blocks.tables(dict(enumerate(shards)), packed.offsets, device, backend)
-        return CastTables(owned.freeze(), boundary.freeze(), cut_blocks, notes)
+        return CastTables(owned.freeze(), boundary.freeze(), cut_blocks, notes, on_host)

@@ -227,9 +227,14 @@ class WeightTable(DescriptorTable):
 class WeightTables(dict[TableKey, WeightTable]):
     """Tables by key, each made when its first weight arrives."""
 
-    def __init__(self, device: torch.device, backend: str) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        make: "Callable[[TableKey, torch.device], WeightTable]" = WeightTable,
+    ) -> None:
         super().__init__()
-        self._device, self._backend = device, backend
+        self._device, self._backend, self._make = device, backend, make
 
     def of(
         self, weight: QuantizedWeight, master: torch.dtype = torch.float32, half: int = 0, takes_updates: bool = True
@@ -240,7 +245,7 @@ class WeightTables(dict[TableKey, WeightTable]):
         external, fmt = weight.state.external_scaling_state, weight.format.halves[half]
         key = TableKey(self._backend, fmt, weight.dtype, master, external, half > 0, takes_updates)
         if key not in self:
-            self[key] = WeightTable(key, self._device)
+            self[key] = self._make(key, self._device)
         return self[key]
 
     def of_halves(

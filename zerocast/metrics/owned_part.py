@@ -59,7 +59,7 @@ class OwnedPart:
         """The masters of a piece, flat, as f32."""
         assert self.owned.master is not None
         start = piece.start - self._span.start
-        return self.owned.master.detach()[start : start + piece.numel].float()
+        return self.owned.master.detach()[start : start + piece.numel].to(self.owned.weight.device).float()
 
     def codes(self, piece: Span, data: Tensor) -> Tensor:
         """The codes of a piece, flat uint8, one a byte; `data` is bytes as `data()` returns

@@ -1,0 +1,93 @@
+"""Masters on the host of weights on another device, told apart on one that has no other: the reference backend stands for that of
+the device, and no storage may be handed both to it and to the CPU backend.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import sharded
+from tests.sharded import Outcome, Weight
+from zerocast import CastPlan
+from zerocast.backends import ops
+from zerocast.cast import host_masters, partition
+
+DEVICE, HOST = "reference", "cpu"
+
+
+class Apart:
+    """The storages that the stages of each backend were handed."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, dict[int, Tensor]] = {DEVICE: {}, HOST: {}}
+
+    def watching(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(stage: str, backend: str, fmt: str | None = None) -> Callable[..., None]:
+            run = implementation(stage, backend, fmt)
+
+            def watched(*arguments: Any) -> None:
+                for argument in arguments:
+                    for tensor in argument if isinstance(argument, list) else [argument]:
+                        if isinstance(tensor, Tensor) and tensor.numel():
+                            self.of[backend][tensor.untyped_storage().data_ptr()] = (
+                                tensor  # kept, so that no address is reused
+                            )
+                run(*arguments)
+
+            return watched
+
+        return call
+
+    @property
+    def shared(self) -> int:
+        """How many storages both backends were handed."""
+        return len(self.of[DEVICE].keys() & self.of[HOST].keys())
+
+
+@contextlib.contextmanager
+def apart(piece: int = 1 << 22) -> Iterator[Apart]:
+    """Inside, plans take every master for one on the host, cast in pieces of so many elements."""
+    found = Apart()
+    with (
+        mock.patch.object(partition, "lies_on_host", return_value=True),
+        mock.patch.object(host_masters, "PIECE", piece),
+        mock.patch.object(ops, "_implementation", found.watching(ops._implementation)),
+    ):
+        yield found
+
+
+def cast_and_gather(cases: tuple[Weight, ...], piece: int, steps: int = 1) -> tuple[Outcome, int, set[str]]:
+    """What a plan with masters on the host makes, the storages that two devices were handed, and which backends had any."""
+    with apart(piece) as found:
+        outcome = sharded.cast_and_gather(cases, DEVICE, steps)
+        return outcome, found.shared, {name for name, storages in found.of.items() if storages}
+
+
+def as_on_the_device(cases: tuple[Weight, ...], piece: int) -> list[str]:
+    """Names of buffers that differ, after three casts of which the second is skipped, from those of masters on the device; delayed
+    scales and histories among them.
+    """
+    wrong = []
+    pairs = [sharded.Sharded(cases, dist.get_rank()) for _ in range(2)]
+    plans = [CastPlan(pairs[0].weights, pairs[0].masters, pairs[0].starts, backend=DEVICE)]
+    with apart(piece):
+        plans.append(CastPlan(pairs[1].weights, pairs[1].masters, pairs[1].starts, backend=DEVICE))
+        for step in range(3):
+            for held, plan in zip(pairs, plans, strict=True):
+                held.set_masters(step)
+                with mock.patch.object(partition, "lies_on_host", return_value=plan is plans[1]):
+                    plan.cast(skip=torch.tensor([step == 1]))
+            for ours, theirs in zip(pairs[1].weights, pairs[0].weights, strict=True):
+                for name, expected in theirs.state.buffers.items():
+                    found = ours.state.buffers[name]
+                    same = (found is None) == (expected is None)
+                    if expected is not None and found is not None:
+                        same = torch.equal(found.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+                    if not same:
+                        wrong.append(f"step {step}: {name} of {ours!r}")
+    return wrong

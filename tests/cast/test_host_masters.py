@@ -1,0 +1,151 @@
+"""Masters in host memory of weights on another device: the bytes are those of the unsharded cast, and no kernel of one device is
+handed memory of the other.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import casts, sharded
+from tests.cast import host_masters
+from tests.matrices import lcg_matrix
+from tests.sharded import Weight
+from tests.workers import Ranks
+from zerocast import CastPlan, QuantizedWeight, quantize_master_weights, verify
+from zerocast.cast import partition
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.distributed.group import ONE_PROCESS
+
+TWO_FORMATS = ("fp8_current|nvfp4", "mxfp4|nvfp4", "nvfp4|fp8_current:element=e5m2")
+GAPS = ((1, 20), (21, 150), (157, 16 * 32 - 3))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("piece", [74, 1 << 22])
+def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, seed: int) -> None:
+    cases = sharded.every_format(world, seed)
+    for rank, (outcome, shared, backends) in enumerate(ranks(world)(host_masters.cast_and_gather, cases, piece)):
+        sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
+        assert shared == 0
+        assert backends == {host_masters.DEVICE, host_masters.HOST}
+
+
+@pytest.mark.parametrize("piece", [10, 1 << 22])
+def test_what_nobody_owns_stays(ranks: Ranks, piece: int) -> None:
+    """Halves of bytes too, beside which no rank writes."""
+    cases = tuple(
+        Weight(fmt, (16, 32), GAPS, content="lcg", seed=seed)
+        for seed, fmt in enumerate(("nvfp4", "nvfp4:four_over_six=mae", "fp8_current"))
+    )
+    for outcome, shared, _ in ranks(3)(host_masters.cast_and_gather, cases, piece, 2):
+        sharded.assert_unsharded(outcome, cases, "gaps", step=1)
+        assert shared == 0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_skips_histories_and_two_formats(ranks: Ranks, world: int, seed: int) -> None:
+    cases = sharded.every_format(world, seed, (*casts.FORMATS, *TWO_FORMATS))
+    for wrong in ranks(world)(host_masters.as_on_the_device, cases, 1000):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "identity"])
+def test_shard_storage_of_the_caller(fmt: str) -> None:
+    """Of elements [33, 700), in two directions for mxfp8: the bytes of masters on the device, and no other."""
+    master, found = torch.from_numpy(lcg_matrix(32, 64, 1)).view(-1)[33:700].clone(), []
+    for on_host in (True, False):
+        weight = QuantizedWeight.empty((32, 64), fmt)
+        dtype = weight.rowwise_data.dtype
+        parts = [torch.full((700,), sharded.POISON, dtype=torch.uint8).to(dtype) for _ in range(2)]
+        storage = (parts[0], parts[1]) if fmt == "mxfp8" else parts[0]
+        with host_masters.apart(100), mock.patch.object(partition, "lies_on_host", return_value=on_host):
+            plan = CastPlan(
+                [weight], [master], [33], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend="reference"
+            )
+            plan.cast()
+        found.append(torch.cat(parts).view(torch.uint8))
+    assert torch.equal(*found)
+    assert (found[0] != found[0][-1]).any()
+
+
+def _plan() -> tuple[CastPlan, QuantizedWeight, torch.Tensor]:
+    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1).clone()
+    return CastPlan([weight], [master], [0], ONE_PROCESS, backend="reference"), weight, master
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is() -> None:
+    with host_masters.apart():
+        plan, weight, master = _plan()
+        plan.cast()
+        before = casts.bytes_of(weight)
+        flat = torch.zeros_like(master)
+        with pytest.raises(RuntimeError, match=r"lie on the host, and an AdamUpdate .* step, then cast\(\)"):
+            plan.cast(update=AdamUpdate(flat, flat, flat, torch.zeros(1, 8), torch.ones(1)))
+        with pytest.raises(ValueError, match="no change is noted: compare with a copy"):
+            plan.note_changes()
+        square, whole = QuantizedWeight.empty((256, 128), "mxfp8"), torch.ones(256 * 128)
+        with pytest.raises(ValueError, match=r"scale_cuts.*move them to the weights' device"):
+            CastPlan([square], [whole], [0], ONE_PROCESS, scale_cuts=[range(4096, 32768, 4096)])
+        casts.assert_same_bytes(casts.bytes_of(weight), before)
+        plan.cast()  # nothing is partial
+        assert verify(plan).ok
+
+
+def test_masters_of_one_plan_lie_together() -> None:
+    """On the host or on the device; a move of some is refused, and nothing is taken."""
+    weights = [QuantizedWeight.empty((16, 32), "nvfp4") for _ in range(2)]
+    masters = [torch.ones(512), torch.ones(512)]
+    together = "some masters lie on the host and others on the device of their weights: build a plan for each kind"
+    first_of = mock.patch.object(partition, "lies_on_host", side_effect=lambda master, _: master is masters[0])
+    with first_of, pytest.raises(ValueError, match=together):
+        CastPlan(weights, masters, [0, 0], ONE_PROCESS)
+    plan = CastPlan(weights, [torch.ones(512), torch.ones(512)], [0, 0], ONE_PROCESS)
+    with first_of, pytest.raises(ValueError, match=together):
+        plan.move_masters([masters[0], torch.zeros(512)])
+    plan.cast()
+    plan.post_all_gather()
+    casts.assert_same_bytes(casts.bytes_of(weights[0]), casts.bytes_of(casts.cast_whole("nvfp4", torch.ones(16, 32))))
+
+
+def test_masters_that_move_are_followed() -> None:
+    with host_masters.apart() as found:
+        plan, weight, master = _plan()
+        plan.cast()
+        plan.move_masters([2 * master])
+        plan.cast()
+        plan.post_all_gather()
+        whole = casts.cast_whole("nvfp4", 2 * master.view(16, 32))
+        casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(whole))
+        weight.rebind(rowwise_data=torch.empty_like(weight.rowwise_data))
+        plan.cast()
+        plan.post_all_gather()
+        casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(whole))
+        assert found.shared == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("fmt", [*casts.FORMATS, *TWO_FORMATS])
+def test_on_a_gpu(fmt: str) -> None:
+    master = torch.from_numpy(lcg_matrix(256, 512, 3)).view(-1)
+    ours, theirs = (QuantizedWeight.empty((256, 512), fmt, torch.bfloat16, "cuda") for _ in range(2))
+    quantize_master_weights([ours], [master], [0], ONE_PROCESS)
+    quantize_master_weights([theirs], [master.cuda()], [0], ONE_PROCESS)
+    casts.assert_same_bytes(casts.bytes_of(ours), casts.bytes_of(theirs), fmt)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_never_holds_the_masters_nor_a_graph_their_cast() -> None:
+    weight = QuantizedWeight.empty((8192, 4096), "fp8_block", torch.bfloat16, "cuda")
+    master = torch.randn(8192 * 4096)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plan.cast()
+    assert torch.cuda.max_memory_allocated() - before < master.numel()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(graph):
+        plan.launch()
+    plan.cast()

@@ -1,0 +1,231 @@
+"""Masters in host memory, of weights on another device: measured and cast where they lie.
+
+The CPU backend's bytes are those of every backend, so it does what a cast does with elements. The
+device does the rest: it reduces, computes scales and rolls histories. Amaxes travel to the device
+before the reduction and back after it; codes travel in pieces, from two buffers of the host of at
+most `PIECE` elements each, of which one is filled while the other is copied. So 1 or half a byte an
+element crosses the bus, and the device holds no master.
+
+Of a byte with two codes of which one is owned, the other half is read from the device first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.backends.descriptor import Column
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.descriptor_table import BUFFER_COLUMNS, TableKey
+from zerocast.cast.partition import MasterShard
+from zerocast.cast.weight_table import WeightTable
+from zerocast.formats import Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.layout import Span, amax_counts, byte_range
+
+PIECE = 1 << 22  # elements, a multiple of two; of 4 bytes each at most
+_HOST = torch.device("cpu")
+_DIRECTIONS = ("rowwise_data", "columnwise_data")
+
+
+def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host, page-locked where copies to `device` then need not wait."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class HostTable(WeightTable):
+    """A table of weights whose masters lie on the host. Its rows hold where the weights lie on
+    their device, and own nothing.
+
+    `packed` of a stage is on that device; `mirror` is a host tensor of its size, which all such
+    tables of a plan share.
+    """
+
+    def __init__(self, key: TableKey, device: torch.device, mirror: Tensor) -> None:
+        super().__init__(key, device)
+        self._mirror = mirror
+        self._shards: list[tuple[MasterShard, int, Sequence[int]]] = []
+
+    def add_shard(
+        self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, bit: int = -1
+    ) -> None:
+        """Append a weight, and what this rank owns of it for the host."""
+        assert shard.cuts is None and bit < 0, shard
+        self._shards.append((shard, shared, place))
+        self.add(shard.weight, place, group, shared)
+
+    def freeze(self) -> "HostTable":
+        """The device's part, and tables of the host's."""
+        super().freeze()
+        self._state = {name: host_tensor(len(self._shards), torch.float32, self.device) for name in ("amax", "scale")}
+        self._measured, self._ranges = self._of_masters(), _merged(self._amaxes_of(*one) for one in self._shards)
+        self._read = [*self._ranges, *_merged(Span(at, at + 1) for _, at, _ in self._shards if at >= 0)]
+        self._pieces = list(self._cut())
+        size = max((piece.numel for piece in self._pieces), default=0)
+        self._staging = [host_tensor(size, torch.uint8, self.device) for _ in range(min(2, len(self._pieces)))]
+        for number, piece in enumerate(self._pieces):
+            piece.put_in(self._staging[number % 2])
+        self._copied: list[Any] = [None, None]
+        return self
+
+    def moved(self) -> bool:
+        """True if a weight or a master was replaced since the table was made."""
+        return super().moved() or self._measured.moved()
+
+    def measure(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
+        """Amaxes of the masters, brought to the device."""
+        assert update is None, "CastPlan.launch refuses it"
+        for span in self._ranges:
+            self._mirror[span.start : span.stop].zero_()
+        self._measured.partial_amax(self._mirror)
+        self._send(packed)
+
+    def choose_scales(self, packed: Tensor) -> None:
+        """The choices of blocks by the masters, brought to the device."""
+        if self.key.fmt.chooses_scales and self._measured.masters.tensors:
+            self._fetch(packed)
+            self._measured.choose_scales(self._mirror)
+            self._send(packed)
+
+    def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
+        """Codes of the owned elements, by what the device has reduced and computed."""
+        if not self._pieces or (skip is not None and bool(skip)):
+            return
+        self._fetch(packed)
+        for name, known in self._state.items():
+            tensors = [shard.weight.state.half(self.key.is_backward).get(name) for shard, *_ in self._shards]
+            held = [tensor for tensor in tensors if tensor is not None]
+            if held:
+                known.copy_(torch.cat([tensor.view(-1) for tensor in held]))
+        for number, piece in enumerate(self._pieces):
+            copied = self._copied[number % 2]
+            if copied is not None:
+                copied.synchronize()
+            piece.cast(self._mirror)
+            if self.device.type == "cuda":
+                self._copied[number % 2] = torch.cuda.current_stream(self.device).record_event()
+
+    def _send(self, packed: Tensor) -> None:
+        for span in self._ranges:
+            packed[span.start : span.stop].copy_(self._mirror[span.start : span.stop], non_blocking=True)
+
+    def _fetch(self, packed: Tensor) -> None:
+        for span in self._read:  # these wait for the device, and for copies out of the mirror
+            self._mirror[span.start : span.stop].copy_(packed[span.start : span.stop])
+
+    def _amaxes_of(self, shard: MasterShard, shared: int, place: Sequence[int]) -> Span:
+        return Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
+
+    def _host_table(self) -> WeightTable:
+        key = TableKey("cpu", self.key.fmt, self.key.nominal, self.key.master)
+        return WeightTable(key, _HOST)
+
+    def _row_on_host(self, table: WeightTable, number: int, span: Span) -> list[int]:
+        """A row for some elements of a weight, with its tensor amax and scale on the host."""
+        shard, shared, place = self._shards[number]
+        row = table._row(shard.weight.matrix_shape, place, 0)
+        if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
+            row[Column.SHARED_AMAX] = shared
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        if shard.master is not None:
+            base, offset = table.masters.add(shard.master)
+            row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + span.start - shard.span.start
+        for name, known in self._state.items():
+            if shard.weight.state.half(self.key.is_backward).get(name) is not None:
+                base_at, offset_at = BUFFER_COLUMNS[name]
+                row[base_at], row[offset_at] = table.buffers[name].add(known[number : number + 1])
+        return row
+
+    def _of_masters(self) -> WeightTable:
+        """The table by which all masters are measured."""
+        table = self._host_table()
+        for number, (shard, *_) in enumerate(self._shards):
+            self._row_on_host(table, number, shard.span)
+        return table.freeze()
+
+    def _cut(self) -> Iterator["_Piece"]:
+        """Pieces of at most PIECE elements, of one weight or several."""
+        piece, room = _Piece(self._host_table()), PIECE
+        for number, (shard, *_) in enumerate(self._shards):
+            start = shard.span.start
+            while start < shard.span.stop:
+                stop = min(shard.span.stop, start + room)
+                if stop < shard.span.stop:
+                    stop -= stop % 2  # no byte in two pieces
+                if stop > start:
+                    row = self._row_on_host(piece.table, number, Span(start, stop))
+                    piece.add(row, shard, self.key.fmt, self.key.is_backward, Span(start, stop))
+                    room -= stop - start
+                if stop < shard.span.stop or room < 2:
+                    yield piece
+                    piece, room = _Piece(self._host_table()), PIECE
+                start = max(start, stop)
+        if piece.parts:
+            yield piece
+
+
+@dataclass
+class _Piece:
+    """Some owned elements that are cast into host memory together, and where their codes go.
+
+    `parts` are (bytes on the device, where they lie in the staging buffer); `shared` those of
+    them, bytes with two codes, of which another one is not written.
+    """
+
+    table: WeightTable
+    parts: list[tuple[Tensor, int]] = field(default_factory=list)
+    shared: list[tuple[Tensor, int]] = field(default_factory=list)
+    numel: int = 0
+    _data: list[tuple[list[int], str, int]] = field(default_factory=list)
+
+    def add(self, row: list[int], shard: MasterShard, fmt: FormatSpec, backward: bool, span: Span) -> None:
+        """Append the elements `span` of a weight, of which `row` is a row of the table."""
+        first, last = byte_range(fmt, shard.weight.matrix_shape, span, shard.weight.dtype)
+        origin, _ = byte_range(fmt, shard.weight.matrix_shape, shard.span, shard.weight.dtype)
+        own = shard.shard_data
+        stored = own if isinstance(own, tuple) else (own,) if own is not None else ()
+        buffers = shard.weight.state.half(backward)
+        for direction in range(2 if fmt.columnwise is Columnwise.OWN_GRID else 1):
+            name = _DIRECTIONS[direction]
+            whole = stored[direction] if stored else buffers[name]
+            begins = origin if stored else 0
+            self.numel += -self.numel % 16 + first % 16  # as bytes lie on the device
+            assert whole is not None, name
+            codes = whole.detach().view(-1).view(torch.uint8)[first - begins : last - begins]
+            self.parts.append((codes, self.numel))
+            self._data.append((row, name, self.numel - first))
+            if fmt.elements_per_byte == 2:
+                if span.start % 2:
+                    self.shared.append((codes[:1], self.numel))
+                if span.stop % 2:
+                    self.shared.append((codes[-1:], self.numel + last - first - 1))
+            self.numel += last - first
+
+    def put_in(self, staging: Tensor) -> None:
+        """Let the codes be written into `staging`, and prepare the stage."""
+        self._staging = staging
+        for row, name, offset in self._data:
+            base_at, offset_at = BUFFER_COLUMNS[name]
+            row[base_at], begins = self.table.buffers[name].add(staging)
+            row[offset_at] = begins + offset
+        self.table.freeze()
+
+    def cast(self, packed: Tensor) -> None:
+        """Cast into the staging buffer, and begin the copies of it to the device."""
+        for codes, at in self.shared:
+            self._staging[at : at + 1].copy_(codes)
+        self.table.partial_cast(packed, None)
+        for codes, at in self.parts:
+            codes.copy_(self._staging[at : at + codes.numel()], non_blocking=True)
+
+
+def _merged(spans: Iterator[Span]) -> list[Span]:
+    """The same places as few spans."""
+    found: list[Span] = []
+    for span in sorted((span for span in spans if span.numel), key=lambda span: span.start):
+        if found and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
+    return found
