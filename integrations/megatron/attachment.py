@@ -17,13 +17,13 @@ from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Pat
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 
-from . import offload, unattached
+from . import host, offload, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by
 from .primary import TETensors, check_before_forward
 from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, masters_from_model
-from .validate import has_stepped, validate
+from .validate import check_given_values, has_stepped, validate
 
 ADVICE = (
     "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
@@ -76,12 +76,13 @@ class OptimizerPlan(HostPlan):
     def patches(self) -> Iterator[Patch]:
         """The methods that cast and gather, and delayed scaling in the optimizer's states."""
         one, delayed, rank, guard = self.shards.optimizer, self.plan.delayed, self.plan.group.rank, self._guard
+        copier = host.ownership(one).copier(one)
         copy_model = followed_by(masters_from_model(self.shards, self._te_tensors.locate), self.refresh)
         for name, method, what, masters in (
             ("_copy_main_params_to_model_params", self.cast, "a cast", False),
             ("_copy_model_params_to_main_params", copy_model, "reading masters from the model", True),
         ):
-            yield Patch(one, name, guard.writing(method, what, masters=masters))
+            yield Patch(copier, name, check_given_values(one, guard.writing(method, what, masters=masters)))
         yield from offload.patches(one)
         yield Patch(one, "sharded_state_dict", saving_scaling(one, delayed, rank))
         yield Patch(one, "load_state_dict", loading_scaling(one, delayed, rank, lambda: guard.is_preparing))
@@ -210,8 +211,9 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
     """One plan for each optimizer, none where all weights are plain, and their guard.
     Collective.
     """
+    again = any(one.detached is not None for one in shards)
     for one in shards:
-        _check_together(one)
+        _check_together(one, again and not one.weights)
     partial = [one.detached.writes for one in shards if one.detached is not None and one.detached.writes.is_partial]
     guard, lock = MethodGuard(*partial[:1]), GatherLock()
     if not any(one.weights for one in shards):
@@ -224,10 +226,13 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
     return plans, guard
 
 
-def _check_together(shards: OptimizerShards) -> None:
-    """Exchange what may be wrong on one rank alone: all ranks of the group raise, or none does."""
+def _check_together(shards: OptimizerShards, may_have_stepped: bool) -> None:
+    """Exchange what may be wrong on one rank alone: all ranks of the group raise, or none does.
+
+    An optimizer of plain parameters beside one that was detached has stepped under that attachment.
+    """
     problem: Exception | None = None
-    if shards.detached is None and has_stepped(shards.optimizer):
+    if shards.detached is None and not may_have_stepped and has_stepped(shards.optimizer):
         problem = RuntimeError("the optimizer has stepped or was loaded already: attach before")
     elif wrong := bytes_not_sent(shards):
         problem = ValueError(wrong)

@@ -90,19 +90,25 @@ def _layout_patches(moved: list[QuantizedWeight]) -> list[Patch]:
     ]
 
 
-def _four_bit_patches(move_with: Callable[[Any], Any]) -> list[Patch]:
+def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
     """The same where the host's buffers can hold 4-bit weights, and how these are laid out."""
     fp4, buffer = host.module(host.FP4), host.module(host.BUFFER)
     ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
-    grouped, lay_out = buffer.group_params_for_buffers, optimizer.DistributedOptimizer._compute_per_buffer_param_layout
+    grouped = buffer.group_params_for_buffers
 
     def group_by_width(*args: Any, **kwargs: Any) -> Any:
         return layout.by_width(grouped(*args, **kwargs))
 
-    def lay_out_by_width(*args: Any, **kwargs: Any) -> Any:
-        return layout.of_one_width(lay_out, *args, **kwargs)
+    def by_width(lay_out: Callable[..., Any]) -> Any:
+        return staticmethod(functools.partial(layout.of_one_width, lay_out))
 
-    return [
+    lays_out, places = "_compute_per_buffer_param_layout", [buffer, ddp, optimizer]
+    for kind in host.layer_wise():
+        places.append(host.module(kind.__module__))
+        yield Patch(kind, lays_out, by_width(getattr(kind, lays_out)))
+        yield Patch(ddp, "partition_buckets", layout.of_one_owner(ddp.partition_buckets))
+
+    yield from [
         Patch(fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
         Patch(fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
         *(
@@ -110,8 +116,8 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> list[Patch]:
             for owner in host.four_bit_moves()
         ),
         Patch(buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
-        *(Patch(place, "group_params_for_buffers", group_by_width) for place in (buffer, ddp, optimizer)),
-        Patch(optimizer.DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(lay_out_by_width)),
+        *(Patch(place, "group_params_for_buffers", group_by_width) for place in places),
+        Patch(optimizer.DistributedOptimizer, lays_out, by_width(getattr(optimizer.DistributedOptimizer, lays_out))),
     ]
 
 
@@ -151,6 +157,7 @@ class ConstructionChecks:
     def __init__(self) -> None:
         self.moved: list[QuantizedWeight] = []
         self._optimizers: list[Any] = []
+        self._is_layer_wise = False  # while an optimizer of whole matrices makes those inside it
         self._has_primary = False  # if any model that was wrapped here has
         self._configs: dict[int, tuple[Any, Any]] = {}  # what was given, and what optimizers get
 
@@ -166,7 +173,9 @@ class ConstructionChecks:
         hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
         yield Patch(hybrid, sort, offload.without_primary(getattr(hybrid, sort)))
         for kind in host.layer_wise():
-            yield Patch(kind, "__init__", _before(vars(kind)["__init__"], _check_layer_wise))
+            yield Patch(kind, "__init__", self._of_whole_matrices(vars(kind)["__init__"]))
+        starting = _starting_from_initial_values(vars(host.float16_optimizer())["__init__"])
+        yield Patch(host.float16_optimizer(), "__init__", starting)
         for kind in host.optimizer_bases():
             yield Patch(kind, "__init__", self._remembering(vars(kind)["__init__"]))
 
@@ -217,7 +226,31 @@ class ConstructionChecks:
 
     def _check_emerging(self, config: Any, model_chunks: Any, **_: Any) -> None:
         if any(map(is_primary, (param for chunk in model_chunks for param in chunk.parameters()))):
-            validate.refuse_whole_layers(f"optimizer={config.optimizer!r}")
+            validate.check_settings([config, *(chunk.ddp_config for chunk in model_chunks)])
+            validate.check_layer_wise(config)
+            validate.check_whole_matrices(model_chunks)
+
+    def _of_whole_matrices(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The constructor of an optimizer whose ranks own whole matrices, which makes others of
+        those that it is given.
+        """
+
+        def check(optimizers: Iterable[Any], model_chunks: Any = None, **_: Any) -> None:
+            groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+            if any(is_primary(param) for group in groups for param in group["params"]):
+                validate.check_whole_matrices(model_chunks or [])
+
+        checked = _before(original, check)
+
+        @functools.wraps(original)
+        def init(*args: Any, **kwargs: Any) -> None:
+            before, self._is_layer_wise = self._is_layer_wise, True
+            try:
+                checked(*args, **kwargs)
+            finally:
+                self._is_layer_wise = before
+
+        return init
 
     def _check_moved(self, params: Iterable[Any]) -> None:
         moved = set(map(id, self.moved))
@@ -233,7 +266,7 @@ class ConstructionChecks:
             original(one, *args, **kwargs)
             inner = vars(one).get("optimizer")
             params = [param for group in getattr(inner, "param_groups", ()) for param in group["params"]]
-            if any(map(is_primary, params)):
+            if any(map(is_primary, params)) and not self._is_layer_wise:
                 validate.check_kind(one)
             self._check_moved(params)
             self._optimizers.append(one)
@@ -285,7 +318,21 @@ def _check_other_wrapper(module: Any, **_: Any) -> None:
         raise validate.sharded_otherwise()
 
 
-def _check_layer_wise(optimizers: Iterable[Any], **_: Any) -> None:
-    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
-    if any(is_primary(param) for group in groups for param in group["params"]):
-        validate.refuse_whole_layers("LayerWiseDistributedOptimizer")
+def _starting_from_initial_values(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of an optimizer that copies its parameters to FP32, a QuantizedWeight from
+    its value before quantization.
+    """
+
+    @functools.wraps(original)
+    def init(one: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        groups = optimizer.param_groups if optimizer else ()
+        weights = [p for group in groups for p in group["params"] if isinstance(p, QuantizedWeight)]
+        for weight in weights:
+            vars(weight)["detach"] = functools.partial(_initial, weight)
+        try:
+            original(one, optimizer, *args, **kwargs)
+        finally:
+            for weight in weights:
+                del vars(weight)["detach"]
+
+    return init

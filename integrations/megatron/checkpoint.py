@@ -121,8 +121,9 @@ def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[...
         state = delayed.state_dict()
         if entries is not None and state:
             values = {name: {key: t.cpu().clone() for key, t in tensors.items()} for name, tensors in state.items()}
-            key = f"optimizer.distributed.dp_group_idx_{one.data_parallel_group_idx}.{SCALING}.{next(iter(values))}"
-            replica = (one.distributed_optimizer_instance_id, 0, rank)
+            index, instance = host.ownership(one).replica(one)
+            key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
+            replica = (instance, 0, rank)
             sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
             entries[SCALING] = sharded(key, values, (1,), (0,), replica_id=replica)
         return entries

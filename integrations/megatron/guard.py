@@ -52,7 +52,7 @@ class MethodGuard:
         `optimizer` is the one that was given to `attach`, `distributed` are those inside it, and
         `refreshes` cast and gather the weights of each of these, by its id.
         """
-        for one in distributed:
+        for one in (one for one in distributed if host.ownership(one).saves_shards):
             yield Patch(one, "_set_main_param_and_optimizer_states", filling_states(one))
             yield Patch(one, "_get_main_param_and_optimizer_states", reading_states(one))
             yield Patch(one, "sharded_state_dict", saving_unpadded(one))
@@ -62,10 +62,12 @@ class MethodGuard:
             refreshed = list(refreshes.values()) if loads_all else [refreshes[id(one)]] if id(one) in refreshes else []
             step = self.writing(one.step_with_ready_grads, "an optimizer step", masters=True)
             yield Patch(one, "step_with_ready_grads", followed_by(step, after_step) if one is optimizer else step)
-            yield from (Patch(one, name, self.checked(getattr(one, name))) for name in READ)
+            owns = host.ownership(one)
+            yield from (Patch(one, name, self.checked(getattr(one, name))) for name in (*READ, *owns.saves))
             yield Patch(one, "sharded_state_dict", self.saving(one.sharded_state_dict, distributed))
             yield from (
-                Patch(one, name, self.loading(getattr(one, name), refreshed, loaded, loads_all)) for name in LOAD
+                Patch(one, name, self.loading(getattr(one, name), refreshed, loaded, loads_all))
+                for name in (*LOAD, *owns.loads)
             )
 
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
@@ -153,7 +155,7 @@ def _holds_masters(loaded: Any) -> bool:
         loaded = list(loaded.values())
     if isinstance(loaded, (list, tuple)):
         return all(map(_holds_masters, loaded))
-    return not isinstance(loaded, dict) or "param_state" in loaded
+    return not isinstance(loaded, dict) or "param_state" in loaded or "fp32_from_fp16_params" in loaded
 
 
 def followed_by(first: Method, second: Callable[[], None]) -> Method:

@@ -5,9 +5,13 @@ Detected by being there, never by version.
 
 import contextlib
 import copy
+import functools
 import importlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 FP8 = "megatron.core.fp8_utils"
 FP4 = "megatron.core.fp4_utils"
@@ -55,6 +59,23 @@ _OF_A_DISTRIBUTED_OPTIMIZER = (
     "shard_fp32_from_float16_groups",
     "shard_fp32_groups",
 )
+_OF_A_LAYER_WISE_OPTIMIZER = (
+    "dp_cp",
+    "load_state_dict_from_file",
+    "model_chunks",
+    "optimizer",
+    "pg_collection",
+    "save_state_dict_to_file",
+    "use_buffer_param_sync",
+)
+_OF_ITS_PART = (
+    "_copy_main_params_to_model_params",
+    "_copy_model_params_to_main_params",
+    "float16_groups",
+    "fp32_from_float16_groups",
+    "fp32_from_fp32_groups",
+)
+_MANAGED = "is_managed_by_layer_wise_optimizer"  # of a parameter, for the buffer that it lies in
 _OF_TRAINING = (
     "get_args",
     "get_megatron_optimizer",
@@ -255,6 +276,29 @@ def layer_wise() -> list[type]:
         return []
 
 
+def is_layer_wise(optimizer: Any) -> bool:
+    """True for an optimizer whose ranks own whole layers."""
+    return isinstance(optimizer, tuple(layer_wise()))
+
+
+def is_layer_wise_buffer(buffer: Any) -> bool:
+    """True for a buffer in which no parameter lies in the slices of two ranks."""
+    return any(map(is_managed_by_layer, buffer.params))
+
+
+def is_managed_by_layer(param: Any) -> bool:
+    """True for a parameter whose buffer is laid out for ranks that own whole matrices."""
+    return bool(getattr(param, _MANAGED, False))
+
+
+def float16_optimizer() -> type:
+    """The class of optimizers that keep a whole FP32 master of each of their parameters."""
+    found = module(OPTIMIZER_BASES)
+    require(found, ("Float16OptimizerWithFloat16Params",), OPTIMIZER_BASES)
+    kind: type = found.Float16OptimizerWithFloat16Params
+    return kind
+
+
 def optimizer_bases() -> list[type]:
     """The classes whose constructors every optimizer of the host runs."""
     found = module(OPTIMIZER_BASES)
@@ -263,25 +307,129 @@ def optimizer_bases() -> list[type]:
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers inside a chain that own shards, in order; stubs own nothing."""
+    """The optimizers inside a chain that own masters, in order; stubs own nothing.
+
+    A layer-wise one is a chain itself, and counts as one: it alone knows its ranks and buffers.
+    """
     found = []
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(one, "chained_optimizers"):
+    is_one = is_layer_wise(optimizer) or not hasattr(optimizer, "chained_optimizers")
+    for one in [optimizer] if is_one else optimizer.chained_optimizers:
+        if hasattr(one, "chained_optimizers") and not is_layer_wise(one):
             found += distributed_optimizers(one)
         elif not getattr(one, "is_stub_optimizer", False):
             found.append(one)
     return found
 
 
-def masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """(parameter, FP32 master of the elements that this rank owns) of a DistributedOptimizer."""
+class OwnedMaster(NamedTuple):
+    """The elements of a parameter that this rank owns: their FP32 master, the row-major position of
+    the first one, and the same elements in the host's buffer, which is asked for plain parameters.
+    """
+
+    param: Any
+    master: Tensor
+    start: int
+    rounded: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """How one kind of optimizer says what its ranks own, and where it is replaced.
+
+    `masters` are those that this rank owns, `buffers` hold the parameters of all ranks of `group`,
+    `copier` has the methods that copy masters to parameters and back. `replica` is (index of the
+    group of ranks, instance) of what the group saves once. `saves_shards` is true if the optimizer
+    saves a state in parts of parameters, false if by whole parameter. `saves` and `loads` are the
+    names of methods that do so and that not every optimizer has.
+    """
+
+    masters: Callable[[Any], Iterator[OwnedMaster]]
+    buffers: Callable[[Any], list[Any]]
+    group: Callable[[Any], Any]
+    copier: Callable[[Any], Any]
+    replica: Callable[[Any], tuple[int, int]]
+    check: Callable[[Any], None]
+    saves_shards: bool
+    saves: tuple[str, ...] = ()
+    loads: tuple[str, ...] = ()
+
+
+def ownership(optimizer: Any) -> Ownership:
+    """The table of facts of an optimizer that `distributed_optimizers` returned."""
+    return WHOLE_MATRICES if is_layer_wise(optimizer) else SLICES
+
+
+def _slices(optimizer: Any) -> Iterator[OwnedMaster]:
     pairs = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
     )
     for models, mains in pairs:
         for model_group, main_group in zip(models, mains, strict=True):
-            yield from zip(model_group, main_group, strict=True)
+            for param, master in zip(model_group, main_group, strict=True):
+                ranges = optimizer._get_model_param_range_map(param)
+                rounded = functools.partial(_in_bucket, optimizer, param, ranges["gbuf_world_in_bucket"])
+                yield OwnedMaster(param, master, ranges["param"].start, rounded)
+
+
+def _in_bucket(optimizer: Any, param: Any, place: Any) -> Tensor:
+    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+    data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
+    return data.view(-1)[place.start : place.end]
+
+
+def _check_slices(optimizer: Any) -> None:
+    require(optimizer, _OF_A_DISTRIBUTED_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+
+
+def _whole_matrices(optimizer: Any) -> Iterator[OwnedMaster]:
+    part = _part(optimizer)
+    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        for param, master in zip(models, mains, strict=True):
+            yield OwnedMaster(param, master.data.view(-1), 0, functools.partial(_flat, param))
+
+
+def _flat(param: Any) -> Tensor:
+    data: Tensor = param.data.view(-1)
+    return data
+
+
+def _part(optimizer: Any) -> Any:
+    """The one optimizer in a layer-wise one, which keeps the masters; ValueError for several."""
+    parts = optimizer.chained_optimizers
+    if len(parts) != 1:
+        raise ValueError(
+            f"a {type(optimizer).__name__} of {len(parts)} optimizers is not supported: give it the matrices alone, as "
+            "get_megatron_optimizer does where use_distributed_optimizer=True is set in DistributedDataParallelConfig"
+        )
+    return parts[0]
+
+
+def _check_whole_matrices(optimizer: Any) -> None:
+    require(optimizer, _OF_A_LAYER_WISE_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+    require(_part(optimizer), _OF_ITS_PART, f"the optimizer, a {type(_part(optimizer)).__name__},")
+
+
+SLICES = Ownership(
+    masters=_slices,
+    buffers=lambda one: list(one.buffers),
+    group=lambda one: one.data_parallel_group,
+    copier=lambda one: one,
+    replica=lambda one: (one.data_parallel_group_idx, one.distributed_optimizer_instance_id),
+    check=_check_slices,
+    saves_shards=True,
+)
+WHOLE_MATRICES = Ownership(
+    masters=_whole_matrices,
+    buffers=lambda one: [b for chunk in one.model_chunks for b in chunk.buffers if is_layer_wise_buffer(b)],
+    group=lambda one: one.dp_cp,
+    copier=_part,
+    replica=lambda one: (one.pg_collection.mp.rank(), 0),
+    check=_check_whole_matrices,
+    saves_shards=False,
+    saves=("save_state_dict_to_file",),
+    loads=("load_state_dict_from_file",),
+)
 
 
 def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
@@ -291,7 +439,8 @@ def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
     """
     require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
     for one in distributed:
-        require(one, (*_OF_A_DISTRIBUTED_OPTIMIZER, *_OF_ANY_OPTIMIZER), f"the optimizer, a {type(one).__name__},")
+        ownership(one).check(one)
+        require(one, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(one).__name__},")
 
 
 def check_groups(groups: Iterable[Any]) -> None:

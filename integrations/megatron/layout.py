@@ -9,6 +9,7 @@ they are lost on every rank.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -76,6 +77,24 @@ def of_one_width(
         per_bucket_numel_unpadded=unpadded,
         param_indices=[] if param_indices is None else param_indices,
     )
+
+
+def of_one_owner(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """The host's function that puts buckets into groups, with the buckets of one optimizer in each
+    where ranks own whole matrices.
+
+    Megatron puts all buckets of plain parameters into the group of the last byte bucket, also where
+    another optimizer owns them: without overlap that group is gathered once, before the other has
+    stepped, and ranks would go on with what they had.
+    """
+
+    @functools.wraps(partition)
+    def call(buffers: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        mine = [buffer for buffer in buffers if host.is_layer_wise_buffer(buffer)]
+        rest = [buffer for buffer in buffers if not host.is_layer_wise_buffer(buffer)]
+        return [group for part in (mine, rest) if part for group in partition(part, *args, **kwargs)]
+
+    return call
 
 
 def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:

@@ -80,11 +80,14 @@ def reading_given_values(optimizer: Any) -> Callable[..., None]:
     """The host's method that makes masters of a state dict, which it leaves out for a
     HybridDeviceOptimizer.
     """
-    original: Callable[..., None] = optimizer._copy_model_params_to_main_params
+    original: Callable[..., None] = host.ownership(optimizer).copier(optimizer)._copy_model_params_to_main_params
 
     def call(state_dict: Any) -> None:
         inner = optimizer.optimizer
-        optimizer.optimizer = None if host.offloads(inner) else inner  # which it asks for its class
+        if not host.offloads(inner):
+            original(state_dict=state_dict)
+            return
+        optimizer.optimizer = None  # which it asks for its class
         try:
             original(state_dict=state_dict)
         finally:

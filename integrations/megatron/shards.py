@@ -22,7 +22,7 @@ _UNKNOWN = "a parameter of another model"
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """The part of one DistributedOptimizer that this rank owns.
+    """The part of one optimizer that this rank owns.
 
     Quantized weights stand in the order of its buffers, the same on every rank.
 
@@ -44,7 +44,7 @@ class OptimizerShards:
     @property
     def group(self) -> Group:
         """The ranks that share the masters."""
-        return Group.of(self.optimizer.data_parallel_group)
+        return Group.of(host.ownership(self.optimizer).group(self.optimizer))
 
     def span(self, index: int) -> Span:
         """The elements that this rank owns of a weight."""
@@ -53,7 +53,7 @@ class OptimizerShards:
 
 
 def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
-    """The shards of every DistributedOptimizer inside `optimizer`, over the parameters of `chunks`.
+    """The shards of every optimizer inside `optimizer`, over the parameters of `chunks`.
 
     TypeError or ValueError for a byte buffer with something in it that is not cast, for a quantized
     weight that no gather brings and for one that no optimizer owns; RuntimeError for a host without
@@ -81,9 +81,10 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
 
 
 def _shards_of(optimizer: Any, names: Mapping[int, str], groups: Sequence[Any]) -> OptimizerShards:
-    found = OptimizerShards(optimizer, state_left_in(optimizer))
+    found, owns = OptimizerShards(optimizer, state_left_in(optimizer)), host.ownership(optimizer)
+    buffers = owns.buffers(optimizer)
     index: dict[int, int] = {}
-    for buffer in optimizer.buffers:
+    for buffer in buffers:
         for param in buffer.params:
             name = names.get(id(param), _UNKNOWN)
             if is_primary(param):
@@ -100,17 +101,14 @@ def _shards_of(optimizer: Any, names: Mapping[int, str], groups: Sequence[Any]) 
                 )
             elif param.numel():
                 found.plain[id(param)] = PlainShard(name, param)
-    for param, master in host.masters(optimizer):
-        ranges = optimizer._get_model_param_range_map(param)
-        start = ranges["param"].start
+    for param, master, start, rounded in owns.masters(optimizer):
         if is_primary(param):
             at = index[id(param)]
             found.masters[at], found.starts[at] = master, start
         else:
             name = names.get(id(param), _UNKNOWN)
-            rounded = _owned_part(optimizer, param, ranges["gbuf_world_in_bucket"])
-            found.plain[id(param)] = PlainShard(name, param, master, start, rounded)
-    buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+            found.plain[id(param)] = PlainShard(name, param, master, start, rounded())
+    buckets = {id(bucket) for buffer in buffers for bucket in buffer.buckets}
     found.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
     return found
 
@@ -120,13 +118,6 @@ def _weight_of(param: Any, name: str) -> QuantizedWeight:
         return weight_of(param)
     except (TypeError, ValueError, RuntimeError) as error:
         raise type(error)(f"{name}: {error}") from error
-
-
-def _owned_part(optimizer: Any, param: Any, place: Any) -> Tensor:
-    """The part of a plain parameter that this rank owns, in the buffer."""
-    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
-    data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
-    return data.view(-1)[place.start : place.end]
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:

@@ -113,7 +113,10 @@ def owns_quantized_weights(optimizer: Any) -> bool:
 
     The same on every rank.
     """
-    buffers = [buffer for one in host.distributed_optimizers(optimizer) for buffer in getattr(one, "buffers", ())]
+    inner = [
+        one for one in host.distributed_optimizers(optimizer) if host.is_layer_wise(one) or hasattr(one, "buffers")
+    ]
+    buffers = [buffer for one in inner for buffer in host.ownership(one).buffers(one)]
     return any(isinstance(param, QuantizedWeight) for buffer in buffers for param in buffer.params)
 
 

@@ -11,6 +11,7 @@ import torch
 from zerocast import QuantizedWeight
 
 from . import host, unattached
+from .primary import is_te_tensor
 
 _FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
@@ -65,7 +66,9 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     host.check_optimizers(optimizer, distributed)
     for one in distributed:
         check_masters(one)
-        check_adam(one.config)
+    if not any(map(host.is_layer_wise, distributed)):  # whose configuration names Muon for all of a chain
+        for one in distributed:
+            check_adam(one.config)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
 
 
@@ -76,7 +79,12 @@ def check_verify_every(steps: int | None) -> None:
 
 
 def check_owns_slices(optimizer: Any) -> None:
-    """ValueError for an optimizer, or one in a chain, whose ranks own whole layers."""
+    """ValueError for an optimizer, or one in a chain, whose ranks own whole layers and do not send
+    them in slices of buckets.
+    """
+    if host.is_layer_wise(optimizer):
+        check_whole_matrices(optimizer.model_chunks)
+        return
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
         refuse_whole_layers(type(optimizer).__name__)
     for one in getattr(optimizer, "chained_optimizers", []):
@@ -175,9 +183,65 @@ def sharded_otherwise() -> ValueError:
 def refuse_whole_layers(what: str) -> NoReturn:
     """ValueError for an optimizer whose ranks own whole layers."""
     raise ValueError(
-        f"{what} is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam', or Muon as "
-        "zerocast.ZeroMuon in place of Megatron's optimizer"
+        f"{what} is not supported here: its ranks own whole layers. Build a LayerWiseDistributedOptimizer of megatron-core in "
+        "quantized_params() in a loop of your own, or take optimizer='adam', or Muon as zerocast.ZeroMuon"
     )
+
+
+def check_layer_wise(config: Any) -> None:
+    """ValueError for a configuration of an optimizer other than Adam whose masters are whole on
+    every rank.
+    """
+    by_layer = getattr(config, "use_layer_wise_distributed_optimizer", False)
+    if not by_layer and not config.optimizer.startswith("dist_"):
+        raise ValueError(
+            f"optimizer={config.optimizer!r} is not supported without use_layer_wise_distributed_optimizer=True, by which a rank "
+            "owns whole matrices: every rank would hold all masters; or take optimizer='adam', or zerocast.ZeroMuon"
+        )
+    scalar = getattr(config, "muon_scalar_optimizer", "adam")
+    if scalar != "adam":
+        raise ValueError(f"muon_scalar_optimizer={scalar!r} is not supported: what Muon leaves is Adam's: take 'adam'")
+
+
+def check_whole_matrices(chunks: Sequence[Any]) -> None:
+    """ValueError unless each quantized weight lies whole in the slice of a bucket that one rank
+    sends.
+    """
+    named = [item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad]
+    if any(not getattr(param, "allreduce", True) for _, param in named):
+        raise ValueError(
+            "experts are not supported in a LayerWiseDistributedOptimizer, which holds them and all other matrices over two "
+            "groups of ranks: take optimizer='adam', or zerocast.ZeroMuon in place of Megatron's optimizer"
+        )
+    for name, param in named:
+        if is_te_tensor(param):
+            raise ValueError(
+                f"{name} is a {type(param).__name__} under a LayerWiseDistributedOptimizer: take weights of zerocast.quantize_ in "
+                "layers of Megatron's own there, or optimizer='adam'"
+            )
+        if isinstance(param, QuantizedWeight) and not host.is_managed_by_layer(param):
+            raise ValueError(
+                f"{name} lies in no bucket of whole matrices: before DistributedDataParallel is built call "
+                "tag_params_for_buffer_routing([model]), and give it the full_param_layout of "
+                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); a "
+                "weight that Adam updates, such as that of the output layer, stays 'identity'; or take optimizer='adam'"
+            )
+
+
+def check_given_values(optimizer: Any, copy: Callable[..., None]) -> Callable[..., None]:
+    """A method that makes masters of the model, or of a state dict, which an optimizer of whole
+    matrices does not take: ValueError before it begins.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if (kwargs.get("state_dict") or any(args)) and not host.ownership(optimizer).saves_shards:
+            raise ValueError(
+                f"a {type(optimizer).__name__} makes no masters of a state dict: load that into the model, then call "
+                "reload_model_params() without it"
+            )
+        copy(*args, **kwargs)
+
+    return call
 
 
 def has_stepped(optimizer: Any) -> bool:
@@ -191,7 +255,8 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
 
     Megatron would fail an assertion on some ranks alone.
     """
-    if (metadata or {}).get("distrib_optim_sharding_type") != "dp_reshardable":
+    kind = (metadata or {}).get("distrib_optim_sharding_type")
+    if kind != "dp_reshardable" or not host.ownership(optimizer).saves_shards:
         return
     ranks = optimizer.data_parallel_group.size()
     for buffer in optimizer.buffers:

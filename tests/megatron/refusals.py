@@ -156,6 +156,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "muon": _options(optimizer="muon"),
     "dist_muon": _options(optimizer="dist_muon"),
     "lion": _options(optimizer="lion"),
+    "lion beside muon": _options(optimizer="dist_muon", muon_scalar_optimizer="lion"),
     "layer-wise by hand": _by_hand("layer-wise"),
     "whole masters by hand": _by_hand("whole masters"),
     "no masters by hand": _by_hand("no masters"),
@@ -170,7 +171,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "loaded as it is": loaded_as_it_is,
 }
 
-BUILT_SINCE_0_18 = ("masters in half precision", "muon", "dist_muon", "lion", "layer-wise by hand")
+BUILT_SINCE_0_18 = ("masters in half precision", "muon", "dist_muon", "lion", "lion beside muon", "layer-wise by hand")
 
 
 def say(name: str) -> str:

@@ -13,8 +13,9 @@ pytestmark = needs_megatron
 
 NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast.fsdp2"
 WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
-OTHERS = "ValueError: optimizer=.* is not supported: its ranks own whole layers, not slices of buckets: take optimizer='adam'"
+OTHERS = "ValueError: optimizer=.* is not supported without use_layer_wise_distributed_optimizer=True"
 SGD = "ValueError: optimizer='sgd' is not supported: .* not before the first checkpoint: take optimizer='adam'"
+NO_LAYOUT = "ValueError: .* lies in no bucket of whole matrices: .* call tag_params_for_buffer_routing.* or take optimizer='adam'"
 BLOCK = (
     "RuntimeError: QuantizedWeight.* call quantize_, then build DistributedDataParallel and the optimizer, both inside"
 )
@@ -34,9 +35,10 @@ TABLE = {
     "fsdp": NEVER_SHARDED,
     "torch's fsdp": NEVER_SHARDED,
     "muon": OTHERS,
-    "dist_muon": OTHERS,
+    "dist_muon": NO_LAYOUT,
     "lion": OTHERS,
-    "layer-wise by hand": "ValueError: LayerWiseDistributedOptimizer is not supported: .* take optimizer='adam'",
+    "lion beside muon": "ValueError: muon_scalar_optimizer='lion' is not supported: .* take 'adam'",
+    "layer-wise by hand": NO_LAYOUT,
     "whole masters by hand": WHOLE,
     "no masters by hand": WHOLE,
     "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take mxfp8:block=32x32",

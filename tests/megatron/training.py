@@ -16,6 +16,7 @@ from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron.host import distributed_optimizers, ownership
 from zerocast.integrations.megatron.primary import is_primary, weight_of
 
 if not WHY_NOT:
@@ -34,6 +35,7 @@ FORMATS = {
     "fp8_block": {"*.weight": "fp8_block"},
     "fp8_current": {"*.weight": "fp8_current"},
     "nvfp4": {"*.weight": "nvfp4"},
+    "mxfp4": {"layers.[01].*": "mxfp4"},
     "mxfp8": {"layers.0.*": "mxfp8"},
     "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
     "experts": {"weight1": "fp8_current"},
@@ -153,14 +155,12 @@ class Run:
         """By parameter, whole, what is `of` an optimizer and the master of a shard."""
         names = {id(param): name for name, param in self.ddp.module.named_parameters()}
         everyone: list[Any] = []
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            mine = {}
-            for models, mains in zip(one.model_float16_groups, one.shard_fp32_from_float16_groups, strict=True):
-                for param, master in zip(models, mains, strict=True):
-                    start = one._get_model_param_range_map(param)["param"].start
-                    mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
-            its_ranks: list[Any] = [None] * one.data_parallel_group.size()
-            dist.all_gather_object(its_ranks, mine, group=one.data_parallel_group)
+        for one in distributed_optimizers(self.optimizer):
+            owns, mine = ownership(one), {}
+            for param, master, start, _ in owns.masters(one):
+                mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
+            its_ranks: list[Any] = [None] * owns.group(one).size()
+            dist.all_gather_object(its_ranks, mine, group=owns.group(one))
             everyone += its_ranks
         whole = {}
         for name, param in self.ddp.module.named_parameters():

@@ -1,0 +1,261 @@
+"""Megatron's layer-wise optimizer on every rank of a pool: Muon for matrices, Adam for the rest, and the bytes.
+
+Megatron looks Muon up in its registry of emerging optimizers, whose package is on no index. Here torch's Muon is
+registered in that place.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests.megatron import checkpoints, training
+from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.training import FORMATS, Case, Run
+from tests.workers import error_of
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import layout
+from zerocast.integrations.megatron.host import distributed_optimizers, ownership
+
+WHY_NO_MUON = WHY_NOT
+if not WHY_NO_MUON:
+    import megatron.core.optimizer as factories
+
+    try:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
+        from megatron.core.optimizer.layer_wise_optimizer import (
+            LayerWiseDistributedOptimizer,
+            tag_params_for_buffer_routing,
+        )
+    except ImportError as error:
+        WHY_NO_MUON = f"this megatron-core has no layout for whole matrices: {error}"
+
+SETTINGS = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "use_distributed_optimizer": False}
+
+
+class Muon(torch.optim.Muon):
+    """torch's, by whose class nothing tells it from an emerging optimizer."""
+
+
+def _begin(optimizer: Any, config: Any = None) -> None:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+
+
+@contextlib.contextmanager
+def muon_in_the_host() -> Iterator[None]:
+    """Megatron finds an emerging optimizer of the name muon."""
+
+    def arguments(config: Any, *_: Any) -> dict[str, Any]:
+        return {"lr": config.lr, "weight_decay": config.weight_decay}
+
+    entry = EmergingOptimizerEntry(Muon, _begin, arguments)
+    with (
+        mock.patch.object(factories, "HAVE_EMERGING_OPTIMIZERS", True),
+        mock.patch.dict(factories._EMERGING_OPTIMIZERS, {"muon": entry}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def host(case: Case) -> Iterator[None]:
+    with case.host(), muon_in_the_host():
+        yield
+
+
+def build(case: Case) -> Run:
+    """Inside `host` and `quantized_params`."""
+    torch.manual_seed(7)
+    config = training.configuration()
+    model = training.Model(config)
+    zerocast.quantize_(model, zerocast.Recipe(FORMATS[case.formats]))
+    return wrapped(case, config, model)
+
+
+def wrapped(case: Case, config: Any, model: Any) -> Run:
+    options = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": case.overlap,
+        "overlap_param_gather": case.overlap,
+        "pad_buckets_for_high_nccl_busbw": case.busbw,
+        "bucket_size": case.bucket_size,
+        "grad_reduce_in_fp32": True,
+        **case.ddp_options,
+    }
+    ddp_config = DistributedDataParallelConfig(**options)
+    for param in model.layers[2:].parameters() if case.experts else ():
+        param.allreduce = False
+    tag_params_for_buffer_routing([model])
+    full_layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(model.parameters()), case.bucket_size, dist.get_world_size(), ddp_config
+    )
+    ddp = DistributedDataParallel(config, ddp_config, model, full_param_layout=full_layout)
+    settings = Case(overlap=case.overlap, options=SETTINGS | case.options)
+    return Run(ddp, training.build_optimizer(settings, [ddp]), case)
+
+
+def build_attached(case: Case, **options: Any) -> tuple[Run, Any]:
+    with integration.quantized_params():
+        run = build(case)
+    return run, integration.attach(run.optimizer, run.ddp, **options)
+
+
+def train(case: Case) -> tuple[list[float], dict[str, int], bool]:
+    """Losses by step, the stale bytes in the end, and whether `zerocast.verify` agrees."""
+    with host(case):
+        run, attachment = build_attached(case)
+        losses, wrong = training.trained(run)
+        return losses, wrong, zerocast.verify(attachment).ok
+
+
+def train_in_megatrons_groups(case: Case) -> dict[str, int]:
+    """The stale bytes where buckets of both optimizers are gathered together, as Megatron alone does it."""
+    with host(case), mock.patch.object(layout, "of_one_owner", lambda partition: partition):
+        run, _ = build_attached(case)
+        return training.trained(run)[1]
+
+
+def owned(case: Case) -> list[tuple[str, str, int, int]]:
+    """(kind of optimizer, parameter, first element, number of elements) that this rank owns."""
+    with host(case):
+        run, _ = build_attached(case)
+        names = {id(param): name for name, param in run.ddp.module.named_parameters()}
+        return [
+            (type(one).__name__, names[id(param)], start, master.numel())
+            for one in distributed_optimizers(run.optimizer)
+            for param, master, start, _ in ownership(one).masters(one)
+        ]
+
+
+def begins_with(case: Case) -> bool:
+    """Whether masters are the values before quantization, which one after it would not be."""
+    with host(case):
+        torch.manual_seed(7)
+        plain = training.Model(training.configuration())
+        run, _ = build_attached(case)
+        masters = run.masters()
+        return all(torch.equal(param.float(), masters[name]) for name, param in plain.named_parameters())
+
+
+def detach_and_attach(case: Case) -> tuple[str, str, bool, dict[str, int]]:
+    """What a step and a load say before `attach` and after `detach`; whether going on is the run without a break."""
+    with host(case):
+        straight, _ = build_attached(case)
+        with integration.quantized_params():
+            run = build(case)
+        before = error_of(lambda: run.step(0))
+        run.ddp.zero_grad_buffer()
+        attachment = integration.attach(run.optimizer, run.ddp)
+        run.step(0)
+        attachment.detach()
+        matrices = run.optimizer.chained_optimizers[0]
+        after = error_of(lambda: matrices.load_state_dict(matrices.state_dict()))
+        again = integration.attach(run.optimizer, run.ddp)
+        run.step(1)
+        again.refresh()
+        straight.step(0)
+        straight.step(1)
+        run.force_sync()
+        straight.force_sync()
+        theirs, ours = straight.masters(), run.masters()
+        return before, after, all(torch.equal(theirs[name], ours[name]) for name in theirs), run.stale_bytes()
+
+
+def refused(what: str) -> str:
+    """The error for experts, and for a model without the layout of whole matrices."""
+    case = Case("fp8_current", experts=what == "experts")
+    with host(case), integration.quantized_params():
+        if case.experts:
+            return error_of(lambda: build(case))
+        ddp = training.build_chunk(case)
+        return error_of(lambda: training.build_optimizer(Case(options=SETTINGS), [ddp]))
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    raise MemoryError("in the test")
+
+
+def broken_step(case: Case) -> tuple[str, list[str]]:
+    """What is said of a step that broke off in Muon; what a step, a forward pass, a save and `verify` say then."""
+    with host(case):
+        run, attachment = build_attached(case)
+        run.step(0)
+        held = copy.deepcopy(run.optimizer.state_dict()[0])
+        matrices = run.optimizer.chained_optimizers[0]
+        with mock.patch.object(matrices.optimizer, "step", _raise):
+            broke = error_of(lambda: run.step(1))
+        said = [
+            error_of(run.optimizer.step),
+            error_of(lambda: run.forward(0)),
+            error_of(run.optimizer.state_dict),
+            error_of(lambda: matrices.save_state_dict_to_file("never written")),
+            error_of(lambda: zerocast.verify(attachment)),
+        ]
+        alone = error_of(lambda: matrices.load_state_dict(held))  # Adam's part stays as the step left it
+        return broke, [*said, alone]
+
+
+def from_a_state_dict(case: Case) -> tuple[str, dict[str, int]]:
+    """What reading masters of a state dict says, and of the model, after values were loaded into that."""
+    with host(case):
+        run, _ = build_attached(case)
+        values = {name: torch.full_like(p, 0.25).detach() for name, p in _plain(run).items()}
+        said = error_of(lambda: run.optimizer.reload_model_params(state_dict={"model": values}))
+        run.ddp.module.load_state_dict(values, strict=False)
+        run.optimizer.reload_model_params()
+        assert all(bool((master == 0.25).all()) for master in run.masters().values())
+        return said, run.stale_bytes()
+
+
+def _plain(run: Run) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(p.shape, dtype=p.dtype) for name, p in run.ddp.module.named_parameters()}
+
+
+def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:
+    """As `checkpoints.resume`, of this host."""
+    with muon_in_the_host(), mock.patch.object(checkpoints, "build_attached", build_attached):
+        return checkpoints.resume(case, kind)
+
+
+def saved(case: Case, folder: str, kind: str) -> dict[str, torch.Tensor]:
+    with host(case):
+        run, _ = build_attached(case)
+        for number in range(case.steps):
+            run.step(number)
+        checkpoints.save(run, folder, kind)
+        return run.masters()
+
+
+def loaded(case: Case, folder: str, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Masters after a load, and stale bytes then and after two more steps."""
+    with host(case):
+        run, _ = build_attached(case)
+        checkpoints.load(run, folder, kind)
+        masters, wrong = run.masters(), run.stale_bytes()
+        for number in range(2):
+            run.step(number)
+        run.force_sync()
+        return masters, wrong | run.stale_bytes()
+
+
+def from_a_file(case: Case, folder: str) -> dict[str, int]:
+    """The stale bytes after each rank has loaded what it had saved to a file of its own."""
+    with host(case):
+        run, _ = build_attached(case)
+        run.step(0)
+        matrices, path = run.optimizer.chained_optimizers[0], f"{folder}/{dist.get_rank()}.pt"
+        matrices.save_state_dict_to_file(path)
+        before = run.masters()
+        run.step(1)
+        with mock.patch.object(torch, "load", functools.partial(torch.load, weights_only=False)):
+            matrices.load_state_dict_from_file(path)
+        after = run.masters()
+        assert all(torch.equal(before[name], after[name]) for name in run.weights)
+        return {name: count for name, count in run.stale_bytes().items() if "weight" in name}
