@@ -2,10 +2,12 @@
 
 `redirect()` is a context in which TransformerEngine's own names lead here; `release(model_weights)`
 lets go of what is kept between calls; `zerocast.verify(masters_of(model_weights))` compares what
-the tensors hold with what their masters cast to.
+the tensors hold with what their masters cast to. `present` lets FSDP2 gather the weights of
+TransformerEngine's modules as its tensors.
 """
 
 from . import host
+from .gathered_weights import present
 from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release
 from .raw_data import replace_raw_data
 from .redirect import redirect
@@ -18,6 +20,7 @@ __all__ = [
     "cast_master_weights_to_fp8",
     "masters_of",
     "post_all_gather_processing",
+    "present",
     "quantize_master_weights",
     "redirect",
     "release",

@@ -51,6 +51,26 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """How a tensor is made over gathered buffers of a format, and what is derived from them.
+
+    `quantizer` makes the quantizer of a FormatSpec on a device. `arguments` are the constructor's
+    names of buffers, `options` what else it is given; it takes the dtype of codes as `codes`.
+    `derived` are the attributes of copies that TransformerEngine makes, and what they are without
+    one. `format` is that of the weights which a quantizer casts, where `Adapter.format` knows
+    fewer.
+    """
+
+    tensor: str
+    quantizer: Callable[[FormatSpec, torch.device], Any]
+    arguments: Mapping[str, str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    derived: Mapping[str, Any] = field(default_factory=dict)
+    codes: str = "fp8_dtype"
+    format: Callable[[Any], FormatSpec] | None = None
+
+
+@dataclass(frozen=True)
 class Adapter:
     """One format in TransformerEngine's terms.
 
@@ -59,7 +79,8 @@ class Adapter:
     automatic post-processing asks for, or marks it so that `outdated` is true; `copies` says
     whether this GPU needs one, `copied` is called with the tensors whose copies were made. `alone`
     is the reason for which a Hybrid tensor cannot hold one direction of the format; with
-    `two_payloads` codes by columns are cast and gathered by themselves.
+    `two_payloads` codes by columns are cast and gathered by themselves. `shown` is for weights that
+    FSDP2 gathers.
     """
 
     format: Callable[[Any], FormatSpec]
@@ -72,6 +93,7 @@ class Adapter:
     copied: Callable[[Sequence[Any]], None] = nothing
     alone: str = ""
     two_payloads: bool = False
+    shown: Shown | None = None
 
     def format_of(self, tensor: Any, quantizer: Any) -> FormatSpec:
         """The format of a tensor.
@@ -175,9 +197,61 @@ def _copy_amaxes(tensors: Sequence[Any]) -> None:
     torch._foreach_copy_([one._amax_columnwise for one in tensors], [one._amax_rowwise for one in tensors])
 
 
+def _code_dtype(fmt: FormatSpec) -> Any:
+    assert fmt.element is not None
+    names = {element: name for name, element in _ELEMENTS.items()}
+    return host.module(host.CONSTANTS).DType[names[fmt.element.name]]
+
+
+def _new(name: str) -> Any:
+    """A quantizer class by its name."""
+    return getattr(host.module(host.TENSORS), name)
+
+
+def _delayed_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
+    one = torch.ones(1, dtype=torch.float32, device=device)
+    return _new("Float8Quantizer")(one, torch.zeros_like(one), _code_dtype(fmt))
+
+
+def _current_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
+    options = {"force_pow_2_scales": fmt.power_of_2_scale, "amax_epsilon": fmt.amax_epsilon}
+    return _new("Float8CurrentScalingQuantizer")(_code_dtype(fmt), device, columnwise=False, **options)
+
+
+def _block_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
+    options = {"force_pow_2_scales": fmt.power_of_2_scale, "amax_epsilon": fmt.amax_epsilon}
+    return _new("Float8BlockQuantizer")(_code_dtype(fmt), rowwise=True, columnwise=False, **options)
+
+
+def _mxfp8_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
+    # an older one has no such option
+    options = {"with_2d_quantization": True} if fmt.block == (32, 32) else {}
+    return _new("MXFP8Quantizer")(_code_dtype(fmt), **options)
+
+
+def _mxfp8_of_either_block(quantizer: Any) -> FormatSpec:
+    square = getattr(quantizer, "with_2d_quantization", False)
+    return get_format("mxfp8:block=32x32") if square else _mxfp8(quantizer)
+
+
+def _nvfp4_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
+    return _new("NVFP4Quantizer")(columnwise=False, with_2d_quantization=True)
+
+
 _COMPACT = Option(
     "with_gemm_swizzled_scales", False, "scales are written in their compact layout, which products then swizzle"
 )
+
+_FLOAT8 = functools.partial(
+    Shown,
+    "Float8Tensor",
+    arguments={"rowwise_data": "data", "rowwise_scale_inv": "fp8_scale_inv"},
+    derived={"_transpose": None, "_transpose_invalid": True},
+)
+_ROWS = {name: name for name in ("rowwise_data", "rowwise_scale_inv")}
+_BOTH = {**_ROWS, "columnwise_data": "columnwise_data", "columnwise_scale_inv": "columnwise_scale_inv"}
+_NO_COPY = {"_columnwise_data": None, "_columnwise_scale_inv": None}
+_NO_ARGUMENT = {"columnwise_data": None, "columnwise_scale_inv": None}
 
 _ADAPTERS = {
     "Float8Quantizer": Adapter(
@@ -188,6 +262,7 @@ _ADAPTERS = {
         outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
         copied=_validate_transposes,
+        shown=_FLOAT8(_delayed_quantizer),
     ),
     "Float8CurrentScalingQuantizer": Adapter(
         functools.partial(_scaled, "fp8_current"),
@@ -196,6 +271,7 @@ _ADAPTERS = {
         outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
         copied=_validate_transposes,
+        shown=_FLOAT8(_current_quantizer),
     ),
     "Float8BlockQuantizer": Adapter(
         functools.partial(_scaled, "fp8_block"),
@@ -207,6 +283,9 @@ _ADAPTERS = {
         ),
         outdate=_rows_only,
         alone=_FROM_ROWS,
+        shown=Shown(
+            "Float8BlockwiseQTensor", _block_quantizer, _ROWS, {**_NO_ARGUMENT, "is_2D_scaled": True}, _NO_COPY
+        ),
     ),
     "MXFP8Quantizer": Adapter(
         _mxfp8,
@@ -221,6 +300,9 @@ _ADAPTERS = {
         ),
         alone=_ONE_DIRECTION,
         two_payloads=True,
+        shown=Shown(
+            "MXFP8Tensor", _mxfp8_quantizer, _BOTH, {"with_gemm_swizzled_scales": False}, format=_mxfp8_of_either_block
+        ),
     ),
     "NVFP4Quantizer": Adapter(
         lambda quantizer: get_format("nvfp4"),
@@ -239,6 +321,14 @@ _ADAPTERS = {
         outdate=_rows_only,
         copied=_copy_amaxes,
         alone=_FROM_ROWS,
+        shown=Shown(
+            "NVFP4Tensor",
+            _nvfp4_quantizer,
+            {**_ROWS, "amax": "amax_rowwise"},
+            {**_NO_ARGUMENT, "amax_columnwise": None, "with_gemm_swizzled_scales": False},
+            {**_NO_COPY, "_amax_columnwise": None},
+            codes="fp4_dtype",
+        ),
     ),
     "IdentityQuantizer": Adapter(lambda quantizer: get_format("identity"), {"rowwise_data": "_hp_data"}),
 }
@@ -257,6 +347,53 @@ def hybrid() -> type | None:
     """The quantizer class of tensors of two formats, where this TransformerEngine has it."""
     found: type | None = getattr(host.module(host.TENSORS), HYBRID, None)
     return found
+
+
+# which quantizer casts a format; formats that are not here have no tensor of TransformerEngine's
+_QUANTIZERS = {
+    "fp8_delayed": "Float8Quantizer",
+    "fp8_current": "Float8CurrentScalingQuantizer",
+    "fp8_block": "Float8BlockQuantizer",
+    "mxfp8": "MXFP8Quantizer",
+    "nvfp4": "NVFP4Quantizer",
+}
+
+
+def adapter_for(fmt: FormatSpec) -> Adapter:
+    """The adapter of a format that tensors of TransformerEngine can hold as they are gathered.
+
+    ValueError for another one.
+    """
+    adapter = table().get(getattr(host.module(host.TENSORS), _QUANTIZERS.get(fmt.name, ""), type(None)))
+    if adapter is None or adapter.shown is None or fmt.backward:
+        raise ValueError(
+            f"TransformerEngine has no tensor that holds {fmt}: take {', '.join(_QUANTIZERS)} or mxfp8:block=32x32, or leave the "
+            "weight out of the recipe"
+        )
+    quantizer = adapter.shown.quantizer(fmt, torch.device("cpu"))
+    if not same_codes(shown_format(quantizer), fmt):
+        raise ValueError(f"TransformerEngine's {type(quantizer).__name__} casts {shown_format(quantizer)}, not {fmt}")
+    return adapter
+
+
+def shown_format(quantizer: Any) -> FormatSpec:
+    """The format that a quantizer casts weights into; TypeError or ValueError for one that no
+    gathered weight is shown in.
+    """
+    adapter = adapter_of(quantizer)
+    if adapter.shown is None:
+        raise ValueError(f"weights of a {type(quantizer).__name__} are not gathered as tensors of TransformerEngine")
+    if adapter.shown.format is not None:
+        return adapter.shown.format(quantizer)
+    for option in adapter.options:
+        option.check(quantizer, None)
+    return adapter.format(quantizer)
+
+
+def same_codes(one: FormatSpec, other: FormatSpec) -> bool:
+    """True if products read codes of two formats alike; the history of amaxes is its owner's."""
+    delayed = one.name == other.name == "fp8_delayed"
+    return one.element == other.element if delayed else one == other
 
 
 def quantizer_of(tensor: Any) -> Any:

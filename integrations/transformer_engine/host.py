@@ -6,6 +6,9 @@ from typing import Any
 
 TENSORS = "transformer_engine.pytorch.tensor"
 UTILS = "transformer_engine.pytorch.utils"
+CONSTANTS = "transformer_engine.pytorch.constants"
+QUANTIZATION = "transformer_engine.pytorch.quantization"
+MODULES = "transformer_engine.pytorch.module.base"
 
 
 def module(path: str) -> Any:

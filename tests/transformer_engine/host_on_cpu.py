@@ -4,7 +4,8 @@ The folder that holds the package `transformer_engine` is named by ZEROCAST_TE; 
 Where there is no GPU
 
 * `transformer_engine_torch`, the compiled part, is a stub: the numbers of its dtypes, and names that raise when they are called;
-* so is its ONNX export, which needs packages of its own and which nothing here calls;
+* so are its ONNX export, which needs packages of its own, and its attention, which counts names of the compiled part; nothing here
+  calls either;
 * what TransformerEngine asks of CUDA is answered as on an H200: capability 9.0, tensors on the CPU.
 
 Its modules are in `sys.modules` inside `host_on_cpu()` only, since other hosts look whether they can import it. With a GPU nothing
@@ -29,6 +30,9 @@ PATH = mock.patch.object(sys, "path", [*filter(None, [os.environ.get("ZEROCAST_T
 CAPABILITY = (9, 0)
 _OURS = ("transformer_engine", "transformer_engine_torch")
 _ONNX = "transformer_engine.pytorch.onnx_extensions"
+_ATTENTION = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+_READ = ("tensor.utils", "quantization")  # in this order, for they import each other
+_MODULES = tuple(f"module.{name}" for name in ("base", "linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"))
 _TORCH_CASTS = {name: getattr(torch.nn.Module, name) for name in ("float", "half", "bfloat16")}
 
 
@@ -67,7 +71,7 @@ class _Stub(ModuleType):
 def _stubs() -> dict[str, ModuleType]:
     compiled, folder = _Stub("transformer_engine_torch"), os.environ.get("ZEROCAST_TE", "")
     compiled.DType = _DType  # type: ignore[attr-defined]
-    stubs = {"transformer_engine_torch": compiled, _ONNX: _Stub(_ONNX)}
+    stubs = {"transformer_engine_torch": compiled, _ONNX: _Stub(_ONNX), _ATTENTION: _Stub(_ATTENTION)}
     for name in (
         "transformer_engine",
         "transformer_engine.pytorch",
@@ -88,7 +92,7 @@ def _import() -> dict[str, ModuleType]:
     building = mock.patch.dict(os.environ, {"NVTE_PROJECT_BUILDING": "1"})  # by which it loads no shared object
     try:
         with PATH, building:
-            for name in ("tensor.utils", "quantization"):  # in this order, for they import each other
+            for name in (*_READ, *_MODULES):
                 importlib.import_module(f"transformer_engine.pytorch.{name}")
         return _theirs()
     finally:
@@ -148,3 +152,10 @@ def integration() -> Any:
     import zerocast.integrations.transformer_engine as module
 
     return module
+
+
+@contextlib.contextmanager
+def modules_on_cpu() -> Iterator[None]:
+    """Within `host_on_cpu()`, TransformerEngine's modules can be made without a GPU; their forward passes need one."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        yield

@@ -89,3 +89,92 @@ def train(recipe: str, by_zerocast: bool, steps: int = 4) -> tuple[list[float], 
                 part = data.view(-1).chunk(world)[rank].clone()
                 dist.all_gather_into_tensor(data.view(-1), part)
         return losses, bytes_of(weights[0])
+
+
+def _transformer_layer(dtype: torch.dtype) -> Any:
+    import transformer_engine.pytorch as te
+
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "params_dtype": dtype}
+    return te.TransformerLayer(256, 512, 4, device="cuda", **options)
+
+
+def _initial() -> dict[str, Tensor]:
+    torch.manual_seed(11)
+    return {
+        name: parameter.detach().clone() for name, parameter in _transformer_layer(torch.float32).named_parameters()
+    }
+
+
+def _losses(layer: Any, chosen: Any, step: Any, steps: int, recompute: bool = False) -> list[float]:
+    """Passes of two microbatches each, equal on all ranks, and `step` after them."""
+    import transformer_engine.pytorch as te
+
+    torch.manual_seed(3)
+    batches, losses = torch.randn(2, 64, 2, 256, device="cuda", dtype=torch.bfloat16), []
+    for _ in range(steps):
+        for microbatch, x in enumerate(batches):
+            with te.autocast(enabled=True, recipe=chosen):
+                first = {"is_first_microbatch": microbatch == 0}
+                y = te.checkpoint(layer, x, **first) if recompute else layer(x, **first)
+            loss = (y.float() - 1).square().mean()
+            loss.backward()
+        losses.append(float(loss))
+        step()
+    return losses
+
+
+def train_gathered(recipe: str, fmt: str, steps: int = 4, recompute: bool = False) -> list[float]:
+    """Losses of a TransformerLayer under FSDP2, whose weights zerocast gathers as TransformerEngine's tensors, bytes verified."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformer_engine.common import recipe as recipes
+
+    with host_on_cpu():
+        layer, start = _transformer_layer(torch.float32), _initial()
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(start[name])
+        weights = [name for name, parameter in start.items() if parameter.dim() == 2]
+        zerocast.fsdp2.prepare(layer, zerocast.Recipe(dict.fromkeys(weights, fmt)), present=integration().present)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(layer, mesh=init_device_mesh("cuda", (dist.get_world_size(),)), mp_policy=policy)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            zerocast.verify(layer).raise_for_differences()
+
+        return _losses(layer, getattr(recipes, recipe)(), step, steps, recompute)
+
+
+def train_primary(recipe: str, steps: int = 4) -> list[float]:
+    """Losses of the same layer, whose weights TransformerEngine casts from masters, whole on every rank."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    with host_on_cpu():
+        start, chosen = _initial(), getattr(recipes, recipe)()
+        with te.quantized_model_init(enabled=True, recipe=chosen):
+            layer = _transformer_layer(torch.bfloat16)
+        alone, _ = dist.new_subgroups(group_size=1)
+        parameters = dict(layer.named_parameters())
+        weights = [name for name, parameter in parameters.items() if parameter.dim() == 2]
+
+        def cast() -> None:
+            held = [parameters[name] for name in weights]
+            theirs().quantize_master_weights(
+                held, [start[name].view(-1) for name in weights], [0] * len(weights), alone
+            )
+            with torch.no_grad():
+                for name in set(parameters) - set(weights):
+                    parameters[name].copy_(start[name])
+
+        def step() -> None:
+            for name, parameter in parameters.items():
+                start[name] -= parameter.grad.float()
+                parameter.grad = None
+            cast()
+
+        cast()
+        return _losses(layer, chosen, step, steps)

@@ -94,3 +94,21 @@ def test_another_import_and_the_same_training(gpu_ranks: Ranks, world: int, reci
         assert losses[-1] < losses[0]
         for name in ("rowwise_data", "rowwise_scale_inv"):
             casts.assert_same_bytes(held, {name: their_bytes[name]}, recipe)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("recipe", "fmt"),
+    [("Float8CurrentScaling", "fp8_current"), ("Float8BlockScaling", "fp8_block")],
+)
+def test_a_transformer_layer_under_fsdp2(gpu_ranks: Ranks, world: int, recipe: str, fmt: str) -> None:
+    """Gathered bytes computed with by TransformerEngine's modules: verified, with the losses of its own FP8 primary weights.
+
+    Attention may add in another order from run to run. Activation recomputation changes no more than that.
+    """
+    expected = gpu_ranks(world)(on_gpu.train_primary, recipe, timeout=300.0)
+    for recompute in (False, True):
+        found = gpu_ranks(world)(on_gpu.train_gathered, recipe, fmt, 4, recompute, timeout=300.0)
+        for theirs, ours in zip(expected, found, strict=True):
+            assert ours[-1] < ours[0]
+            np.testing.assert_allclose(ours, theirs, rtol=2e-3)

@@ -72,12 +72,12 @@ class MasterParameter(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """FSDP2's hook: the QuantizedWeight of all ranks' bytes, refilled in place after the
-        first time.
+        """FSDP2's hook: the QuantizedWeight of all ranks' bytes, or what the module sees instead of
+        it, refilled in place after the first time.
         """
         if self.weight.receive(outputs, dtype, is_first=out is None):
             self.manager.cast_again()
-        return self.weight.unshard(outputs)
+        return self.weight.unshard(outputs, out)
 
     @property
     def master_owner(self) -> Any:

@@ -42,6 +42,7 @@ from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Present, Presentation, only_quantized_weights
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.quantize import check_weight, read_without_products, show_formats
@@ -72,6 +73,7 @@ def prepare(
     one_direction: bool = False,
     verify_every: int | None = None,
     keep_codes: bool | None = None,
+    present: Present = only_quantized_weights,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
@@ -103,6 +105,10 @@ def prepare(
     (activation checkpointing), torch.compile. Deprecated: `mxfp8:block=32x32` has one set of codes
     for both directions, and takes all of these.
 
+    `present` is for modules that compute with tensors of their own: `present(module, name,
+    parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. That of
+    TransformerEngine's modules is `zerocast.integrations.transformer_engine.present`.
+
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
     format cannot take, an embedding, a convolution and a weight that is sharded or quantized
     already, and TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2
@@ -121,6 +127,7 @@ def prepare(
     torch_fsdp.replicate_as_plain(MasterParameter)
     manager = CastManager(model, weight_mesh, keep_codes)
     chosen: dict[Tensor, FSDPWeight] = {}
+    attached: list[tuple[Presentation, nn.Module, str]] = []
     sharded, unfit = _sharded(model), read_without_products(model)
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
@@ -133,20 +140,14 @@ def prepare(
         if weight.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
         weight.shared_amax = shared.get(weight.name)
+        attached.append(_present(model, name, parameter, weight, present))
     manager.weights = list(chosen.values())
     manager.plain = [name for name, parameter in weights.items() if parameter not in chosen]
     manager.memory = MasterMemory({weight.name: _local(parameter).numel() for parameter, weight in chosen.items()})
     new = {parameter: _wrap(parameter, weight, manager) for parameter, weight in chosen.items()}
-    for module in model.modules():
-        held = module.named_parameters(recurse=False, remove_duplicate=False)
-        mine = {name: chosen[parameter] for name, parameter in held if parameter in chosen}
-        for name in mine:
-            module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
-        if mine:
-            show_formats(module)
-            wraps = {name: partial(MasterParameter, weight=weight, manager=manager) for name, weight in mine.items()}
-            module.register_load_state_dict_post_hook(_Loaded(wraps))
-            module.register_state_dict_post_hook(_unwrap_whole)
+    _replace(model, chosen, new, manager)
+    for presentation, module, name in attached:
+        presentation.attach(module, name)
     model.register_state_dict_pre_hook(_before_state_dict)
     _prepared[model] = weakref.ref(manager)
     _within.clear()
@@ -245,6 +246,49 @@ def _check(model: nn.Module, name: str, parameter: Tensor, sharded: set[int]) ->
                 f"{name} is {parameter.dtype} and {other} beside it {p.dtype}, and FSDP2 takes one dtype a group: make both "
                 "float32 and leave precision to its MixedPrecisionPolicy"
             )
+
+
+def _present(
+    model: nn.Module, name: str, parameter: Tensor, weight: FSDPWeight, present: Present
+) -> tuple[Presentation, nn.Module, str]:
+    """Choose how the module that holds `weight` as `name` sees it; ValueError where it cannot."""
+    prefix, _, own = name.rpartition(".")
+    module = model.get_submodule(prefix)
+    found = present(module, own, parameter)
+    is_shown = found is not None
+    if name != weight.name:  # a weight that modules share is one tensor for all of them
+        if is_shown != (weight.presentation is not AS_QUANTIZED_WEIGHT):
+            raise ValueError(
+                f"{name} is {weight.name} too, and their modules compute with different tensors: untie them"
+            )
+        return weight.presentation, module, own
+    if found is not None:
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, whose slices only a QuantizedWeight presents: leave it out of the recipe"
+            )
+        try:
+            found.check(weight.format)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        weight.presentation = found
+    return weight.presentation, module, own
+
+
+def _replace(
+    model: nn.Module, chosen: Mapping[Tensor, FSDPWeight], new: Mapping[Tensor, nn.Parameter], manager: CastManager
+) -> None:
+    """Let modules hold the wrapped parameters, also when state is loaded."""
+    for module in model.modules():
+        held = module.named_parameters(recurse=False, remove_duplicate=False)
+        mine = {name: chosen[parameter] for name, parameter in held if parameter in chosen}
+        for name in mine:
+            module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
+        if mine:
+            show_formats(module)
+            wraps = {name: partial(MasterParameter, weight=weight, manager=manager) for name, weight in mine.items()}
+            module.register_load_state_dict_post_hook(_Loaded(wraps))
+            module.register_state_dict_post_hook(_unwrap_whole)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import GatherLayout, JointLayout, RowFill, ScaleFill, header_of
 from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus
 from zerocast.fsdp2.param_groups import ParamGroup
+from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Presentation
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.weight.freshness import Freshness
@@ -42,7 +43,8 @@ class FSDPWeight:
            │ receive      fsdp_post_all_gather: looks at the headers of all ranks
            │ unshard      lays out scales; gathers again if all ranks were written to
            ▼
-        unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks
+        unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
+           │         module sees as what `presentation` makes of it
            │              FSDP2 reshards: it frees the storage of codes and `inner`
            ▼
         freed        sharded again; `unsharded` stays, and the next gather fills the same
@@ -66,6 +68,7 @@ class FSDPWeight:
         self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
         self._may_send_one = one_direction
         self.shared_amax: SharedAmax | None = None
+        self.presentation: Presentation = AS_QUANTIZED_WEIGHT
         self.one_direction = self._sends_one(fmt)
         # that of the weight's cast group, if its scaling is delayed
         self.scaling: DelayedScaling | None = None
@@ -187,6 +190,7 @@ class FSDPWeight:
         if problem:
             raise ValueError(problem)
         check_shape(fmt, self.shape)
+        self.presentation.check(fmt)
         if self.sliced:
             self._check_slice(fmt, weight_mesh)
 
@@ -421,13 +425,14 @@ class FSDPWeight:
     def live(self) -> QuantizedWeight:
         """The gathered weight that a module computes with; there while its group is gathered."""
         live = self.param()._unsharded_param
-        weight = getattr(live, "_local_tensor", live)  # that of a DTensor
-        assert isinstance(weight, QuantizedWeight), self.name
-        return weight
+        assert self.unsharded is not None, self.name
+        # of a DTensor the local tensor
+        return self.presentation.live(getattr(live, "_local_tensor", live), self.unsharded)
 
-    def unshard(self, outputs: Sequence[Tensor]) -> tuple[QuantizedWeight, list[Tensor]]:
-        """(the weight, buffers that FSDP2 allocates and frees with it) of what was gathered,
-        once more after another cast.
+    def unshard(self, outputs: Sequence[Tensor], shown: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """(the weight as its module sees it, buffers that FSDP2 allocates and frees with it) of
+        what was gathered, once more after another cast. `shown` is what FSDP2 made of it the first
+        time.
         """
         assert self.unsharded is not None
         if self._sent != self.record.generation:
@@ -441,7 +446,11 @@ class FSDPWeight:
             self.group.put_scales(self.name, [fill for fill in self._fills if fill.side == self._sent_columnwise])
         elif self._fills or self.joint is None:
             self.group.put_scales(self.name, self._fills)
-        return self.unsharded, self.inner
+        if shown is None:
+            return self.presentation.show(self.unsharded), self.inner
+        shown = getattr(shown, "_local_tensor", shown)
+        self.presentation.refill(shown, self.unsharded)
+        return shown, self.inner
 
     @torch.no_grad()
     def _gather_again(self, outputs: Sequence[Tensor]) -> None:

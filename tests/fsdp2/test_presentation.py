@@ -1,0 +1,98 @@
+"""Weights that modules see as tensors of a host's own: when they are made and filled, and what is refused. No host is needed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests.fsdp2 import models
+from tests.workers import Ranks
+from zerocast import FormatSpec, QuantizedWeight
+
+
+class Presenting:
+    """A presentation that takes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def check(self, fmt: FormatSpec) -> None:
+        """Takes FP8 alone."""
+        if fmt.bits != 8:
+            raise ValueError(f"no {fmt} here")
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Takes down who holds it."""
+        self.calls.append((type(module).__name__, name))
+
+    def show(self, weight: QuantizedWeight) -> Tensor:
+        """The weight, by which FSDP2 makes its parameter."""
+        self.calls.append("show")
+        return weight
+
+    def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
+        """Takes down that the parameter reads the gathered buffers."""
+        same = isinstance(shown, QuantizedWeight) and shown.rowwise_data.data_ptr() == weight.rowwise_data.data_ptr()
+        self.calls.append(("refill", same, isinstance(shown, nn.Parameter)))
+
+    def live(self, shown: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight that is shown."""
+        self.calls.append("live")
+        assert isinstance(shown, QuantizedWeight)
+        return shown
+
+
+def presented() -> tuple[list[Any], list[Any], str]:
+    """The calls for the first weight of a model in two steps, then those of a verification; an error of `switch`."""
+    net, made = models.Net(("fp8_block",), 32, 64), [Presenting()]
+
+    def present(module: nn.Module, name: str, parameter: Tensor) -> Presenting | None:
+        return made[0] if parameter.shape == (64, 32) and name == "weight" else None
+
+    zerocast.fsdp2.prepare(net, zerocast.Recipe(net.recipe), present=present)
+    for block in net.blocks:
+        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
+    fully_shard(net, mesh=models.mesh(), mp_policy=models.BF16)
+    models.train(net, torch.optim.SGD(net.parameters(), lr=0.1), range(2), 32)
+    seen = made[0].calls[:]
+    made[0].calls.clear()
+    zerocast.verify(net).raise_for_differences()
+    try:
+        zerocast.switch(net, {"blocks.*.weight": "nvfp4"})
+    except ValueError as error:
+        return seen, made[0].calls, str(error)
+    return seen, made[0].calls, ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_presentation_is_made_once_and_refilled(ranks: Ranks, world: int) -> None:
+    """Shown at the first gather, filled at each later one, asked by `verify`; a format that it cannot take is no switch."""
+    refilled = ("refill", True, True)
+    for seen, verifying, error in ranks(world)(presented):
+        assert seen == [("Linear", "weight"), "show", refilled, refilled, refilled]
+        assert verifying == [refilled, "live"]
+        assert "no nvfp4 here" in error
+
+
+def refusal(model: nn.Module, recipe: dict[str, str], present: Any) -> str:
+    """The error of `prepare`, after which the parameters are the ones before."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        zerocast.fsdp2.prepare(model, zerocast.Recipe(recipe), present=present)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
+    return str(caught.value)
+
+
+def test_what_cannot_be_presented_is_refused() -> None:
+    """A format that is not taken, by the name of the weight; a weight that two modules see as different tensors."""
+    model, made = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), Presenting()
+    assert refusal(model, {"*.weight": "nvfp4"}, lambda *_: made) == "0.weight: no nvfp4 here"
+    assert made.calls == []
+    model[1].weight = model[0].weight
+    error = refusal(model, {"*.weight": "fp8_block"}, lambda module, *_: made if module is model[0] else None)
+    assert error.startswith("1.weight is 0.weight too")
+    assert made.calls == []

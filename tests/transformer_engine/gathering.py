@@ -1,0 +1,290 @@
+"""What ranks do with TransformerEngine's modules under FSDP2: the real classes, whose forward passes on a CPU are a stand-in.
+
+The stand-in asks of a weight what TransformerEngine's modules ask: `quantize_weight` before the product, `update_usage` and
+`clear_columnwise_cache` in the backward pass. What it computes with are the values of the bytes that the weight holds.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.transformer_engine import tensors
+from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, modules_on_cpu
+from tests.workers import error_of
+
+TRANSPOSED = ("fp8_delayed", "fp8_current")  # whose columnwise copies need one call of the compiled part
+
+
+def module(name: str) -> Any:
+    """A module of TransformerEngine's PyTorch part."""
+    return importlib.import_module(f"transformer_engine.pytorch.{name}")
+
+
+def bytes_of(weight: Any) -> casts.Bytes:
+    """Copies: FSDP2 cannot free a storage that numpy has looked at."""
+    return {name: casts.raw(buffer.clone()) for name, buffer in tensors.buffers(weight).items()}
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T, asking of the weight what TransformerEngine's Linear asks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, net: "Net") -> Tensor:
+        used, workspace = module("module.base").quantize_weight(tensor=weight, quantizer=weight._quantizer, cache=True)
+        assert used is weight, "it was cast again"
+        assert workspace is None, "a copy is kept"
+        net.seen.append(weight)
+        ctx.save_for_backward(x, weight)
+        ctx.net = net
+        return x @ net.values(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        columnwise = ctx.net.fmt.startswith(TRANSPOSED) or ctx.net.fmt == "mxfp8"
+        if columnwise:
+            weight.update_usage(columnwise_usage=True)
+            ctx.net.copies.append(bytes_of(weight))
+        values = ctx.net.values(weight)
+        if ctx.net.clears:
+            module("tensor.utils").clear_columnwise_cache(weight)
+        return gradient @ values, gradient.t() @ x, None
+
+
+class Net(nn.Module):
+    """Two blocks of two weights: te.Linear, and a LayerNormLinear, a LayerNormMLP or groups that take turns."""
+
+    def __init__(self, fmt: str, kinds: tuple[str, ...] = ("Linear", "LayerNormLinear"), device: str = "cpu") -> None:
+        super().__init__()
+        self.fmt, self.clears = fmt, True
+        self.seen: list[Any] = []
+        self.copies: list[casts.Bytes] = []
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleList(_layer(kind, device) for kind in kinds) for _ in range(2))
+        for block in self.blocks:
+            for layer in block:
+                layer.forward = self._forward(layer)
+
+    def _forward(self, layer: Any) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            for name in [name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() == 2]:
+                x = _Product.apply(x, getattr(layer, name), self)
+            return x
+
+        return forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def values(self, weight: Any) -> Tensor:
+        codes = tensors.buffers(weight)["rowwise_data"].data_ptr()  # autograd may have detached the weight
+        owners = [owner for _, owner in models.masters(self).values() if hasattr(owner.param(), "_unsharded_param")]
+        (found,) = [
+            one for one in owners if tensors.buffers(one.param()._unsharded_param)["rowwise_data"].data_ptr() == codes
+        ]
+        return found.live.dequantize()
+
+
+class Block(nn.ModuleList):
+    """Layers in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def _layer(kind: str, device: str) -> Any:
+    options = {"device": device, "params_dtype": torch.float32}
+    made: dict[str, Callable[[], Any]] = {
+        "Linear": lambda: module("module.linear").Linear(64, 64, **options),
+        "LayerNormLinear": lambda: module("module.layernorm_linear").LayerNormLinear(64, 64, **options),
+        "LayerNormMLP": lambda: module("module.layernorm_mlp").LayerNormMLP(64, 96, **options),
+        "GroupedLinear": lambda: module("module.grouped_linear").GroupedLinear(2, 64, 64, **options),
+    }
+    return made[kind]()
+
+
+@contextlib.contextmanager
+def host() -> Iterator[None]:
+    """TransformerEngine's modules, and the one call of its compiled part that the stand-in needs."""
+    with host_on_cpu(), modules_on_cpu():
+        tex = importlib.import_module("transformer_engine_torch")
+        with mock.patch.object(tex, "fp8_transpose", lambda data, dtype, out=None: data.t().contiguous(), create=True):
+            yield
+
+
+def build(fmt: str, kinds: tuple[str, ...] = ("Linear", "LayerNormLinear"), device: str = "cpu", **options: Any) -> Any:
+    """A prepared and sharded model."""
+    net = Net(fmt, kinds, device)
+    net.blocks = nn.ModuleList(Block(block) for block in net.blocks)
+    recipe = zerocast.Recipe({f"blocks.*.{name}": fmt for name in _names(net)})
+    zerocast.fsdp2.prepare(net, recipe, present=integration().present)
+    shard = {"mesh": models.mesh(), "mp_policy": models.BF16, **options}
+    for block in net.blocks:
+        fully_shard(block, **shard)
+    return fully_shard(net, **shard)
+
+
+def _names(net: nn.Module) -> list[str]:
+    weights = [name for name, parameter in net.named_parameters() if parameter.dim() == 2]
+    return sorted({name.split(".", 2)[2] for name in weights})
+
+
+def _storages(weight: Any) -> list[int]:
+    return [data.untyped_storage().nbytes() for name, data in tensors.buffers(weight).items() if name.endswith("_data")]
+
+
+def train(fmt: str, kinds: tuple[str, ...], clears: bool = True, steps: int = 3) -> list[str]:
+    """Steps of a model; what is wrong with the tensors that its modules saw, or with what stays of them."""
+    wrong: list[str] = []
+    with host():
+        net = build(fmt, kinds)
+        net.clears = clears
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        kind = integration_class(fmt)
+        for step in range(steps):
+            net.seen.clear()
+            net.copies.clear()
+            out = net(models.batch(step, 64).bfloat16().requires_grad_())
+            if any(sum(_storages(weight)) for weight in net.seen):
+                wrong.append(f"step {step}: gathered bytes stay after the forward pass")
+            if {type(weight).__name__ for weight in net.seen} != {kind}:
+                wrong.append(f"modules saw {[type(weight).__name__ for weight in net.seen]}")
+            out.float().square().mean().backward()
+            if any(sum(_storages(weight)) for weight in net.seen):
+                wrong.append(f"step {step}: gathered bytes or copies stay after the backward pass")
+            optimizer.step()
+            optimizer.zero_grad()
+            wrong += _wrong_bytes(net, f"{fmt} after step {step}")
+            zerocast.verify(net).raise_for_differences()
+    return wrong
+
+
+def integration_class(fmt: str) -> str:
+    """TransformerEngine's class for a format."""
+    classes = {"fp8_block": "Float8BlockwiseQTensor", "mxfp8": "MXFP8Tensor", "nvfp4": "NVFP4Tensor"}
+    return classes.get(fmt.partition(":")[0], "Float8Tensor")
+
+
+def _wrong_bytes(net: Any, what: str) -> list[str]:
+    """Gather each block; bytes against the unsharded cast, memory against FSDP2's, quantizers against TransformerEngine's."""
+    wrong: list[str] = []
+    whole = {name: (parameter.full_tensor(), owner) for name, (parameter, owner) in models.masters(net).items()}
+    for number, block in enumerate(net.blocks):
+        block.unshard()
+        for name, weight in block.named_parameters(f"blocks.{number}"):
+            if name not in whole:
+                continue
+            master, owner = whole[name]
+            expected, found = models.expected(master, owner), bytes_of(weight)
+            names = {"rowwise_data", "rowwise_scale_inv"} | ({"amax"} if net.fmt == "nvfp4" else set())
+            names |= {"columnwise_scale_inv"} if net.fmt.startswith("mxfp8") else set()
+            names |= {"columnwise_data"} if net.fmt == "mxfp8" else set()
+            try:
+                casts.assert_same_bytes(found, {key: expected[key] for key in names}, f"{what}, {name}")
+            except AssertionError as error:
+                wrong.append(str(error))
+            made = tensors.buffers(weight)["rowwise_data"]
+            theirs = {output.untyped_storage().data_ptr() for output in owner.param().all_gather_outputs}
+            if made.untyped_storage().data_ptr() not in theirs:
+                wrong.append(f"{what}, {name}: the codes were copied")
+            quantizer = weight._quantizer
+            if type(quantizer) is not type(tensors.quantizer(zerocast.get_format(net.fmt))):
+                wrong.append(f"{what}, {name}: its quantizer is a {type(quantizer).__name__}")
+        block.reshard()
+    return wrong
+
+
+RECIPES = {
+    "fp8_delayed": "DelayedScaling",
+    "fp8_current": "Float8CurrentScaling",
+    "fp8_block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+
+
+def under_recipe(fmt: str, recipe: str, options: dict[str, Any]) -> str:
+    """The error of a forward pass under a recipe of TransformerEngine's, or nothing."""
+    with host():
+        net = build(fmt)
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        manager = module("quantization").FP8GlobalStateManager
+        state = manager.quantization_state
+        chosen = getattr(recipes, recipe)(**options)
+        with mock.patch.object(state, "fp8_enabled", True), mock.patch.object(state, "fp8_recipe", chosen):
+            return error_of(lambda: net(models.batch(0, 64).bfloat16()))
+
+
+def left_gathered(fmt: str) -> list[str]:
+    """Two backward passes over weights that stay gathered, and a step: each pass has its copies, and no old ones."""
+    wrong: list[str] = []
+    with host():
+        net = build(fmt, reshard_after_forward=False)
+        net.set_reshard_after_backward(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e4)
+        for step in range(2):
+            for _ in range(2):
+                net(models.batch(step, 64).bfloat16().requires_grad_()).float().square().mean().backward()
+            before, after = net.copies[-4:], net.copies[-8:-4]
+            for one, other in zip(before, after, strict=True):
+                casts.assert_same_bytes(one, other, f"{fmt}, step {step}")
+            optimizer.step()
+            optimizer.zero_grad()
+            net.set_reshard_after_backward(False)
+        if (net.copies[0]["columnwise_data"] == net.copies[-4]["columnwise_data"]).all():
+            wrong.append("columnwise copies are those of the cast before")
+    return wrong
+
+
+def by_meta_device() -> list[str]:
+    """A model that is made on the meta device and initialised by TransformerEngine once it is sharded."""
+    with host():
+        net = build("fp8_current", device="meta")
+        net.to_empty(device="cpu")
+        for layer in (layer for block in net.blocks for layer in block):
+            layer.reset_parameters()
+        net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
+        return _wrong_bytes(net, "of the meta device")
+
+
+def recomputed() -> list[str]:
+    """Losses and gradients with and without activation checkpoints around blocks."""
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    with host():
+        for again in (False, True):
+            net = build("fp8_current")
+            if again:
+                for block in net.blocks:
+                    plain = block.forward
+                    block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+            net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
+            found.append(
+                [parameter.grad.to_local().clone() for parameter in net.parameters() if parameter.grad is not None]
+            )
+    return [f"gradient {i}" for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
+
+
+def frozen() -> list[str]:
+    """A model of frozen weights: what stays after a backward pass that makes copies and clears none."""
+    with host():
+        net = build("fp8_current")
+        net.clears = False
+        for parameter in net.parameters():
+            parameter.requires_grad_(False)
+        net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
+        return [type(weight).__name__ for weight in net.seen if weight._transpose is not None]
