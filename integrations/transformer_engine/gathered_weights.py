@@ -160,7 +160,7 @@ class GatheredWeight:
     def _check_recipe(self, module: nn.Module, name: str) -> None:
         state = host.module(host.QUANTIZATION).FP8GlobalStateManager
         if not state.is_fp8_enabled():
-            return  # TransformerEngine dequantizes, and warns of it
+            return  # TransformerEngine dequantizes
         recipe = state.get_fp8_recipe()
         if recipe is self._checked:
             return

@@ -96,3 +96,15 @@ def test_what_cannot_be_presented_is_refused() -> None:
     error = refusal(model, {"*.weight": "fp8_block"}, lambda module, *_: made if module is model[0] else None)
     assert error.startswith("1.weight is 0.weight too")
     assert made.calls == []
+
+
+def test_modules_with_tensors_of_their_own_are_presented() -> None:
+    """Without `present` kernels of TransformerEngine would be given memory that a QuantizedWeight does not have."""
+    layer = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    model = nn.Sequential(layer(128, 128))
+    expected = (
+        r"0\.weight: weight of a Linear is multiplied .* present=zerocast\.integrations\.transformer_engine\.present"
+    )
+    with pytest.raises(ValueError, match=expected):
+        zerocast.fsdp2.prepare(model, {"*": "fp8_current"})
+    assert type(model[0].weight) is nn.Parameter

@@ -254,7 +254,12 @@ def _present(
     """Choose how the module that holds `weight` as `name` sees it; ValueError where it cannot."""
     prefix, _, own = name.rpartition(".")
     module = model.get_submodule(prefix)
-    found = present(module, own, parameter)
+    try:
+        found = present(module, own, parameter)
+        if found is not None:
+            found.check(weight.format)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     is_shown = found is not None
     if name != weight.name:  # a weight that modules share is one tensor for all of them
         if is_shown != (weight.presentation is not AS_QUANTIZED_WEIGHT):
@@ -267,10 +272,6 @@ def _present(
             raise ValueError(
                 f"{name} is a DTensor, whose slices only a QuantizedWeight presents: leave it out of the recipe"
             )
-        try:
-            found.check(weight.format)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
         weight.presentation = found
     return weight.presentation, module, own
 

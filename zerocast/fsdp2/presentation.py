@@ -2,7 +2,7 @@
 
 Bytes are gathered into a QuantizedWeight, which torch's layers compute with. A host whose layers
 compute with tensors of their own gives `prepare` a function that finds a `Presentation` for each
-weight: the same bytes, as its tensor. This package knows no host.
+weight: the same bytes, as its tensor. This package knows hosts by name alone.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,15 @@ class AsQuantizedWeight:
 
 
 AS_QUANTIZED_WEIGHT: Presentation = AsQuantizedWeight()
+# packages whose modules give kernels the memory of their own tensors, and what presents them
+OWN_TENSORS = {"transformer_engine": "zerocast.integrations.transformer_engine.present"}
 
 
 def only_quantized_weights(module: nn.Module, name: str, parameter: Tensor) -> None:
-    """The `Present` of a model whose modules are torch's."""
+    """The `Present` of a model whose modules are torch's; ValueError for one of another host."""
+    package = type(module).__module__.partition(".")[0]
+    if package in OWN_TENSORS:
+        raise ValueError(
+            f"{name} of a {type(module).__name__} is multiplied as a tensor of {package}'s own: give prepare "
+            f"present={OWN_TENSORS[package]}, or leave it out of the recipe"
+        )
