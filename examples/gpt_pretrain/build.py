@@ -8,7 +8,8 @@ from examples.gpt_pretrain import fsdp2
 from examples.gpt_pretrain.config import Format, TrainConfig
 from examples.gpt_pretrain.model import GPT
 
-Optimizer = zerocast.ZeroAdamW | fsdp2.Fsdp2AdamW
+Zero = zerocast.ZeroAdamW | zerocast.ZeroMuon
+Optimizer = Zero | fsdp2.Fsdp2AdamW
 
 
 def build_model(config: TrainConfig, device: torch.device) -> GPT:
@@ -36,8 +37,8 @@ def recipe(name: Format) -> zerocast.Recipe:
 
 
 def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
-    """AdamW with masters and moments sharded over the ranks; only the matrices of the blocks
-    decay.
+    """AdamW, or Muon for the matrices of the blocks, with masters and moments sharded over the
+    ranks; only these matrices decay.
     """
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
@@ -47,23 +48,21 @@ def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if config.parallel != "zero":
         return fsdp2.Fsdp2AdamW(model, groups, config)
-    return zerocast.ZeroAdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        stage=config.stage,
-        config=zerocast.ZeroConfig(
-            bucket_size=config.bucket_size,
-            overlap_all_gather=config.overlap,
-            grad_wire=config.grad_wire,
-            deterministic=config.deterministic,
-        ),
+    zero = zerocast.ZeroConfig(
+        bucket_size=config.bucket_size,
+        overlap_all_gather=config.overlap,
+        grad_wire=config.grad_wire,
+        deterministic=config.deterministic,
     )
+    betas, eps = (config.beta1, config.beta2), config.eps
+    if config.optimizer == "adamw":
+        return zerocast.ZeroAdamW(groups, lr=config.lr, betas=betas, eps=eps, stage=config.stage, config=zero)
+    by_muon = [groups[0] | {"use_muon": True}, groups[1] | {"use_muon": False, "betas": betas, "eps": eps}]
+    return zerocast.ZeroMuon(by_muon, lr=config.lr, adjust_lr_fn="match_rms_adamw", stage=config.stage, config=zero)
 
 
 @torch.no_grad()
-def forget_masters(optimizer: zerocast.ZeroAdamW) -> None:
+def forget_masters(optimizer: Zero) -> None:
     """Round the masters to the decoded weights, as if training kept no masters."""
     (source,) = optimizer.master_views()
     for owned in source.masters:

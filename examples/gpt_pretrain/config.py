@@ -33,8 +33,12 @@ class TrainConfig:
     format: Format = "bf16"
     """Format of the matrices in the transformer blocks; bf16 quantizes nothing."""
     parallel: Parallel = "zero"
-    """zero: ZeroAdamW. fsdp2: FSDP2 over all ranks; hsdp: in replicas; fsdp2_tp: with each
-    MLP sliced in two.
+    """zero: ZeroAdamW or ZeroMuon. fsdp2: FSDP2 over all ranks; hsdp: in replicas; fsdp2_tp: with
+    each MLP sliced in two.
+    """
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon, for zero: Muon for the matrices of the blocks, AdamW for the rest, by one learning rate
+    (Muon's as match_rms_adamw adjusts it).
     """
     shard_ranks: int = 0
     """Ranks that share one replica of hsdp, such as those of a node: the number of replicas follows
@@ -132,9 +136,15 @@ class TrainConfig:
             raise ValueError(f"late_share lies between 0 and 1, got {self.late_share}")
         if self.format == "bf16" and not self.keep_masters:
             raise ValueError("keep_masters is about quantized weights, and with format bf16 there are none")
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
         if self.parallel != "zero" and not self.keep_masters:
             raise ValueError(f"keep_masters is about the masters of ZeroAdamW, not of {self.parallel}")
-
+        if self.parallel != "zero" and self.optimizer == "muon":
+            raise ValueError(
+                f"muon is ZeroMuon, which shards over all ranks by itself: parallel=zero, not {self.parallel}"
+            )
         if self.parallel != "hsdp" and self.shard_ranks:
             raise ValueError(f"shard_ranks is about the replicas of hsdp, and {self.parallel} has none")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import zerocast
 from examples.gpt_pretrain import checkpoint, interrupt
-from examples.gpt_pretrain.build import Optimizer, build_model, build_optimizer, forget_masters, recipe
+from examples.gpt_pretrain.build import Optimizer, Zero, build_model, build_optimizer, forget_masters, recipe
 from examples.gpt_pretrain.config import PROGRAM, TrainConfig, options
 from examples.gpt_pretrain.data import Batch, Corpus
 from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, products, traffic_counter
@@ -136,7 +136,7 @@ class Trainer:
 
     def _make_meter(self) -> None:
         """A meter, if asked for; unquantized weights give times only, and nothing under FSDP2."""
-        zero = isinstance(self.optimizer, zerocast.ZeroAdamW)
+        zero = isinstance(self.optimizer, Zero)
         self.meter = None
         if self.config.measure_every and (zero or self.config.format_at(self.step) != "bf16"):
             self.meter = Meter(self.optimizer if zero else self.model, self.config.measure_every)
@@ -163,7 +163,7 @@ class Trainer:
         options = {"lr": lr, "grad_clip": config.grad_clip}
         with self._measured() as measured, counter if measure else nullcontext():
             loss, norm = train_step(self.model, self.optimizer, self._batches(), **options, measured=measured)
-        if not config.keep_masters and isinstance(self.optimizer, zerocast.ZeroAdamW):
+        if not config.keep_masters and isinstance(self.optimizer, Zero):
             forget_masters(self.optimizer)
         self.step += 1
         if measured.sample:

@@ -160,15 +160,18 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for record in read_records(out / "metrics.jsonl") if record["event"] == "train"]
 
 
-@pytest.mark.parametrize(("name", "late"), [("nvfp4", "bf16"), ("bf16", "fp8_delayed")])
-def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str, late: str):
+@pytest.mark.parametrize(
+    ("name", "late", "optimizer"),
+    [("nvfp4", "bf16", "adamw"), ("bf16", "fp8_delayed", "adamw"), ("nvfp4", "fp8_block", "muon")],
+)
+def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str, late: str, optimizer: str):
     """The format changes with step 5 of 8; a run that was stopped before, at and after that step has the same losses."""
-    config = tiny(text, tmp_path / "whole", format=name, late_format=late, late_share=0.5, steps=8, deterministic=True)
+    both = {"format": name, "optimizer": optimizer, "steps": 8, "deterministic": True}
+    config = tiny(text, tmp_path / "whole", late_format=late, late_share=0.5, **both)
     whole = train.main(replace(config, checkpoint_every=1))
     read = whole["weight_bytes_per_parameter"]["forward"]
     assert (read > 1.9) == (late == "bf16")
-    constant = tiny(text, tmp_path / "constant", format=name, steps=8, deterministic=True)
-    train.main(constant)
+    train.main(tiny(text, tmp_path / "constant", **both))
     expected = losses(tmp_path / "whole")
     # unquantized, the constant run starts from masters that are rounded to bf16
     assert expected[:4] == pytest.approx(losses(tmp_path / "constant")[:4], rel=1e-2 if name == "bf16" else 0)
@@ -179,6 +182,16 @@ def test_a_late_format_resumes_to_the_bit(text: Path, tmp_path: Path, name: str,
             shutil.rmtree(out / "checkpoints" / f"step_{later:08}")
         train.main(replace(config, out=out, resume=True))
         assert losses(out) == expected
+
+
+def test_muon_learns_and_is_measured(text: Path, tmp_path: Path):
+    train.main(tiny(text, tmp_path, format="nvfp4", optimizer="muon", steps=30, lr=5e-3, measure_every=15))
+    found = losses(tmp_path)
+    assert found[-1] < found[0] - 1
+    measured = [record for record in read_records(tmp_path / "metrics.jsonl") if record["event"] == "measured"]
+    assert all(len(record["weights"]) == 4 for record in measured) and len(measured) == 2
+    with pytest.raises(ValueError, match=r"muon is ZeroMuon, .*: parallel=zero, not fsdp2"):
+        tiny(text, tmp_path, optimizer="muon", parallel="fsdp2")
 
 
 def test_resume_without_a_checkpoint_says_so(text: Path, tmp_path: Path):
