@@ -1,6 +1,7 @@
 """Thousands of FSDP2 steps leave nothing behind, nor does a model that is dropped."""
 
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.fsdp2.models import FEW, Net
 from tests.workers import Ranks
 from zerocast import verify
 from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2.prepare import managers_of
 
 WARM = 800  # steps, in which the process takes a megabyte more, and none after them
 MOST_BYTES = 2**9  # a step
@@ -40,8 +42,8 @@ def test_steps(ranks: Ranks, optimizer: str) -> None:
         assert used < MOST_BYTES, used
 
 
-def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> None:
-    """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters."""
+def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:
+    """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters. Its weights."""
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96), **options)
     made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
     models.train(model, made, range(2), 64)
@@ -51,6 +53,7 @@ def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> None:
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     with torch.no_grad():
         model(models.batch(0, 64))
+    return [weakref.ref(weight) for manager in managers_of(model) for weight in manager.weights]
 
 
 def left_behind(optimizer: str) -> list[list[str]]:
@@ -61,8 +64,10 @@ def left_behind(optimizer: str) -> list[list[str]]:
     for assigns, reshards in ((False, True), (False, False), (True, True)):
         counts = []
         for _ in range(3):
-            trained_and_dropped(optimizer, assigns, reshard_after_forward=reshards)
-            counts.append(growth.held())
+            weights = trained_and_dropped(optimizer, assigns, reshard_after_forward=reshards)
+            counts.append(growth.held())  # after one collection: the memory of the next model waits for no second one
+            assert len(weights) > len(FEW)
+            assert [weight().name for weight in weights if weight()] == []
         grown = [growth.grown(*pair) for pair in itertools.pairwise(counts)]
         found.append(sorted(grown[0].keys() & grown[1].keys()))
     return found

@@ -18,15 +18,16 @@ class ParamGroup:
     """One of FSDP2's parameter groups (an FSDPParamGroup), whose weights `names` are gathered
     together, in this order.
 
-    Groups know their modules and are known to every prepared weight. They are referred to weakly:
-    the garbage collector does not look into all tensors, so it would never free a model.
+    Groups know their modules and are known to every prepared weight. They and the weights are
+    referred to weakly: the garbage collector does not look into all tensors, so it would never free
+    a model, or not by one collection.
     """
 
     fill: JointFill  # of the scales, from joint side channels
 
     def __init__(self, group: Any, weights: Sequence[Any], status: GatherStatus) -> None:
         self._group: Callable[[], Any] = weakref.ref(group)
-        self.weights, self._status = tuple(weights), status
+        self._weights, self._status = tuple(map(weakref.ref, weights)), status
         self.names = tuple(weight.name for weight in weights)
         self._noted: list[Tensor] = []
         self._fills: list[ScaleFill | RowFill] = []
@@ -35,6 +36,11 @@ class ParamGroup:
         self.sides: tuple[Tensor, ...] = ()
         self.headers: list[Tensor] = []
         self.received = 0  # weights, over all gathers
+
+    @property
+    def weights(self) -> list[Any]:
+        """The prepared weights, in the order of `names`."""
+        return [weight() for weight in self._weights]
 
     @property
     def is_unsharded(self) -> bool:

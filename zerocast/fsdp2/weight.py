@@ -395,7 +395,7 @@ class FSDPWeight:
             side, scales = self.group.sides[self.place], self.group.fill.buffers[self.place]
             self.inner = self.group.fill.memory if self.place == 0 else []
             # those of all are filled when the last one is received
-            self._fills = self.group.fill.fills if self is self.group.weights[-1] else ()
+            self._fills = self.group.fill.fills if self.name == self.group.names[-1] else ()
         if self.one_direction:
             codes = codes * 2  # one storage, and what was gathered last is in it
         specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
