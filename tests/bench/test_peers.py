@@ -67,4 +67,4 @@ def test_fp4_is_not_asked_of_a_gpu_that_cannot(recorded: Recording, monkeypatch:
 
 
 def test_a_cpu_has_one_peer():
-    assert [peer.name for peer in usable("cpu")] == ["torch fused"]
+    assert [peer.name for peer in usable("cpu")] == ["torch fused", "torch copies"]

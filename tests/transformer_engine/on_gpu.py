@@ -110,7 +110,12 @@ def _losses(layer: Any, chosen: Any, step: Any, steps: int, recompute: bool = Fa
     import transformer_engine.pytorch as te
 
     torch.manual_seed(3)
-    batches, losses = torch.randn(2, 64, 2, 256, device="cuda", dtype=torch.bfloat16), []
+    like = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "requires_grad": True,
+    }  # without, te.checkpoint has no backward pass
+    batches, losses = [torch.randn(64, 2, 256, **like) for _ in range(2)], []
     for _ in range(steps):
         for microbatch, x in enumerate(batches):
             with te.autocast(enabled=True, recipe=chosen):

@@ -135,15 +135,31 @@ def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str |
     return training
 
 
-def _transformer_engine(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
+def _transformer_engine(model: Llama, recipe: str, lr: float, compile_block: Compile, _: str | None) -> Training:
+    _replace_linears(model)
+    return _in_autocast(_sharded(model, lr, compile_block), recipe)
+
+
+def _fsdp2_transformer_engine(
+    model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None
+) -> Training:
+    _replace_linears(model)
+    integration = importlib.import_module("zerocast.integrations.transformer_engine")
+    fsdp2.prepare(model, Recipe({WEIGHTS: fmt}), present=integration.present)
+    return _in_autocast(_sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW), fmt.removeprefix("fp8_"))
+
+
+def _replace_linears(model: Llama) -> None:
     te = importlib.import_module("transformer_engine.pytorch")
-    recipes = importlib.import_module("transformer_engine.common.recipe")
-    recipe = getattr(recipes, TRANSFORMER_ENGINE_RECIPES[fmt])()
     for name, linear in list(model.blocks.named_modules()):
         if isinstance(linear, nn.Linear):
             model.blocks.set_submodule(name, _te_linear(te, linear))
-    training = _sharded(model, lr, compile_block)
-    training.forward_context = lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def _in_autocast(training: Training, recipe: str) -> Training:
+    te = importlib.import_module("transformer_engine.pytorch")
+    chosen = getattr(importlib.import_module("transformer_engine.common.recipe"), TRANSFORMER_ENGINE_RECIPES[recipe])()
+    training.forward_context = lambda: te.fp8_autocast(enabled=True, fp8_recipe=chosen)
     return training
 
 
@@ -173,6 +189,9 @@ def _sharded(
 FSDP2, ZERO_ADAMW = Host("fsdp2", _fsdp2), Host("zero_adamw", _zero_adamw)
 TORCHAO = Host("torchao", _torchao, "torchao")
 TRANSFORMER_ENGINE = Host("transformer_engine", _transformer_engine, "transformer_engine", compiles=False)
+FSDP2_TRANSFORMER_ENGINE = Host(
+    "fsdp2_transformer_engine", _fsdp2_transformer_engine, "transformer_engine", compiles=False
+)
 TRANSFORMER_ENGINE_RECIPES = {
     "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",
@@ -195,6 +214,7 @@ VARIANTS = (
     ),
     *(Variant(TORCHAO, recipe) for recipe in ("tensorwise", "rowwise")),
     *(Variant(TRANSFORMER_ENGINE, recipe) for recipe in TRANSFORMER_ENGINE_RECIPES),
+    *(Variant(FSDP2_TRANSFORMER_ENGINE, f"fp8_{recipe}") for recipe in TRANSFORMER_ENGINE_RECIPES),
 )
 
 
