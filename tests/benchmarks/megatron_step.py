@@ -57,6 +57,12 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
         use_cpu_initialization=options.cpu,
         **quantized,
     )
+    offload = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": options.offload,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "use_precision_aware_optimizer": True,
+    }
     layers = get_gpt_layer_local_spec() if options.cpu else get_gpt_layer_with_transformer_engine_spec()
     with quantized_params() if options.attach else nullcontext():
         model = GPTModel(config, layers, options.vocabulary, options.seq, position_embedding_type="rope")
@@ -76,6 +82,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
             use_distributed_optimizer=True,
             overlap_param_gather=True,
             **({"fp8_recipe": options.recipe} if options.recipe else {}),
+            **(offload if options.offload else {}),
         )
         optimizer = get_megatron_optimizer(optimizer_config, [ddp])
     if options.attach:
@@ -172,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=("delayed", "tensorwise", "blockwise"))
     parser.add_argument("--attach", action="store_true")
+    parser.add_argument("--offload", type=float, default=0.0, help="the fraction of masters that the host updates")
     sizes = {"layers": 8, "hidden": 4096, "ffn": 14336, "vocabulary": 32768, "seq": 8192, "steps": 8}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)

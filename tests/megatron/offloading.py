@@ -46,7 +46,7 @@ def train(case: Case) -> tuple[list[float], dict[str, int], bool, list[bool]]:
         losses = [run.step(number) for number in range(3)]
         run.force_sync()
         pairs = [pair for copies in _copies(run) for pair in copies.items()]
-        apart = [m.data_ptr() != c.data_ptr() and torch.equal(m, c) for m, c in pairs if m.numel()]
+        apart = [m.data_ptr() != c.data_ptr() and torch.equal(m.cpu(), c.cpu()) for m, c in pairs if m.numel()]
         return losses, run.stale_bytes(), verify(attached).ok, apart
 
 

@@ -1,12 +1,15 @@
 """Beside an installed TransformerEngine, on GPUs over NCCL: the cases of the CPU, and Megatron's GPT of its layers."""
 
 import pytest
+import torch
 
 from tests import casts
 from tests.devices import gpus
-from tests.megatron import te, te_attaching, te_gpt
+from tests.megatron import offloading, te, te_attaching, te_gpt
 from tests.megatron.checkpoints import resume
 from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.offloading import offloaded
+from tests.megatron.test_precision_aware import case as precise
 from tests.megatron.test_te import PARALLEL
 from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
 from tests.workers import Ranks
@@ -95,3 +98,39 @@ def test_detach_and_partial_tensors(gpu_ranks: Ranks, world: int) -> None:
     ((synced, *others),) = gpu_ranks(world)(te_attaching.partial, timeout=SECONDS)
     assert synced == "RuntimeError: no"
     assert len(others) == 3 and all("an all-gather raised half-way" in said for said in others), others
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.float16, torch.uint8], ids=str)
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_precision_aware_optimizer(gpu_ranks: Ranks, world: int, moments: torch.dtype) -> None:
+    """Its FusedAdam with moments of each dtype, FP8 as uint8."""
+    for losses, wrong in gpu_ranks(world)(train, precise(moments, overlap=True), timeout=SECONDS):
+        assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_precision_aware_resume_is_exact(gpu_ranks: Ranks, world: int, moments: torch.dtype) -> None:
+    for same, wrong in gpu_ranks(world)(resume, precise(moments, overlap=True), "fully_reshardable", timeout=SECONDS):
+        assert all(same.values()), same
+        assert not wrong
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["one optimizer", "one a master"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_optimizer_cpu_offload(gpu_ranks: Ranks, world: int, fraction: float, streams: bool) -> None:
+    """Masters that are updated on the host, the others by its FusedAdam."""
+    case = offloaded(fraction=fraction, streams=streams, precise=True, overlap=True, bucket_size=10_000)
+    for losses, wrong, ok, apart in gpu_ranks(world)(offloading.train, case, timeout=SECONDS):
+        assert not wrong and ok and losses[2] < losses[0]
+        assert apart and all(apart)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_offloaded_resume_is_exact(gpu_ranks: Ranks, world: int, fraction: float) -> None:
+    case = offloaded(fraction=fraction, precise=True, overlap=True)
+    for same, wrong in gpu_ranks(world)(resume, case, "fully_reshardable", timeout=SECONDS):
+        assert all(same.values()), same
+        assert not wrong
