@@ -315,9 +315,9 @@ struct MapError {
     multiplier = scale.multiplier_of(stored);
     block = decode<E4M3>(stored);
   }
+  ZC_HD float decoded(int32_t code) const { return ((decode<E2M1>(code) * block) * tensor_amax) / top; }
   ZC_HD float of(float x) const {
-    const float value = decode<E2M1>(encode<E2M1>(x * multiplier));
-    const float difference = ((value * block) * tensor_amax) / top - x;
+    const float difference = decoded(encode<E2M1>(x * multiplier)) - x;
     return squares ? difference * difference : float_of(bits_of(difference) & kMagnitude);
   }
 };

@@ -4,6 +4,11 @@
 // A thread takes a row of a block of 16 x 16, which is summed in the order of its elements; half a
 // warp takes the block and adds its rows 8, 4, 2 and 1 apart. Side by side, the halves of a warp read
 // whole lines of 32 elements. A thread block has the work of a cast: 64 rows of 256 columns.
+//
+// An error is that of a magnitude, since rounding has no sign, and there are eight magnitudes under a
+// scale. Lane 8 * map + code of a half warp holds what the code decodes to, map 0 being that of the
+// code 4, and all lanes look it up there: two divisions a block and lane, none an element.
+#include "cuda/codes.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/stages.h"
 #include "cuda/tensor_amax.cuh"
@@ -11,7 +16,7 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kBlock = 16;
+constexpr int kBlock = 16, kCodes = 8;  // codes of one sign
 
 struct ChoiceInputs {
   Format format;
@@ -35,10 +40,17 @@ __device__ void load_row(const typename Storage::Word* at, float (&x)[kBlock]) {
   }
 }
 
-__device__ float error_of_row(const float (&x)[kBlock], const MapError& map) {
-  float sum = map.of(x[0]);
+template <bool kSquares>
+__device__ float error_of_row(const float (&x)[kBlock], int map, float multiplier, float decoded) {
+  float sum = 0.0f;
 #pragma unroll
-  for (int i = 1; i < kBlock; ++i) sum += map.of(x[i]);
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t code = encode_e2m1_magnitude(x[i] * multiplier);
+    const float value = __shfl_sync(0xFFFFFFFFu, decoded, code + kCodes * map, kBlock);
+    const float difference = value - fabsf(x[i]);
+    const float error = kSquares ? difference * difference : fabsf(difference);
+    sum = i == 0 ? error : sum + error;
+  }
   return sum;
 }
 
@@ -48,7 +60,7 @@ __device__ float sum_of_rows(float sum) {
   return sum;
 }
 
-template <class Storage, class Nominal>
+template <class Storage, class Nominal, bool kSquares>
 __global__ void __launch_bounds__(kCastShape.threads())
     choose_kernel(ChoiceInputs in, const int64_t* table, const Item* items) {
   constexpr int kAcross = kCastShape.width() / kBlock, kDown = kCastShape.warps * kPanelRows / kBlock;
@@ -59,7 +71,7 @@ __global__ void __launch_bounds__(kCastShape.threads())
   const uint32_t group = item.ordinal / grid.across, beside = item.ordinal - group * grid.across;
   const float tensor_amax = tensor_amax_of(in.partial, item.weight), top = in.format.top();
   const FourOverSixScale scale(tensor_amax, top);
-  const bool squares = in.format.four_over_six == FourOverSix::kMse;
+  const int lane = threadIdx.x % kBlock;
   const uint64_t origin = origin_of<Storage>(in.masters, w);
   const int64_t across = w.columns() / kBlock;
 #pragma unroll 1
@@ -72,14 +84,20 @@ __global__ void __launch_bounds__(kCastShape.threads())
     const float amax = whole ? fabsf(in.packed.load(index)) : 0.0f;
     float x[kBlock] = {};
     if (whole) {
-      const int64_t element = first + threadIdx.x % kBlock * w.columns();
+      const int64_t element = first + lane * w.columns();
       load_row<Storage, Nominal>(reinterpret_cast<const typename Storage::Word*>(
                                      origin + element * static_cast<int64_t>(sizeof(typename Storage::Word))),
                                  x);
     }
-    const float four = sum_of_rows(error_of_row(x, MapError(scale, -amax, tensor_amax, top, squares)));
-    const float six = sum_of_rows(error_of_row(x, MapError(scale, amax, tensor_amax, top, squares)));
-    if (whole && threadIdx.x % kBlock == 0) in.packed.store(index, four < six ? -amax : amax);
+    const MapError map(scale, lane < kCodes ? -amax : amax, tensor_amax, top, kSquares);
+    const float decoded = map.decoded(lane % kCodes);
+    float sums[2];
+#pragma unroll
+    for (int other = 0; other < 2; ++other) {
+      const float multiplier = __shfl_sync(0xFFFFFFFFu, map.multiplier, kCodes * other, kBlock);
+      sums[other] = sum_of_rows(error_of_row<kSquares>(x, other, multiplier, decoded));
+    }
+    if (whole && lane == 0) in.packed.store(index, sums[0] < sums[1] ? -amax : amax);
   }
 }
 
@@ -91,8 +109,11 @@ void choose_scales(const Format& format, Dtype nominal, Dtype master, DeviceBase
   launch_partial_maxima(format, packed, work, partial, stream);
   const ChoiceInputs in{format, bases_of(masters), amaxes_of(packed), reinterpret_cast<const float*>(partial)};
   for_masters(master, nominal, [&](auto storage, auto rounded) {
-    launch(choose_kernel<decltype(storage), decltype(rounded)>, work.blocks, kCastShape.threads(), stream, in,
-           table_of(work), items_of(work));
+    using Storage = decltype(storage);
+    using Nominal = decltype(rounded);
+    const auto kernel = format.four_over_six == FourOverSix::kMse ? choose_kernel<Storage, Nominal, true>
+                                                                  : choose_kernel<Storage, Nominal, false>;
+    launch(kernel, work.blocks, kCastShape.threads(), stream, in, table_of(work), items_of(work));
   });
 }
 

@@ -43,6 +43,19 @@ __device__ uint32_t encode_fp8_pair(float2 y) {
 #endif
 }
 
+// The code of a magnitude, below 256 in the low bits of the result. A product that is NaN has its
+// sign bit clear on this hardware, and fminf gives 6 for it, whose code is also NaN's.
+//
+// (2**22 + 1) * e + a, with e the power of two at or below a but at least 1, rounds a to units of e
+// / 2 (the product is exact, so the one rounding is the addition's). The low bits of the sum are
+// then the code + 2 - 2 * log2(e), and those of the exponent field of e, shifted, are 2 * log2(e) -
+// 2.
+__device__ inline uint32_t encode_e2m1_magnitude(float y) {
+  const float a = fminf(fabsf(y), 6.0f);
+  const int32_t e = larger(bits_of(a) & kInfinity, 0x3F800000);
+  return bits_of(__fmaf_rn(float_of(e), 4194305.0f, a)) + (e >> 22);
+}
+
 // Only the architecture- and family-specific Blackwell targets (sm_100a, sm_100f, sm_120a ...) have
 // the conversion; plain ones would silently compile an emulation.
 #if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
@@ -59,18 +72,9 @@ __device__ inline uint32_t encode_e2m1_pair(float2 y) {
   return codes;
 }
 #else
-// Shifts a code in from the top: the encoder of codec.h in nine instructions. A product that is NaN
-// has its sign bit clear on this hardware, and fminf gives 6 for it, whose code is also NaN's.
-//
-// (2**22 + 1) * e + a, with e the power of two at or below a but at least 1, rounds a to units of e
-// / 2 (the product is exact, so the one rounding is the addition's). The low bits of the sum are
-// then the code + 2 - 2 * log2(e), and those of the exponent field of e, shifted, are 2 * log2(e) -
-// 2.
+// Shifts a code in from the top: the encoder of codec.h in nine instructions.
 __device__ inline uint32_t push_e2m1(uint32_t codes, float y) {
-  const float a = fminf(fabsf(y), 6.0f);
-  const int32_t e = larger(bits_of(a) & kInfinity, 0x3F800000);
-  const float sum = __fmaf_rn(float_of(e), 4194305.0f, a);
-  codes = __funnelshift_r(codes, bits_of(sum) + (e >> 22), 3);
+  codes = __funnelshift_r(codes, encode_e2m1_magnitude(y), 3);
   return __funnelshift_r(codes, static_cast<uint32_t>(bits_of(y)) >> 31, 1);
 }
 #endif

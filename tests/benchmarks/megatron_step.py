@@ -5,8 +5,8 @@
 
 Llama's widths and options, 8 layers, gradients reduced in FP32, gathers and reductions beside the passes. Without a recipe weights
 are bf16. Prints the median step of the slowest rank, the mean of steps between which nothing waits, how long the host is within
-`optimizer.step()`, and from a profile what the kernels of the cast and of the gathers take of a step. Needs megatron-core,
-TransformerEngine and a GPU a rank. `--cpu` tries it over gloo, with Megatron's own layers and without a recipe.
+`optimizer.step()`, and from a profile what the cast takes of a step, from its first kernel to its last, and the gathers. Needs
+megatron-core, TransformerEngine and a GPU a rank. `--cpu` tries it over gloo, with Megatron's own layers and without a recipe.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerocast.integrations.megatron import attach, quantized_params
@@ -88,6 +89,10 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     if options.attach:
         attach(optimizer, ddp)
     return ddp, optimizer
+
+
+def _is_cast_on_device(event: Any) -> bool:
+    return event.key == CAST and event.device_type == DeviceType.CUDA
 
 
 def annotated(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -153,7 +158,8 @@ class Step:
             self.synchronize()
         events = profiler.key_averages()
         gathers = sum(event.self_device_time_total for event in events if "ncclDevKernel_AllGather" in event.key)
-        casts = sum(event.device_time_total for event in events if event.key == CAST and event.self_cpu_time_total)
+        # The range on the device: no operator of torch launches TransformerEngine's kernels.
+        casts = sum(event.self_device_time_total for event in events if _is_cast_on_device(event))
         times = {"cast_ms": casts, "gather_ms": gathers}
         return {name: microseconds / 1e3 / PROFILED for name, microseconds in times.items()}
 
