@@ -49,21 +49,33 @@ class Apart:
         return len(self.of[DEVICE].keys() & self.of[HOST].keys())
 
 
+class EveryOther:
+    """Takes every other master for one on the host, in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, bool] = {}
+
+    def __call__(self, master: Tensor, device: torch.device) -> bool:
+        return self._seen.setdefault(master.data_ptr(), len(self._seen) % 2 == 0)
+
+
 @contextlib.contextmanager
-def apart(piece: int = 1 << 22) -> Iterator[Apart]:
-    """Inside, plans take every master for one on the host, cast in pieces of so many elements."""
-    found = Apart()
+def apart(piece: int = 1 << 22, mixed: bool = False) -> Iterator[Apart]:
+    """Inside, plans take every master for one on the host, or every other, cast in pieces of so many elements."""
+    found, sides = Apart(), {"side_effect": EveryOther()} if mixed else {"return_value": True}
     with (
-        mock.patch.object(partition, "lies_on_host", return_value=True),
+        mock.patch.object(partition, "lies_on_host", **sides),
         mock.patch.object(host_masters, "PIECE", piece),
         mock.patch.object(ops, "_implementation", found.watching(ops._implementation)),
     ):
         yield found
 
 
-def cast_and_gather(cases: tuple[Weight, ...], piece: int, steps: int = 1) -> tuple[Outcome, int, set[str]]:
+def cast_and_gather(
+    cases: tuple[Weight, ...], piece: int, steps: int = 1, mixed: bool = False
+) -> tuple[Outcome, int, set[str]]:
     """What a plan with masters on the host makes, the storages that two devices were handed, and which backends had any."""
-    with apart(piece) as found:
+    with apart(piece, mixed) as found:
         outcome = sharded.cast_and_gather(cases, DEVICE, steps)
         return outcome, found.shared, {name for name, storages in found.of.items() if storages}
 

@@ -22,10 +22,12 @@ GAPS = ((1, 20), (21, 150), (157, 16 * 32 - 3))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("piece", [74, 1 << 22])
-def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, seed: int) -> None:
+@pytest.mark.parametrize(("piece", "mixed"), [(74, False), (1 << 22, False), (1 << 22, True)])
+def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: bool, seed: int) -> None:
+    """All masters on the host, and with `mixed` every other one."""
     cases = sharded.every_format(world, seed)
-    for rank, (outcome, shared, backends) in enumerate(ranks(world)(host_masters.cast_and_gather, cases, piece)):
+    found = ranks(world)(host_masters.cast_and_gather, cases, piece, 1, mixed)
+    for rank, (outcome, shared, backends) in enumerate(found):
         sharded.assert_unsharded(outcome, cases, f"rank {rank} of {world}")
         assert shared == 0
         assert backends == {host_masters.DEVICE, host_masters.HOST}
@@ -92,20 +94,21 @@ def test_what_cannot_be_done_is_refused_before_anything_is() -> None:
         assert verify(plan).ok
 
 
-def test_masters_of_one_plan_lie_together() -> None:
-    """On the host or on the device; a move of some is refused, and nothing is taken."""
+def test_masters_on_both_sides_that_change_sides() -> None:
+    """A move to the other side is followed like any other."""
     weights = [QuantizedWeight.empty((16, 32), "nvfp4") for _ in range(2)]
-    masters = [torch.ones(512), torch.ones(512)]
-    together = "some masters lie on the host and others on the device of their weights: build a plan for each kind"
-    first_of = mock.patch.object(partition, "lies_on_host", side_effect=lambda master, _: master is masters[0])
-    with first_of, pytest.raises(ValueError, match=together):
-        CastPlan(weights, masters, [0, 0], ONE_PROCESS)
-    plan = CastPlan(weights, [torch.ones(512), torch.ones(512)], [0, 0], ONE_PROCESS)
-    with first_of, pytest.raises(ValueError, match=together):
-        plan.move_masters([masters[0], torch.zeros(512)])
-    plan.cast()
-    plan.post_all_gather()
-    casts.assert_same_bytes(casts.bytes_of(weights[0]), casts.bytes_of(casts.cast_whole("nvfp4", torch.ones(16, 32))))
+    first, second = (torch.from_numpy(lcg_matrix(16, 32, seed)).view(-1).clone() for seed in (1, 2))
+    hosted = [first]
+    with mock.patch.object(partition, "lies_on_host", side_effect=lambda master, _: any(master is h for h in hosted)):
+        plan = CastPlan(weights, [first, second], [0, 0], ONE_PROCESS)
+        for masters in ([first, second], [2 * first, second], [first, 3 * second], [first, second]):
+            hosted[:] = [masters[1]]
+            plan.move_masters(masters)
+            plan.cast()
+            plan.post_all_gather()
+            for weight, master in zip(weights, masters, strict=True):
+                whole = casts.cast_whole("nvfp4", master.view(16, 32))
+                casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(whole))
 
 
 def test_masters_that_move_are_followed() -> None:
@@ -133,6 +136,21 @@ def test_on_a_gpu(fmt: str) -> None:
     quantize_master_weights([ours], [master], [0], ONE_PROCESS)
     quantize_master_weights([theirs], [master.cuda()], [0], ONE_PROCESS)
     casts.assert_same_bytes(casts.bytes_of(ours), casts.bytes_of(theirs), fmt)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_masters_on_both_sides_of_a_gpu() -> None:
+    master = torch.from_numpy(lcg_matrix(256, 512, 3)).view(-1)
+    formats = (*casts.FORMATS, *TWO_FORMATS)
+    ours, theirs = (
+        [QuantizedWeight.empty((256, 512), fmt, torch.bfloat16, "cuda") for fmt in formats for _ in range(2)]
+        for _ in "ab"
+    )
+    quantize_master_weights(ours, [master, master.cuda()] * len(formats), [0] * len(ours), ONE_PROCESS)
+    quantize_master_weights(theirs, [master.cuda()] * len(ours), [0] * len(ours), ONE_PROCESS)
+    for one, other in zip(ours, theirs, strict=True):
+        casts.assert_same_bytes(casts.bytes_of(one), casts.bytes_of(other), str(one.format))
 
 
 @pytest.mark.gpu

@@ -35,8 +35,8 @@ def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class HostTable(WeightTable):
-    """A table of weights whose masters lie on the host. Its rows hold where the weights lie on
-    their device, and own nothing.
+    """A table of weights whose masters lie on the host; a plan's other weights are in tables of
+    the device. Its rows hold where the weights lie on their device, and own nothing.
 
     `packed` of a stage is on that device; `mirror` is a host tensor of its size, which all such
     tables of a plan share.

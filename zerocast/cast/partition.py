@@ -41,6 +41,11 @@ class MasterShard:
     cuts: range | None = None
 
     @property
+    def on_host(self) -> bool:
+        """True if the master lies on the host, and the weight on another device."""
+        return self.master is not None and lies_on_host(self.master, self.weight.device)
+
+    @property
     def rows(self) -> Span:
         """The rows of which this rank computes scales: all, or those around its span where scales
         are gathered. Scale buffers are padded to so many rows at most, so none ends inside.
@@ -66,8 +71,8 @@ class Partition:
 
     @property
     def has_host_masters(self) -> bool:
-        """True if the masters of this rank lie on the host, and the weights on another device."""
-        return any(shard.master is not None and lies_on_host(shard.master, self.device) for shard in self.shards)
+        """True if any master of this rank lies on the host, and its weight on another device."""
+        return any(shard.on_host for shard in self.shards)
 
     def owned_anywhere(self, index: int) -> bool:
         """True if any rank holds a part of the master; a weight without one is frozen and stays
@@ -100,7 +105,7 @@ class Partition:
                     f"weight {index} ({_fingerprint(shard.weight)}): this plan was built for a master of {shard.span.numel} "
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
-        _check_masters_together(moved)
+        _check_host_masters(moved)
         self.shards[:] = moved
 
 
@@ -146,17 +151,10 @@ def lies_on_host(master: Tensor, device: torch.device) -> bool:
     return master.device.type == "cpu" and device.type not in ("cpu", "meta")
 
 
-def _check_masters_together(shards: Sequence[MasterShard]) -> None:
-    """ValueError where some masters lie on the host and others do not, or where no cast can read
-    those on the host.
-    """
-    pairs = [(shard, lies_on_host(shard.master, shard.weight.device)) for shard in shards if shard.master is not None]
-    if not any(on_host for _, on_host in pairs):
+def _check_host_masters(shards: Sequence[MasterShard]) -> None:
+    """ValueError or RuntimeError where masters lie on the host and no cast can read them there."""
+    if not any(shard.on_host for shard in shards):
         return
-    if not all(on_host for _, on_host in pairs):
-        raise ValueError(
-            "some masters lie on the host and others on the device of their weights: build a plan for each kind, on all ranks alike"
-        )
     if any(shard.cuts is not None for shard in shards):
         raise ValueError(
             "scales are gathered (scale_cuts), and masters lie on the host: move them to the weights' device"
@@ -217,7 +215,7 @@ def _check(
         raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
     if torch.device("meta") in devices:
         raise ValueError("the weights are on the meta device: give them storage before the plan is built")
-    _check_masters_together(shards)
+    _check_host_masters(shards)
     return shards
 
 

@@ -41,7 +41,7 @@ class CastPlan:
         model_weights: the QuantizedWeights, the same list on every rank.
         master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
             nominal dtype; None or an empty tensor where this rank owns nothing. They lie on the
-            device of the weights, or all of a rank's in host memory: these are cast where they lie,
+            device of the weights, or in host memory, some or all: these are cast where they lie,
             and their codes copied to the weights. Then there is no `update`, no `scale_cuts`, no
             CUDA graph and no `note_changes`.
         start_offsets: for each, the row-major position of the master's first element in the weight.

@@ -25,7 +25,7 @@ class CastTables:
         cut_blocks: the rows of blocks that boundaries cut, where blocks choose their scales by
             their elements.
         notes: where the casts note what they change, if they do.
-        on_host: True if the masters lie on the host, and the weights on another device.
+        on_host: True if any masters lie on the host, and the weights on another device.
     """
 
     owned: list[WeightTable]
@@ -46,9 +46,8 @@ class CastTables:
         device, backend, shards = packed.buffer.device, partition.backend, partition.shards
         owned, boundary = WeightTables(device, backend), WeightTables(device, backend)
         on_host = partition.has_host_masters
-        if on_host:
-            mirror = host_tensor(packed.buffer.numel(), packed.buffer.dtype, device)
-            owned = WeightTables(device, backend, lambda key, device: HostTable(key, device, mirror))
+        mirror = host_tensor(packed.buffer.numel() if on_host else 0, packed.buffer.dtype, device)
+        hosted = WeightTables(device, backend, lambda key, device: HostTable(key, device, mirror))
         for index in cast:
             if index not in packed.offsets:
                 continue  # others compute its scales
@@ -56,7 +55,8 @@ class CastTables:
             master = torch.float32 if shard.master is None else shard.master.dtype
             shared = packed.shared.get(index, -1)
             group, bit = param_groups[index], notes.origin(index) if notes else -1
-            for half, table in enumerate(owned.of_halves(shard.weight, master, group is not None)):
+            tables = hosted if shard.on_host else owned
+            for half, table in enumerate(tables.of_halves(shard.weight, master, group is not None)):
                 table.changed = notes.bitmap if notes and not half else None  # of the codes of forward passes
                 table.add_shard(shard, packed.offsets[index][half:], group or 0, shared, bit)
         for index, element, slot in packed.boundary_elements:
@@ -68,4 +68,4 @@ class CastTables:
                         table.changed, row[Column.CHANGED] = notes.bitmap, notes.origin(index)
                     table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
         cut_blocks = packed.cut_blocks.tables(dict(enumerate(shards)), packed.offsets, device, backend)
-        return CastTables(owned.freeze(), boundary.freeze(), cut_blocks, notes, on_host)
+        return CastTables([*owned.freeze(), *hosted.freeze()], boundary.freeze(), cut_blocks, notes, on_host)
