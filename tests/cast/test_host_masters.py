@@ -72,7 +72,8 @@ def test_shard_storage_of_the_caller(fmt: str) -> None:
 
 
 def _plan() -> tuple[CastPlan, QuantizedWeight, torch.Tensor]:
-    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1).clone()
+    weight = QuantizedWeight.empty((16, 32), "nvfp4")
+    master = torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1).clone()
     return CastPlan([weight], [master], [0], ONE_PROCESS, backend="reference"), weight, master
 
 
@@ -167,3 +168,33 @@ def test_a_gpu_never_holds_the_masters_nor_a_graph_their_cast() -> None:
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(graph):
         plan.launch()
     plan.cast()
+
+
+def test_storage_of_the_caller_is_followed() -> None:
+    """Codes go to shard storage where it lies at the cast, as with masters on the device."""
+    found = []
+    for on_host in (True, False):
+        master = torch.from_numpy(lcg_matrix(32, 64, 1)).view(-1).clone()
+        weight = QuantizedWeight.empty((32, 64), "fp8_current")
+        part = torch.zeros(2048, dtype=weight.rowwise_data.dtype)
+        with host_masters.apart(), mock.patch.object(partition, "lies_on_host", return_value=on_host):
+            plan = CastPlan([weight], [master], [0], ONE_PROCESS, fsdp_shard_model_weights=[part], backend="reference")
+            plan.cast()
+            part.data = torch.zeros_like(part)
+            plan.cast()
+        found.append(part.view(torch.uint8).clone())
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_masters_do_not_move_to_the_host_while_changes_are_noted() -> None:
+    weight = QuantizedWeight.empty((16, 32), "nvfp4")
+    master = torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1).clone()
+    with mock.patch.object(partition, "lies_on_host", side_effect=lambda given, _: given is not master):
+        plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend="reference")
+        plan.note_changes()
+        plan.cast()
+        before = casts.bytes_of(weight)
+        with pytest.raises(ValueError, match="notes changes"):
+            plan.move_masters([master.clone()])
+        plan.cast()
+        casts.assert_same_bytes(casts.bytes_of(weight), before)

@@ -67,11 +67,14 @@ class HostTable(WeightTable):
         for number, piece in enumerate(self._pieces):
             piece.put_in(self._staging[number % 2])
         self._copied: list[Any] = [None, None]
+        self._stored = [tensor for shard, *_ in self._shards for tensor in _stored(shard)]
+        self._addresses = [tensor.data_ptr() for tensor in self._stored]
         return self
 
     def moved(self) -> bool:
-        """True if a weight or a master was replaced since the table was made."""
-        return super().moved() or self._measured.moved()
+        """True if a weight, a master or the caller's storage was replaced since the table was made."""
+        stored = [tensor.data_ptr() for tensor in self._stored]
+        return super().moved() or self._measured.moved() or stored != self._addresses
 
     def measure(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
         """Amaxes of the masters, brought to the device."""
@@ -165,6 +168,12 @@ class HostTable(WeightTable):
             yield piece
 
 
+def _stored(shard: MasterShard) -> tuple[Tensor, ...]:
+    """The caller's own storage of a shard's codes, if it gave any."""
+    own = shard.shard_data
+    return own if isinstance(own, tuple) else (own,) if own is not None else ()
+
+
 @dataclass
 class _Piece:
     """Some owned elements that are cast into host memory together, and where their codes go.
@@ -183,8 +192,7 @@ class _Piece:
         """Append the elements `span` of a weight, of which `row` is a row of the table."""
         first, last = byte_range(fmt, shard.weight.matrix_shape, span, shard.weight.dtype)
         origin, _ = byte_range(fmt, shard.weight.matrix_shape, shard.span, shard.weight.dtype)
-        own = shard.shard_data
-        stored = own if isinstance(own, tuple) else (own,) if own is not None else ()
+        stored = _stored(shard)
         buffers = shard.weight.state.half(backward)
         for direction in range(2 if fmt.columnwise is Columnwise.OWN_GRID else 1):
             name = _DIRECTIONS[direction]

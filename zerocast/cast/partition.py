@@ -89,9 +89,14 @@ class Partition:
             return "its shard lies in storage of the caller (fsdp_shard_model_weights, scale_cuts), cut for this format"
         return "a host keeps its amax history" if shard.weight.state.external_scaling_state else None
 
-    def move(self, master_weights: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None) -> None:
+    def move(
+        self,
+        master_weights: Sequence[Tensor | None],
+        shard_data: Sequence[ShardData | None] | None,
+        notes_changes: bool = False,
+    ) -> None:
         """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with
-        nothing taken, for other spans.
+        nothing taken, for other spans, and for masters on the host while changes are noted.
         """
         data = [None] * len(self.shards) if shard_data is None else shard_data
         moved = []
@@ -106,6 +111,11 @@ class Partition:
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
         _check_host_masters(moved)
+        if notes_changes and any(shard.on_host for shard in moved):
+            raise ValueError(
+                "this plan notes changes, and masters on the host are cast without a look at the old codes: keep them on the "
+                "device, or build another plan"
+            )
         self.shards[:] = moved
 
 

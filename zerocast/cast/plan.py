@@ -231,7 +231,7 @@ class CastPlan:
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing
         is changed then.
         """
-        self._partition.move(master_weights, fsdp_shard_model_weights)
+        self._partition.move(master_weights, fsdp_shard_model_weights, self._notes is not None)
         self._watch()
         self._bind()
 
