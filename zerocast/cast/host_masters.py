@@ -72,7 +72,7 @@ class HostTable(WeightTable):
         return self
 
     def moved(self) -> bool:
-        """True if a weight, a master or the caller's storage was replaced since the table was made."""
+        """True if a weight, a master or the caller's storage was replaced since then."""
         stored = [tensor.data_ptr() for tensor in self._stored]
         return super().moved() or self._measured.moved() or stored != self._addresses
 
