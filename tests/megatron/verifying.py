@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
+from tests.megatron import muon
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, NARROW, Case, build_attached
 from tests.workers import error_of
@@ -117,6 +118,34 @@ def stale_reads() -> dict[str, str]:
     finally:
         zerocast.set_debug(False)
     return said
+
+
+def masters_of_whole_matrices() -> tuple[dict[str, int], bool, str]:
+    """Of ranks that own whole matrices: stale bytes and what verify says after masters went to other memory and trained there, as
+    by the host's offload_to_cpu and restore_from_cpu; what debug mode says of one that was written by hand.
+    """
+    zerocast.set_debug(True)
+    try:
+        with muon.host(Case("fp8_current")):
+            run, attached = muon.build_attached(Case("fp8_current"))
+            masters = [m for one in run.optimizer.chained_optimizers for m in _masters_in(one)]
+            run.step(0)
+            for master in masters:
+                master.data = master.data.clone()
+            run.step(1)
+            run.force_sync()
+            stale, ok = run.stale_bytes(), verify(attached).ok
+            with torch.no_grad():
+                for master in masters:
+                    master.add_(1.0)
+            return stale, ok, error_of(lambda: run.forward(2))
+    finally:
+        zerocast.set_debug(False)
+
+
+def _masters_in(one: Any) -> list[Tensor]:
+    parts = getattr(one, "chained_optimizers", [one])
+    return [master for part in parts for group in part.optimizer.param_groups for master in group["params"]]
 
 
 def detached() -> str:
