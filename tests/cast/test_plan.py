@@ -116,6 +116,23 @@ def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
     casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(doubled))
 
 
+def test_storage_of_the_caller_stays_when_masters_move(backend: str) -> None:
+    """Until it is given anew; None in a list means the weight's own data."""
+    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
+    storage, other = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend=backend)
+    untouched = weight.rowwise_data.clone()
+    for step, (given, into) in enumerate([((), storage), (([other],), other), ((), other)]):
+        moved = torch.from_numpy(lcg_matrix(16, 32, 1 + step))
+        plan.move_masters([moved.view(-1)], *given)
+        plan.cast()
+        expected = casts.cast_whole("nvfp4", moved).rowwise_data
+        assert torch.equal(into, expected.view(-1)) and torch.equal(weight.rowwise_data, untouched)
+    plan.move_masters([moved.view(-1)], [None])
+    plan.cast()
+    assert torch.equal(weight.rowwise_data, expected)
+
+
 def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:
     weight, master = QuantizedWeight.empty((16, 32), "fp8_current"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
     plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)

@@ -226,7 +226,8 @@ class CastPlan:
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
     ) -> None:
         """Cast these from now on: masters of the same spans, and storage of their codes, at other
-        addresses.
+        addresses. Without `fsdp_shard_model_weights` codes go where they went before; with a list
+        they go to its tensors, and for None in it to the weight's own data.
 
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing
         is changed then.
