@@ -55,6 +55,14 @@ def test_masters_of_whole_matrices_that_move_or_are_written_by_hand(ranks: Ranks
         assert "its masters have been written since its last cast" in said
 
 
+@pytest.mark.parametrize("whole_matrices", [False, True], ids=["slices", "whole matrices"])
+def test_offloaded_masters_leave_no_memory_in_use(ranks: Ranks, whole_matrices: bool) -> None:
+    if whole_matrices and muon.WHY_NO_MUON:
+        pytest.skip(muon.WHY_NO_MUON)
+    for freed, stale, ok in ranks(2)(verifying.offloaded_between_steps, whole_matrices):
+        assert freed and not stale and ok
+
+
 def test_nobody_is_asked_after_detach(ranks: Ranks) -> None:
     assert ranks(2)(verifying.detached) == [" nobody is known to own masters of this model's weights"] * 2
 

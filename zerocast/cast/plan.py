@@ -236,6 +236,13 @@ class CastPlan:
         self._watch()
         self._bind()
 
+    def forget_places(self) -> None:
+        """Keep no memory in use that masters and weights have left (`.data =`), until the next cast
+        looks where they lie then. Local.
+        """
+        self._tables = CastTables([], [], [], self._notes)
+        self._generation = -1
+
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()`
         ends it.

@@ -146,6 +146,11 @@ class HostPlan:
             self._flat = [_flat(master) for master in self.host.masters]
             self.plan.move_masters(self._flat)
 
+    def leave_memory(self) -> None:
+        """Keep no memory in use that the host has moved masters out of. Local."""
+        self._follow_masters()
+        self.plan.forget_places()
+
     def after_step(self) -> None:
         """Cast and gather, for a host that does not gather by itself. Collective."""
         self._write(repeat=False)
