@@ -45,8 +45,7 @@ def _problem(module: Any, parameter: Tensor) -> str | None:
     if not isinstance(module, host.module(host.MODULES).TransformerEngineBaseModule):
         return "is no weight of a module that takes quantized ones: leave it out of the recipe"
     host.require(module, ["primary_weights_in_fp8", "fsdp_group"])
-    found = (is_met(module, parameter) for is_met in _PROBLEMS)
-    return next((text for is_there, text in zip(found, _PROBLEMS.values(), strict=True) if is_there), None)
+    return next((text for is_met, text in _PROBLEMS.items() if is_met(module, parameter)), None)
 
 
 _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {

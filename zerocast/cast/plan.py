@@ -43,7 +43,8 @@ class CastPlan:
             nominal dtype; None or an empty tensor where this rank owns nothing. They lie on the
             device of the weights, or in host memory, some or all: these are cast where they lie,
             and their codes copied to the weights. Then there is no `update`, no `scale_cuts`, no
-            CUDA graph and no `note_changes`.
+            CUDA graph and no `note_changes`. The host reads them as soon as a cast is called: wait
+            before that for copies that a GPU makes into them.
         start_offsets: for each, the row-major position of the master's first element in the weight.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one
             process if there is none.
