@@ -119,6 +119,10 @@ class Partition:
             )
         self.shards[:] = moved
 
+    def check_again(self, notes_changes: bool = False) -> None:
+        """Check masters and shard storage as `move` does, since `.data =` gives them any memory."""
+        self.move([shard.master for shard in self.shards], None, notes_changes)
+
 
 def partition(
     group: Group,

@@ -431,9 +431,11 @@ class CastPlan:
 
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a
-        weight over.
+        weight over. ValueError or TypeError, on this rank alone, for masters that were given what a
+        plan could not be built for.
         """
         if self._generation != weight_state.generation() or any(table.moved() for table in self._tables.owned):
+            self._partition.check_again(self._notes is not None)
             if any(w.state.freshness is not self.freshness for w in self.weights):
                 self._step_hooks.check_unclaimed()
             self._bind()
