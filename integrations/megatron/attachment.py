@@ -84,6 +84,8 @@ class OptimizerPlan(HostPlan):
         ):
             yield Patch(copier, name, check_given_values(one, guard.writing(method, what, masters=masters)))
         yield from offload.patches(one)
+        if hasattr(one, "offload_to_cpu"):  # masters and moments, while a model generates
+            yield Patch(one, "offload_to_cpu", followed_by(one.offload_to_cpu, self.leave_memory))
         yield Patch(one, "sharded_state_dict", saving_scaling(one, delayed, rank))
         yield Patch(one, "load_state_dict", loading_scaling(one, delayed, rank, lambda: guard.is_preparing))
         yield from self.gathers.patches(self.plan.backend)

@@ -322,8 +322,9 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
 
 class OwnedMaster(NamedTuple):
-    """The elements of a parameter that this rank owns: their FP32 master, the row-major position of
-    the first one, and the same elements in the host's buffer, which is asked for plain parameters.
+    """The elements of a parameter that this rank owns: their FP32 master, the host's tensor, the
+    row-major position of the first one, and the same elements in the host's buffer, which is asked
+    for plain parameters.
     """
 
     param: Any
@@ -386,12 +387,7 @@ def _whole_matrices(optimizer: Any) -> Iterator[OwnedMaster]:
     part = _part(optimizer)
     for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
         for param, master in zip(models, mains, strict=True):
-            yield OwnedMaster(param, master.data.view(-1), 0, functools.partial(_flat, param))
-
-
-def _flat(param: Any) -> Tensor:
-    data: Tensor = param.data.view(-1)
-    return data
+            yield OwnedMaster(param, master, 0, functools.partial(getattr, param, "data"))
 
 
 def _part(optimizer: Any) -> Any:

@@ -199,7 +199,7 @@ def masters_from_model(shards: OptimizerShards, locate: Callable[[], None]) -> C
         for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
             if master is not None:
                 span = shards.span(i)
-                master.copy_(weight.dequantize().view(-1)[span.start : span.stop])
+                master.copy_(weight.dequantize().view(-1)[span.start : span.stop].view(master.shape))
         for part in shards.plain.values():
             if part.master is not None and part.rounded is not None:
                 part.master.copy_(part.rounded)

@@ -10,15 +10,18 @@ asks for them. They are dropped after the input gradient, and at every gather.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise, FormatSpec, layout
 from zerocast.fsdp2.prepare import PickledHook
+from zerocast.fsdp2.presentation import owner_of_tensors
 
 from . import host
 from .adapters import Adapter, adapter_for, is_quantized, same_codes, shown_format
@@ -30,7 +33,7 @@ def present(module: nn.Module, name: str, parameter: Tensor) -> "GatheredWeight 
 
     Raises ValueError for a weight that TransformerEngine's modules cannot take so.
     """
-    if not type(module).__module__.startswith("transformer_engine."):
+    if owner_of_tensors(module) != "transformer_engine":
         return None
     problem = _problem(module, parameter)
     if problem:
@@ -42,8 +45,7 @@ def _problem(module: Any, parameter: Tensor) -> str | None:
     if not isinstance(module, host.module(host.MODULES).TransformerEngineBaseModule):
         return "is no weight of a module that takes quantized ones: leave it out of the recipe"
     host.require(module, ["primary_weights_in_fp8", "fsdp_group"])
-    found = (is_met(module, parameter) for is_met in _PROBLEMS)
-    return next((text for is_there, text in zip(found, _PROBLEMS.values(), strict=True) if is_there), None)
+    return next((text for is_met, text in _PROBLEMS.items() if is_met(module, parameter)), None)
 
 
 _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
@@ -71,6 +73,7 @@ class GatheredWeight:
     """A weight as the modules of TransformerEngine see it while it is gathered."""
 
     _weight: QuantizedWeight  # what was gathered last
+    _shown: Any  # the tensor that a module has computed with last
 
     def __init__(self) -> None:
         self._checked: Any = None  # the recipe that was found to compute in the format
@@ -140,8 +143,8 @@ class GatheredWeight:
             buffers[name] = buffer.detach().view(spec.shape)
         return QuantizedWeight.of_buffers(tuple(weight.shape), weight.format, weight.dtype, buffers)
 
-    def before_forward(self, module: nn.Module, name: str) -> Any:
-        """The tensor that the module is about to compute with.
+    def before_forward(self, module: nn.Module, name: str) -> None:
+        """Prepare the tensor that the module is about to compute with.
 
         RuntimeError for one that was not gathered, whose master was changed since, or that the
         recipe in use does not compute with.
@@ -154,8 +157,12 @@ class GatheredWeight:
             )
         self._weight.check_readable()
         self._check_recipe(module, name)
+        self._shown = shown
         self.restore(shown)
-        return shown
+
+    def after_input_gradient(self) -> None:
+        """Drop the copies that an input gradient was computed with."""
+        self.restore(self._shown)
 
     def _check_recipe(self, module: nn.Module, name: str) -> None:
         state = host.module(host.QUANTIZATION).FP8GlobalStateManager
@@ -180,32 +187,38 @@ class GatheredWeight:
 
 
 class _BeforeForward:
-    """A forward pre-hook of a module that holds the weight as `name`."""
+    """A forward pre-hook of a module that holds the weight as `name`.
+
+    An input may live as long as the model, such as a parameter, so it gets one hook for all passes,
+    which does not keep the weight alive.
+    """
 
     def __init__(self, presentation: GatheredWeight, name: str) -> None:
         self._presentation, self._name = presentation, name
+        self._inputs = WeakTensorKeyDictionary()  # those that have the hook
 
     def __reduce__(self) -> Any:
         return PickledHook, ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        shown = self._presentation.before_forward(module, self._name)
+        self._presentation.before_forward(module, self._name)
         if not torch.is_grad_enabled():
             return
-        after_input_gradient = _AfterInputGradient(self._presentation, shown)
         for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(after_input_gradient)
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor not in self._inputs:
+                self._inputs[tensor] = tensor.register_hook(_AfterInputGradient(self._presentation))
 
 
 class _AfterInputGradient:
     """A hook of the gradient of a module's input, for which columnwise copies were made."""
 
-    def __init__(self, presentation: GatheredWeight, shown: Tensor) -> None:
-        self._presentation, self._shown = presentation, shown
+    def __init__(self, presentation: GatheredWeight) -> None:
+        self._presentation = weakref.ref(presentation)
 
     def __call__(self, gradient: Tensor) -> None:
-        self._presentation.restore(self._shown)
+        presentation = self._presentation()
+        if presentation is not None:
+            presentation.after_input_gradient()
 
 
 @functools.cache

@@ -142,9 +142,8 @@ def _owned(entries: Sequence[Entry]) -> list[tuple[int | None, int]]:
     return [(entry.start, 0 if entry.master is None else entry.master.numel()) for entry in entries]
 
 
-def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None] | None]:
-    shards = [entry.shard for entry in entries]
-    return [entry.master for entry in entries], shards if any(shard is not None for shard in shards) else None
+def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None]]:
+    return [entry.master for entry in entries], [entry.shard for entry in entries]
 
 
 def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:

@@ -95,6 +95,33 @@ def test_a_master_whose_storage_was_replaced_is_followed(backend: str) -> None:
     assert_is_cast_of(weight, parameter.detach())
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.ones(100), "built for a master of 512 elements from 0 on, got 100"),
+        (torch.ones(0), "built for a master of 512 elements from 0 on, got 0"),
+        (torch.ones(512, dtype=torch.float16), "the master is torch.float16; float32 or the nominal"),
+        (torch.ones(512, dtype=torch.float64), "the master is torch.float64; float32 or the nominal"),
+        (torch.ones(1024)[::2], "flat and contiguous"),
+    ],
+    ids=["shorter", "empty", "fp16", "fp64", "strided"],
+)
+def test_data_that_a_master_cannot_have(backend: str, data: torch.Tensor, message: str) -> None:
+    """Another size would be read beyond its end, another dtype or stride as other values."""
+    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
+    plan.cast()
+    before, kept = casts.bytes_of(weight), master.data
+    master.data = data
+    with pytest.raises((TypeError, ValueError), match=message):
+        plan.cast()
+    casts.assert_same_bytes(casts.bytes_of(weight), before)
+    master.data = 2 * kept
+    plan.cast()
+    plan.post_all_gather()
+    casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(casts.cast_whole("nvfp4", 2 * kept.view(16, 32))))
+
+
 def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
     """Of the same span: a host that makes its shards anew. Another span is refused, and nothing is taken."""
     weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), lcg_matrix(16, 32, 0)
@@ -114,6 +141,23 @@ def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:
     doubled = QuantizedWeight.empty((16, 32), "nvfp4")
     CastPlan([doubled], [2 * flat[:100]], [0], ONE_PROCESS, backend=backend).cast()
     casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(doubled))
+
+
+def test_storage_of_the_caller_stays_when_masters_move(backend: str) -> None:
+    """Until it is given anew; None in a list means the weight's own data."""
+    weight, master = QuantizedWeight.empty((16, 32), "nvfp4"), torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1)
+    storage, other = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend=backend)
+    untouched = weight.rowwise_data.clone()
+    for step, (given, into) in enumerate([((), storage), (([other],), other), ((), other)]):
+        moved = torch.from_numpy(lcg_matrix(16, 32, 1 + step))
+        plan.move_masters([moved.view(-1)], *given)
+        plan.cast()
+        expected = casts.cast_whole("nvfp4", moved).rowwise_data
+        assert torch.equal(into, expected.view(-1)) and torch.equal(weight.rowwise_data, untouched)
+    plan.move_masters([moved.view(-1)], [None])
+    plan.cast()
+    assert torch.equal(weight.rowwise_data, expected)
 
 
 def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import zerocast
+from tests import casts
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches, PlainShard
@@ -59,6 +60,30 @@ def test_a_step_casts_and_rounds_and_is_verified_by_name() -> None:
     assert zerocast.verify(attached).ok
     steps = ["before_cast", "gather"]
     assert host.calls == [*steps, "before_reading", *steps, "before_reading", "before_reading"]
+
+
+def test_masters_of_any_shape_are_followed_to_other_memory() -> None:
+    """Written there, then seen by debug mode, verified and cast; what lay behind the old memory is of no interest any more."""
+    host = Host()
+    host.masters = [master.view(32, 64) for master in host.masters]
+    host.bias_master, host.bias = host.bias_master.view(2, 16), host.bias.view(2, 16)
+    zerocast.set_debug(True)
+    try:
+        attached = host.attach()
+        attached.refresh()
+        for master in (*host.masters, host.bias_master):
+            master.data = master.data.clone()
+            master.mul_(2)
+        with pytest.raises(RuntimeError, match="its masters have been written since its last cast"):
+            host.weights[1].dequantize()
+        assert len(zerocast.verify(attached).differences) > 3
+        attached.after_step()
+        whole = casts.cast_whole("fp8_block", host.masters[1])
+        casts.assert_same_bytes(casts.bytes_of(host.weights[1]), casts.bytes_of(whole))
+        assert torch.equal(host.bias, host.bias_master.bfloat16())
+        assert zerocast.verify(attached).ok
+    finally:
+        zerocast.set_debug(False)
 
 
 def test_a_refresh_repeats_and_a_step_moves_delayed_scaling_on() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import zerocast
-from tests.megatron import verifying
+from tests.megatron import muon, verifying
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import FORMATS, MIXED
 from tests.workers import Ranks
@@ -46,6 +46,21 @@ def test_debug_mode(ranks: Ranks) -> None:
         assert "holds this rank's part of the last cast only" in said["before the gather"]
         assert "its masters have been written since its last cast" in said["by hand"]
         assert all("call attachment.refresh()" in text and "force_sync=True" in text for text in said.values())
+
+
+@pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON)
+def test_masters_of_whole_matrices_that_move_or_are_written_by_hand(ranks: Ranks) -> None:
+    for stale, ok, said in ranks(2)(verifying.masters_of_whole_matrices):
+        assert not stale and ok
+        assert "its masters have been written since its last cast" in said
+
+
+@pytest.mark.parametrize("whole_matrices", [False, True], ids=["slices", "whole matrices"])
+def test_offloaded_masters_leave_no_memory_in_use(ranks: Ranks, whole_matrices: bool) -> None:
+    if whole_matrices and muon.WHY_NO_MUON:
+        pytest.skip(muon.WHY_NO_MUON)
+    for freed, stale, ok in ranks(2)(verifying.offloaded_between_steps, whole_matrices):
+        assert freed and not stale and ok
 
 
 def test_nobody_is_asked_after_detach(ranks: Ranks) -> None:

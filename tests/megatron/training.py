@@ -158,7 +158,7 @@ class Run:
         for one in distributed_optimizers(self.optimizer):
             owns, mine = ownership(one), {}
             for param, master, start, _ in owns.masters(one):
-                mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
+                mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().view(-1).clone()
             its_ranks: list[Any] = [None] * owns.group(one).size()
             dist.all_gather_object(its_ranks, mine, group=owns.group(one))
             everyone += its_ranks

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerocast
+from tests.megatron import muon
 from tests.megatron.here import host
 from tests.megatron.training import MIXED, NARROW, Case, build_attached
 from tests.workers import error_of
@@ -117,6 +119,52 @@ def stale_reads() -> dict[str, str]:
     finally:
         zerocast.set_debug(False)
     return said
+
+
+def masters_of_whole_matrices() -> tuple[dict[str, int], bool, str]:
+    """Of ranks that own whole matrices: stale bytes and what verify says after masters went to other memory and trained there, as
+    by the host's offload_to_cpu and restore_from_cpu; what debug mode says of one that was written by hand.
+    """
+    zerocast.set_debug(True)
+    try:
+        with muon.host(Case("fp8_current")):
+            run, attached = muon.build_attached(Case("fp8_current"))
+            masters = [m for one in run.optimizer.chained_optimizers for m in _masters_in(one)]
+            run.step(0)
+            for master in masters:
+                master.data = master.data.clone()
+            run.step(1)
+            run.force_sync()
+            stale, ok = run.stale_bytes(), verify(attached).ok
+            with torch.no_grad():
+                for master in masters:
+                    master.add_(1.0)
+            return stale, ok, error_of(lambda: run.forward(2))
+    finally:
+        zerocast.set_debug(False)
+
+
+def offloaded_between_steps(whole_matrices: bool) -> tuple[bool, dict[str, int], bool]:
+    """Whether the host's offload_to_cpu frees the memory of masters; stale bytes and what verify says after the next step."""
+    case = Case("fp8_current")
+    with muon.host(case) if whole_matrices else case.host():
+        run, attached = (muon.build_attached if whole_matrices else build_attached)(case)
+        masters = [m for one in run.optimizer.chained_optimizers for m in _masters_in(one)]
+        run.step(0)
+        memory = [StorageWeakRef(master.data.untyped_storage()) for master in masters]
+        for master in masters if masters[0].device.type == "cpu" else ():  # which the host leaves where they are
+            master.data = master.data.clone()
+        run.optimizer.offload_to_cpu()
+        freed = all(storage.expired() for storage in memory)
+        run.optimizer.restore_from_cpu()
+        run.step(1)
+        run.force_sync()
+        return freed, run.stale_bytes(), verify(attached).ok
+
+
+def _masters_in(one: Any) -> list[Tensor]:
+    parts = getattr(one, "chained_optimizers", [one])
+    return [master for part in parts for group in part.optimizer.param_groups for master in group["params"]]
 
 
 def detached() -> str:

@@ -1,7 +1,9 @@
 """Deltas by what casts have noted: exact after steps, skips, loads, averages and switches, with no codes kept."""
 
 import copy
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from tests.selection import some, worlds
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected
 from tests.serve.test_refits import CASES, Run, deliver
+from tests.workers import error_of
 from zerocast import CastPlan
+from zerocast.cast import partition
 from zerocast.optim import EMA
 from zerocast.optim.device_step import CapturedStep
 from zerocast.serve import Receiver, Sender
@@ -336,6 +340,20 @@ def one_rank_of_two() -> None:
 
 def test_a_rank_that_asks_alone(ranks: Any) -> None:
     ranks(2)(one_rank_of_two)
+
+
+def masters_on_the_host_of_one_rank() -> tuple[str, bool]:
+    """What a Sender says where the other rank owns nothing, and whether casts note anything then."""
+    master = torch.randn(512) if dist.get_rank() == 0 else None
+    with mock.patch.object(partition, "lies_on_host", return_value=True):
+        plan = CastPlan([zerocast.QuantizedWeight.empty((16, 32), "nvfp4")], [master], [0], names=["weight"])
+        plan.cast()
+        return error_of(lambda: Sender(plan, "modelopt", note_changes=True)), plan._notes is not None
+
+
+def test_what_one_rank_cannot_note_raises_on_all(ranks: Any) -> None:
+    for said, notes in ranks(2)(masters_on_the_host_of_one_rank):
+        assert re.match("ValueError: rank 0: masters on the host .* compare with a copy", said) and not notes
 
 
 def on_fsdp2() -> None:

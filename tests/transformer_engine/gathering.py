@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
-from tests import casts
+from tests import casts, growth
 from tests.fsdp2 import models
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, modules_on_cpu
@@ -288,3 +288,44 @@ def frozen() -> list[str]:
             parameter.requires_grad_(False)
         net(models.batch(0, 64).bfloat16().requires_grad_()).float().square().mean().backward()
         return [type(weight).__name__ for weight in net.seen if weight._transpose is not None]
+
+
+class FromParameter(nn.Module):
+    """A layer whose input is a parameter, as learned queries are, which lives as long as the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.queries = layer, nn.Parameter(torch.randn(8, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.queries) + x
+        return out
+
+
+def of_long_lived_inputs(steps: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """What there is more of after some steps, and the copies that stay after a backward pass that clears none."""
+    with host():
+        net = Net("fp8_current", ("Linear",))
+        net.clears = False
+        net.blocks = nn.ModuleList(FromParameter(block[0]) for block in net.blocks)
+        recipe = zerocast.Recipe({"blocks.*.layer.weight": "fp8_current"})
+        zerocast.fsdp2.prepare(net, recipe, present=integration().present)
+        for module_ in (*net.blocks, net):
+            fully_shard(module_, mesh=models.mesh(), mp_policy=models.BF16)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(number: int) -> None:
+            net.copies.clear()
+            net.seen.clear()
+            net(models.batch(number, 64).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(2):
+            step(number)
+        before = growth.held()
+        for number in range(steps):
+            step(number)
+        return growth.grown(before, growth.held()), [
+            type(weight).__name__ for weight in net.seen if weight._transpose is not None
+        ]

@@ -10,6 +10,7 @@ import zerocast
 from tests.transformer_engine import gathering
 from tests.transformer_engine.host_on_cpu import integration, needs_te
 from tests.workers import Ranks
+from zerocast.fsdp2.parameter import MasterParameter
 
 pytestmark = needs_te
 
@@ -31,6 +32,26 @@ def test_copies_that_the_host_leaves_are_dropped(ranks: Ranks) -> None:
     for wrong in ranks(1)(gathering.train, "fp8_current", ("Linear", "GroupedLinear"), False):
         assert wrong == []
     assert ranks(1)(gathering.frozen) == [[]]
+
+
+def test_inputs_that_live_as_long_as_the_model(ranks: Ranks) -> None:
+    """A parameter as the input: each pass drops its copies, and no pass leaves a hook more."""
+    for grown, copies in ranks(2)(gathering.of_long_lived_inputs, 10):
+        assert not grown and not copies
+
+
+def test_a_class_that_derives_from_the_hosts() -> None:
+    """As Megatron's TELinear does: its forward pass is the host's, and so is what it multiplies."""
+    with gathering.host():
+        layer = type("Mine", (gathering.module("module.linear").Linear,), {})(
+            64, 64, device="cpu", params_dtype=torch.float32
+        )
+        model = nn.ModuleDict({"layer": layer})
+        with pytest.raises(ValueError, match="weight of a Mine is multiplied as a tensor of transformer_engine's own"):
+            zerocast.fsdp2.prepare(model, zerocast.Recipe({"*weight": "fp8_current"}))
+        assert not isinstance(layer.weight, MasterParameter)
+        presented = integration().present(layer, "weight", layer.weight)
+        assert type(presented).__name__ == "GatheredWeight"
 
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "mxfp8"])

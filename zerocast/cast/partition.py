@@ -95,10 +95,11 @@ class Partition:
         shard_data: Sequence[ShardData | None] | None,
         notes_changes: bool = False,
     ) -> None:
-        """Take masters, and shard storage, that lie elsewhere now. ValueError or TypeError, with
-        nothing taken, for other spans, and for masters on the host while changes are noted.
+        """Take masters, and shard storage, that lie elsewhere now; storage stays without
+        `shard_data`. ValueError or TypeError, with nothing taken, for other spans, and for masters
+        on the host while changes are noted.
         """
-        data = [None] * len(self.shards) if shard_data is None else shard_data
+        data = [shard.shard_data for shard in self.shards] if shard_data is None else shard_data
         moved = []
         for index, (shard, master, part) in enumerate(zip(self.shards, master_weights, data, strict=True)):
             try:
@@ -117,6 +118,10 @@ class Partition:
                 "device, or build another plan"
             )
         self.shards[:] = moved
+
+    def check_again(self, notes_changes: bool = False) -> None:
+        """Check masters and shard storage as `move` does, since `.data =` gives them any memory."""
+        self.move([shard.master for shard in self.shards], None, notes_changes)
 
 
 def partition(

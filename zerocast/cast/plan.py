@@ -43,7 +43,8 @@ class CastPlan:
             nominal dtype; None or an empty tensor where this rank owns nothing. They lie on the
             device of the weights, or in host memory, some or all: these are cast where they lie,
             and their codes copied to the weights. Then there is no `update`, no `scale_cuts`, no
-            CUDA graph and no `note_changes`.
+            CUDA graph and no `note_changes`. The host reads them as soon as a cast is called: wait
+            before that for copies that a GPU makes into them.
         start_offsets: for each, the row-major position of the master's first element in the weight.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one
             process if there is none.
@@ -226,7 +227,8 @@ class CastPlan:
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
     ) -> None:
         """Cast these from now on: masters of the same spans, and storage of their codes, at other
-        addresses.
+        addresses. Without `fsdp_shard_model_weights` codes go where they went before; with a list
+        they go to its tensors, and for None in it to the weight's own data.
 
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing
         is changed then.
@@ -234,6 +236,13 @@ class CastPlan:
         self._partition.move(master_weights, fsdp_shard_model_weights, self._notes is not None)
         self._watch()
         self._bind()
+
+    def forget_places(self) -> None:
+        """Keep no memory in use that masters and weights have left (`.data =`), until the next cast
+        looks where they lie then. Local.
+        """
+        self._tables = CastTables([], [], [], self._notes)
+        self._generation = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()`
@@ -422,9 +431,11 @@ class CastPlan:
 
     def _follow(self) -> None:
         """Look again where everything lies if any weight or master moved, or a newer plan took a
-        weight over.
+        weight over. ValueError or TypeError, on this rank alone, for masters that were given what a
+        plan could not be built for.
         """
         if self._generation != weight_state.generation() or any(table.moved() for table in self._tables.owned):
+            self._partition.check_again(self._notes is not None)
             if any(w.state.freshness is not self.freshness for w in self.weights):
                 self._step_hooks.check_unclaimed()
             self._bind()

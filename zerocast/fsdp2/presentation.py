@@ -70,10 +70,16 @@ AS_QUANTIZED_WEIGHT: Presentation = AsQuantizedWeight()
 OWN_TENSORS = {"transformer_engine": "zerocast.integrations.transformer_engine.present"}
 
 
+def owner_of_tensors(module: nn.Module) -> str | None:
+    """The package in `OWN_TENSORS` that a class of the module, its own or a base, comes from."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
+    return next((package for package in packages if package in OWN_TENSORS), None)
+
+
 def only_quantized_weights(module: nn.Module, name: str, parameter: Tensor) -> None:
     """The `Present` of a model whose modules are torch's; ValueError for one of another host."""
-    package = type(module).__module__.partition(".")[0]
-    if package in OWN_TENSORS:
+    package = owner_of_tensors(module)
+    if package is not None:
         raise ValueError(
             f"{name} of a {type(module).__name__} is multiplied as a tensor of {package}'s own: give prepare "
             f"present={OWN_TENSORS[package]}, or leave it out of the recipe"

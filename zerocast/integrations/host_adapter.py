@@ -31,15 +31,25 @@ def _nothing() -> None:
     pass
 
 
+def _flat(master: Tensor | None) -> Tensor | None:
+    """A master as a plan takes it: itself, or a flat view that shares its version counter."""
+    return master if master is None or master.dim() == 1 else master.detach().view(-1)
+
+
+def _place(master: Tensor | None) -> int:
+    return 0 if master is None else master.data_ptr()
+
+
 @dataclass(frozen=True)
 class PlainShard:
     """The part of an unquantized parameter that this rank owns.
 
     Attributes:
         name, parameter: the whole parameter.
-        master: the flat FP32 master of the owned elements; None where this rank owns none.
+        master: the contiguous FP32 master of the owned elements; None where this rank owns none.
         start: the row-major position of the master's first element.
-        rounded: the same elements in the host's buffer, in the parameter's dtype; None likewise.
+        rounded: the same elements in the host's buffer, of the master's shape, in the parameter's
+            dtype; None likewise.
     """
 
     name: str
@@ -53,8 +63,9 @@ class PlainShard:
         shape = tuple(self.parameter.shape) or (1,)
         live = {"rowwise_data": self.parameter.detach().view(-1, shape[-1])}
         weight = QuantizedWeight.of_buffers(shape, _IDENTITY, self.parameter.dtype, live)
-        numel = 0 if self.master is None else self.master.numel()
-        return MasterView(self.name, weight, self.master, Span(self.start, self.start + numel))
+        master = None if self.master is None else self.master.detach().view(-1)
+        numel = 0 if master is None else master.numel()
+        return MasterView(self.name, weight, master, Span(self.start, self.start + numel))
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,8 @@ class HostAdapter:
         owner: who casts the weights, for errors: "an attachment to Megatron-Core".
         group: the ranks that share the masters.
         names, weights: the quantized weights, the same list on every rank.
-        masters: for each weight, the flat FP32 master of the elements that this rank owns; None
-            where it owns none.
+        masters: for each weight, the contiguous FP32 master of the elements that this rank owns,
+            the host's own tensor, which is followed to other memory; None where it owns none.
         starts: for each weight, the row-major position of the master's first element; None where
             this rank owns none.
         gather: all-gathers the bytes of the last cast and makes the columnwise copies
@@ -106,7 +117,8 @@ class HostPlan:
         delayed = [weight for weight in host.weights if weight.amax_history is not None]
         for name in ("scale", "amax_history"):
             into_flat_buffer(delayed, name)  # so that what is done to all of them is one launch
-        self.plan = CastPlan(host.weights, host.masters, host.starts, host.group, names=host.names, guard=host.guard)
+        self._flat = [_flat(master) for master in host.masters]
+        self.plan = CastPlan(host.weights, self._flat, host.starts, host.group, names=host.names, guard=host.guard)
         self.plan.freshness.advice = host.advice
         self.plan.freshness.owner = weakref.ref(self)
         self.claim = self.plan.claim(host.owner)
@@ -120,9 +132,24 @@ class HostPlan:
         With `repeat` delayed scaling does not move on.
         """
         self.host.before_cast()
+        self._follow_masters()
         self.plan.cast(repeat=repeat)
         if self._rounded:
             torch._foreach_copy_(self._rounded, self._plain_masters)
+
+    def _follow_masters(self) -> None:
+        """Look for masters that the host has given other memory (`.data =`), where views of them
+        stay behind.
+        """
+        pairs = zip(self.host.masters, self._flat, strict=True)
+        if any(flat is not master and _place(flat) != _place(master) for master, flat in pairs):
+            self._flat = [_flat(master) for master in self.host.masters]
+            self.plan.move_masters(self._flat)
+
+    def leave_memory(self) -> None:
+        """Keep no memory in use that the host has moved masters out of. Local."""
+        self._follow_masters()
+        self.plan.forget_places()
 
     def after_step(self) -> None:
         """Cast and gather, for a host that does not gather by itself. Collective."""
@@ -147,6 +174,7 @@ class HostPlan:
         Bytes that the host still has to gather are gathered first.
         """
         self.host.before_reading()
+        self._follow_masters()
         (source,) = self.plan.master_views()
         yield dataclasses.replace(source, masters=(*source.masters, *(shard.view() for shard in self.host.plain)))
 

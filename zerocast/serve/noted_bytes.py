@@ -44,7 +44,13 @@ class NotedBytes:
                 "note_changes=False"
             )
         self._owners: list[NotesChanges] = list(owners)
-        self._notes = [owner.note_changes() for owner in self._owners]
+        self._notes: list[ChangeNotes] = []
+        try:
+            for owner in self._owners:
+                self._notes.append(owner.note_changes())
+        except ValueError:
+            self.close()
+            raise
 
     @property
     def ended(self) -> bool:
@@ -53,7 +59,7 @@ class NotedBytes:
 
     def close(self) -> None:
         """Let casts note nothing any more."""
-        for owner, notes in zip(self._owners, self._notes, strict=True):
+        for owner, notes in zip(self._owners, self._notes, strict=False):
             owner.forget_changes(notes)
 
     def forget(self) -> None:

@@ -87,13 +87,22 @@ class Sender:
         self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, *options)
         self._group = self._live.source.masters_group if group is None else Group.of(group)
         settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype), "note_changes": note_changes}
-        validate_across_ranks(self._group, self._live.stored_names, None, "serves live weights", settings)
+        self._noted: NotedBytes | None = None
+        problem: ValueError | None = None
+        try:
+            self._noted = NotedBytes(self._live.source.owners()) if note_changes else None
+        except ValueError as error:  # such as masters on the host; the other ranks must hear of it
+            problem = error
+        try:
+            validate_across_ranks(self._group, self._live.stored_names, problem, "serves live weights", settings)
+        except BaseException:
+            self.close()
+            raise
         self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
         self._refit, self._is_complete = 0, False
         self._kept: list[Tensor] = []  # of each bucket, what this rank compares
         self._compared: list[list[Span]] = []  # where that lies
         self._layouts: list[str] = []
-        self._noted = NotedBytes(self._live.source.owners()) if note_changes else None
 
     @property
     def refit(self) -> int:
