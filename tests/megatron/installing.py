@@ -16,6 +16,7 @@ import zerocast
 from tests.megatron import te
 from tests.megatron.host_memory import HostMemory
 from tests.megatron.pretraining import WHY_NOT, Trained, module_or_none, pretrain
+from tests.megatron.te_attaching import grouped
 from tests.megatron.training import NARROW, Case, Run
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
@@ -82,9 +83,9 @@ def train(*flags: str, recipe: Any = RECIPE) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _te_layers(fmt: str, last_stage: bool = False) -> Iterator[None]:
+def _te_layers(fmt: str, last_stage: bool = False, with_grouped: bool = False) -> Iterator[None]:
     """Within, the model that `pretrain` builds has tensors of TransformerEngine in its MLPs, in the last pipeline stage alone or in
-    all, as its layers have them by `--fp8-param-gather`.
+    all, as its layers have them by `--fp8-param-gather`; with several experts in one tensor beside them.
     """
 
     def build(original: Any) -> Any:
@@ -96,6 +97,9 @@ def _te_layers(fmt: str, last_stage: bool = False) -> Iterator[None]:
                         made = te.TELinear(*reversed(value.shape))
                         made.weight = te.parameter(fmt, value, value.device)
                         setattr(layer.mlp, name, made)
+                    if with_grouped:
+                        layer.mlp.experts = torch.nn.Module()
+                        layer.mlp.experts.weight = torch.nn.Parameter(grouped("nvfp4"))
             return original(chunks, *args, **kwargs)
 
         return call
@@ -114,9 +118,9 @@ def train_te_layers(fmt: str, *flags: str) -> dict[str, Any]:
         return train(*_MXFP8, *flags, recipe={})
 
 
-def _te_layers_of(fmt: str, *flags: str, last_stage: bool = False) -> Callable[[], Any]:
+def _te_layers_of(fmt: str, *flags: str, **where: bool) -> Callable[[], Any]:
     def case() -> None:
-        with _te_layers(fmt, last_stage):
+        with _te_layers(fmt, **where):
             _with(*flags, recipe={})()
 
     return case
@@ -338,6 +342,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "mxfp8 through gradients": _with(*_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
     "MXFP8Tensors of blocks": _te_layers_of("mxfp8", *_MXFP8),
     "MXFP8Tensors of blocks on one stage": _te_layers_of("mxfp8", *_MXFP8, *_TWO_STAGES, last_stage=True),
+    "experts in one tensor on one stage": _te_layers_of(
+        "fp8_current", *_TWO_STAGES, last_stage=True, with_grouped=True
+    ),
     "tiles through gradients": _te_layers_of("mxfp8:block=32x32", *_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
     "mxfp8 without TransformerEngine": _with(*_MXFP8, recipe={}),
     "fsdp": _with("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),

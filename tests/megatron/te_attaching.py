@@ -326,14 +326,24 @@ def of_a_kind(kind: str) -> str:
             return error_of(lambda: build_attached(Case("fp8_current" if kind == "hybrid" else "mxfp8", te="0")))
 
 
+def grouped(fmt: str) -> Any:
+    """A tensor for two experts, as TransformerEngine allocates it for moe_single_grouped_weight."""
+    kind: Any = importlib.import_module("transformer_engine.pytorch.tensor.grouped_tensor").GroupedTensor
+    return kind.make_grouped_tensor_with_shapes(
+        num_tensors=2,
+        shapes=[(32, 64)] * 2,
+        quantizer=tensors.quantizer(get_format(fmt)),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
+
+
 def grouped_experts() -> str:
-    """What is said of a tensor that holds several experts, as with moe_single_grouped_weight."""
+    """What `attach` says of a tensor that holds several experts."""
     with host(ALL_LAYERS):
         with integration.quantized_params():
             run = build(Case("nvfp4", te=ALL_LAYERS))
-        kind: Any = importlib.import_module("transformer_engine.pytorch.tensor.grouped_tensor").GroupedTensor
-        data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
-        tensor = kind((2, 32, 64), torch.bfloat16, num_tensors=2, shapes=[(32, 64)] * 2, data=data)
+        tensor = grouped("nvfp4")
         assert importlib.import_module(seams.FP8).is_grouped_tensor_with_quantized_storage(tensor)
         for buffer in run.optimizer.chained_optimizers[0].buffers:
             if buffer.param_dtype == torch.uint8:
@@ -341,19 +351,53 @@ def grouped_experts() -> str:
         return error_of(lambda: integration.attach(run.optimizer, run.ddp))
 
 
-def grouped_in_a_model() -> str:
-    """The same where the host would wrap it: a layer of TransformerEngine's with one weight for two experts."""
-    kind_of = "transformer_engine.pytorch.tensor.grouped_tensor"
+def grouped_in_a_model(fmt: str) -> tuple[str, str]:
+    """What is said where a layer of TransformerEngine's with one weight for two experts is wrapped: by Megatron alone, whose buffer
+    holds the codes of both if it says nothing, and in `quantized_params()`.
+    """
     with host(ALL_LAYERS):
-        kind: Any = importlib.import_module(kind_of).GroupedTensor
-        data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
-        tensor = kind((2, 32, 64), torch.bfloat16, num_tensors=2, shapes=[(32, 64)] * 2, data=data)
-        config = configuration()
-        model = Model(config, ALL_LAYERS)
-        model.experts = torch.nn.Module()
-        model.experts.weight = torch.nn.Parameter(tensor)
-        with integration.quantized_params():
-            return error_of(lambda: wrap(Case(te=ALL_LAYERS), config, model))
+
+        def wrapped() -> Any:
+            model = Model(configuration(), ALL_LAYERS)
+            model.experts = torch.nn.Module()
+            model.experts.weight = torch.nn.Parameter(grouped(fmt))
+            return wrap(Case(te=ALL_LAYERS), configuration(), model)
+
+        def by_megatron() -> None:
+            ddp = wrapped()
+            (weight,) = (one for name, one in ddp.module.named_parameters() if name == "experts.weight")
+            (data,) = (one.param_data for one in ddp.buffers if weight in one.param_index_map)
+            for member in weight.quantized_tensors:
+                assert member._rowwise_data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+
+        def by_zerocast() -> None:
+            with integration.quantized_params():
+                wrapped()
+
+        return error_of(by_megatron), error_of(by_zerocast)
+
+
+def grouped_by_a_recipe(options: dict[str, Any]) -> str:
+    """What Megatron's configuration says of one weight for all experts."""
+    configurations = importlib.import_module("megatron.core.transformer.transformer_config")
+    experts = {
+        "num_moe_experts": 2,
+        "moe_grouped_gemm": True,
+        "moe_single_grouped_weight": True,
+        "add_bias_linear": False,
+    }
+    with mock.patch.object(configurations, "is_te_min_version", return_value=True):
+        return error_of(
+            lambda: configurations.TransformerConfig(
+                num_layers=1,
+                hidden_size=64,
+                num_attention_heads=4,
+                params_dtype=torch.bfloat16,
+                bf16=True,
+                **experts,
+                **options,
+            )
+        )
 
 
 def changed_afterwards(what: str) -> str:

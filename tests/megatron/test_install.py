@@ -48,6 +48,7 @@ TABLE = {
     "mxfp8 through gradients": "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
     "MXFP8Tensors of blocks": "ValueError: rank 0: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs both directions",
     "MXFP8Tensors of blocks on one stage": "ValueError: rank 1: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs",
+    "experts in one tensor on one stage": "ValueError: rank 1: .*experts.weight is a .* with the codes of several experts",
     "tiles through gradients": r"ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* square_mxfp8\(\)",
     "mxfp8 without TransformerEngine": r"ValueError: Recipe\(.* quantizes no weight of the model, and it has none of Tr",
     "fsdp": "ValueError: .*use_megatron_fsdp is not supported: .* use zerocast.fsdp2",
@@ -65,7 +66,7 @@ def on(ranks: Ranks, world: int) -> Callable[..., list[Any]]:
     return functools.partial(ranks(world), timeout=150.0)
 
 
-TE_LAYERS = {name for name in TABLE if "MXFP8Tensor" in name or "tiles" in name}
+TE_LAYERS = {name for name in TABLE if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
