@@ -37,7 +37,7 @@ class OptimizerPlan(HostPlan):
     def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
         def before_cast() -> None:
             gathers.mark_due()
-            te_tensors.locate_to_cast()
+            te_tensors.locate()
 
         def before_reading() -> None:
             gathers.start_due()

@@ -125,14 +125,6 @@ class TETensors:
                 )
             view.locate(param)
 
-    def locate_to_cast(self) -> None:
-        """The same before a cast, which writes one set of codes where that serves both
-        directions.
-        """
-        self.locate()
-        for _, param, _ in self._tensors:
-            _view(param).share(param)
-
     def locate_copies(self) -> None:
         """Look where all buffers are now, columnwise copies included."""
         self.locate()

@@ -222,7 +222,7 @@ def tiles_without_an_attachment() -> list[str]:
     """What a step says before `attach` and after `detach`; what building says without an optimizer, or with one of another context;
     bytes that have changed meanwhile.
     """
-    case = Case("tiles", te="0")
+    case = Case("tiles", te=ALL_LAYERS)
     with host(ALL_LAYERS):
         with integration.quantized_params():
             run = build(case)

@@ -127,6 +127,7 @@ def test_raw_data_moves_and_is_cast_where_it_is(fmt: str) -> None:
     flat = torch.zeros(old.numel() + 64, dtype=old.dtype)
     integration().replace_raw_data(weight, flat[32:-32].view(old.shape))
     casts.assert_same_bytes(bytes_of(weight), before)
+    assert fmt != TILES or weight._columnwise_data is weight._rowwise_data
     here.cast(1)
     expected = sharded.expected(case, step=1)
     casts.assert_same_bytes({"rowwise_data": casts.raw(flat[32:-32])}, {"rowwise_data": expected["rowwise_data"]}, fmt)
