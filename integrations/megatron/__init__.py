@@ -3,13 +3,15 @@
 `install(recipe)` before `pretrain()` of megatron.training is all that a run of its needs. For other
 loops, `quantized_params()`, or `building()`, is a context around the construction of model, DDP and
 optimizer; `attach(optimizer, ddp_chunks)` takes over the cast; `dequantize_` prepares a sharded
-state dict for a checkpoint.
+state dict for a checkpoint. `square_mxfp8()` gives TransformerEngine's MXFP8 weights the tiles
+whose one byte an element serves both directions.
 """
 
 from .attachment import Attachment, attach
 from .building import building, quantized_params
 from .checkpoint import dequantize_
 from .installation import Installation, add_arguments, install, uninstall
+from .primary import square_mxfp8
 
 __all__ = [
     "Attachment",
@@ -20,5 +22,6 @@ __all__ = [
     "dequantize_",
     "install",
     "quantized_params",
+    "square_mxfp8",
     "uninstall",
 ]

@@ -22,7 +22,7 @@ from zerocast import QuantizedWeight
 from zerocast.integrations.host_adapter import Patch, Patches
 
 from . import host, layout, offload, unattached, validate
-from .primary import check_primary, is_primary, is_te_tensor, two_directions
+from .primary import check_primary, is_primary, is_te_tensor, move_codes, shares_codes, two_directions
 
 
 class _FourBitMeta(type):
@@ -40,22 +40,25 @@ def quantized_params() -> Iterator[None]:
 
     The model went through `zerocast.quantize_`, or its weights are tensors of TransformerEngine.
     Masters start from the values before quantization. An optimizer over QuantizedWeights refuses to
-    step and to load until `attach`. `building` is the older name of this context.
+    step and to load until `attach`. So does one over MXFP8Tensors in tiles of 32x32
+    (`square_mxfp8`). `building` is the older name of this context.
 
-    RuntimeError for a megatron-core without a name that is needed and for weights that another such
-    context laid out, ValueError for a weight whose format has no place in a byte buffer (mxfp8,
-    identity) and for settings that are not supported.
+    RuntimeError for a megatron-core without a name that is needed, for weights that another such
+    context laid out and, in the end, for tiles without an optimizer; ValueError for a weight whose
+    format has no place in a byte buffer (mxfp8, identity) and for settings that are not supported.
     """
     checks = ConstructionChecks()
     try:
         with Patches() as patches:
             patches.apply([*_layout_patches(checks.moved), *checks.patches()])
             yield
+        checks.check_owned()
     finally:
         for weight in checks.moved:
-            weight.high_precision_init_val = None
-            for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
-                vars(weight).pop(name, None)
+            if isinstance(weight, QuantizedWeight):
+                weight.high_precision_init_val = None
+                for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
+                    vars(weight).pop(name, None)
         checks.end()
 
 
@@ -64,8 +67,10 @@ def building() -> AbstractContextManager[None]:
     return quantized_params()
 
 
-def _layout_patches(moved: list[QuantizedWeight]) -> list[Patch]:
-    """The names that answer for QuantizedWeights; `moved` collects those in byte buffers."""
+def _layout_patches(moved: list[Any]) -> list[Patch]:
+    """The names that answer for QuantizedWeights; `moved` collects what is in byte buffers and the
+    host alone cannot cast.
+    """
     fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
     host.require(fp4, ("FP4_TENSOR_CLASS", "HAVE_TE_FP4_TENSOR_CLASS"), host.FP4)
@@ -75,9 +80,14 @@ def _layout_patches(moved: list[QuantizedWeight]) -> list[Patch]:
             if isinstance(param, QuantizedWeight):
                 _move(param, storage)
                 moved.append(param)
+            elif is_te_tensor(param):
+                check_primary(param)
+                if shares_codes(param):
+                    move_codes(param, storage)
+                    moved.append(param)
+                else:
+                    original(param, storage)
             else:
-                if is_te_tensor(param):
-                    check_primary(param)
                 original(param, storage)
 
         return move
@@ -86,8 +96,19 @@ def _layout_patches(moved: list[QuantizedWeight]) -> list[Patch]:
         Patch(fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
         Patch(fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
         Patch(fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
+        *_byte_buffer_patches(),
         *(_four_bit_patches(move_with) if host.has_four_bit_buffers() else ()),
     ]
+
+
+def _byte_buffer_patches() -> Iterator[Patch]:
+    """The name by which the host gives a model with MXFP8Tensors a bf16 buffer over its gradients,
+    in place of one of bytes: not for those of which it gathers one set of codes.
+    """
+    buffer, name = host.module(host.BUFFER), "is_mxfp8tensor"
+    if hasattr(buffer, name):
+        original = getattr(buffer, name)
+        yield Patch(buffer, name, lambda param: original(param) and not shares_codes(param))
 
 
 def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
@@ -155,7 +176,7 @@ class ConstructionChecks:
     """
 
     def __init__(self) -> None:
-        self.moved: list[QuantizedWeight] = []
+        self.moved: list[Any] = []
         self._optimizers: list[Any] = []
         self._is_layer_wise = False  # while an optimizer of whole matrices makes those inside it
         self._has_primary = False  # if any model that was wrapped here has
@@ -179,6 +200,17 @@ class ConstructionChecks:
         for kind in host.optimizer_bases():
             yield Patch(kind, "__init__", self._remembering(vars(kind)["__init__"]))
 
+    def check_owned(self) -> None:
+        """RuntimeError for tiles of MXFP8 that lie in byte buffers without an optimizer of this
+        context: one that the host makes by itself would write 1x32 blocks over them.
+        """
+        owned = {id(param) for one in self._optimizers for param in unattached.params_of(one)}
+        if any(id(param) not in owned for param in self.moved if not isinstance(param, QuantizedWeight)):
+            raise RuntimeError(
+                "MXFP8Tensors in tiles of 32x32 lie in byte buffers, and no optimizer over them was built: build "
+                "DistributedDataParallel and the optimizer inside the same quantized_params()"
+            )
+
     def end(self) -> None:
         """Optimizers that own no quantized weight are the host's alone."""
         for one in self._optimizers:
@@ -187,9 +219,11 @@ class ConstructionChecks:
 
     def _check_wrapper(self, ddp_config: Any, module: Any, **_: Any) -> None:
         validate.check_grouped(module)
-        if any(is_primary(param) and param.requires_grad for param in module.parameters()):
+        trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        if any(is_primary(param) for _, param in trained):
             validate.check_settings([ddp_config])
             validate.check_distributed(ddp_config)
+            validate.check_te_tensors(trained)
             self._has_primary = True
 
     def _keeping_fp32_masters(self, factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,9 +289,12 @@ class ConstructionChecks:
     def _check_moved(self, params: Iterable[Any]) -> None:
         moved = set(map(id, self.moved))
         for param in params:
-            if isinstance(param, QuantizedWeight) and id(param) not in moved:
+            if (isinstance(param, QuantizedWeight) or shares_codes(param)) and id(param) not in moved:
+                what = (
+                    repr(param) if isinstance(param, QuantizedWeight) else f"a {type(param).__name__} in tiles of 32x32"
+                )
                 raise RuntimeError(
-                    f"{param!r} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
+                    f"{what} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
                     "DistributedDataParallel and the optimizer, both inside the same quantized_params()"
                 )
 

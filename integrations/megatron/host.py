@@ -5,6 +5,7 @@ Detected by being there, never by version.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ _OF_A_HYBRID_OPTIMIZER = (
 )
 HOST_COPY = "master_param"  # of the state of a master that a HybridDeviceOptimizer has offloaded
 _CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
+_TILES = "enable_2d_quantization"  # of TransformerEngine's recipe for MXFP8, since 2.20
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
 _OF_A_BUCKET_GROUP = (
     "buckets",
@@ -196,6 +198,27 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(f"{what} has no {', '.join(missing)}: {_UNKNOWN}")
+
+
+def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`get_fp8_recipe`, with tiles of 32x32 for the weights of MXFP8, which it has no setting for.
+
+    RuntimeError of the result for a TransformerEngine that has no such tiles.
+    """
+
+    @functools.wraps(original)
+    def get_fp8_recipe(config: Any) -> Any:
+        recipe = original(config)
+        if recipe is None or not recipe.mxfp8():
+            return recipe
+        if not hasattr(recipe, _TILES):
+            raise RuntimeError(
+                f"{type(recipe).__name__} of this TransformerEngine has no {_TILES}, which 2.20 has: take another recipe, or do "
+                "without square_mxfp8()"
+            )
+        return dataclasses.replace(recipe, **{_TILES: True})
+
+    return get_fp8_recipe
 
 
 def wrappers() -> list[tuple[type, bool]]:

@@ -272,7 +272,8 @@ def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
     """Quantize the unwrapped chunks of this rank's stage. Collective over all ranks.
 
     ValueError, on every rank, for a pattern that matches no weight on any, for no quantized weight
-    on any, and for what `quantize_` refuses on one.
+    on any, for what `quantize_` refuses on one, and for a tensor of TransformerEngine that no byte
+    buffer holds.
     """
     world, named = Group.of(None), [_global_names(chunk) for chunk in chunks]
     everything = [name for names in named for name in names.values()]
@@ -284,8 +285,10 @@ def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
         for chunk, names in zip(chunks, named, strict=True):
             formats = {name: recipe.format_of(known) for name, known in names.items()}
             validate.check_layers(chunk, {name for name, fmt in formats.items() if fmt.element is not None})
+            validate.check_grouped(chunk)
+            validate.check_te_tensors(chunk.named_parameters())
             quantize_(chunk, Recipe(formats, share_amax=recipe.share_amax))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     validate_across_ranks(world, [], problem, "quantizes a model for Megatron")
     count = sum(is_primary(param) for chunk in chunks for param in chunk.parameters())

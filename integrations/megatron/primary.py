@@ -6,13 +6,17 @@ TransformerEngine itself, is imported when a model has such a tensor.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from zerocast import QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.integrations.host_adapter import Patch, Patches
+
+from . import host
 
 _INTEGRATION = "zerocast.integrations.transformer_engine"
 
@@ -40,7 +44,7 @@ def weight_of(param: Any) -> QuantizedWeight:
     """
     if isinstance(param, QuantizedWeight):
         return param
-    view = _view(param)
+    view = _castable_view(param)
     view.locate(param)
     weight: QuantizedWeight = view.weight
     return weight
@@ -49,15 +53,53 @@ def weight_of(param: Any) -> QuantizedWeight:
 def check_primary(param: Any) -> None:
     """Raise as `weight_of` does, without a look at where the buffers lie."""
     if not isinstance(param, QuantizedWeight):
-        _view(param)
+        _castable_view(param)
+
+
+def shares_codes(param: Any) -> bool:
+    """True for a tensor of TransformerEngine whose one set of codes serves both directions: the
+    host alone would cast each by itself, into the same memory.
+    """
+    return is_te_tensor(param) and bool(_module(".adapters").shares_codes(param))
+
+
+def move_codes(param: Any, storage: Any) -> None:
+    """Move the codes of a tensor of TransformerEngine, both directions of them, into a view of the
+    buffer.
+    """
+    _module("").replace_raw_data(param, storage)
 
 
 def two_directions(what: str) -> ValueError:
     """The error for a weight whose directions are both gathered."""
     return ValueError(
-        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take mxfp8:block=32x32 for it here, "
-        "or mxfp8 under zerocast.ZeroAdamW or zerocast.fsdp2"
+        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take mxfp8:block=32x32 for it here, in "
+        "layers of TransformerEngine by building and training inside square_mxfp8(), or mxfp8 under zerocast.ZeroAdamW or "
+        "zerocast.fsdp2"
     )
+
+
+@contextmanager
+def square_mxfp8() -> Iterator[None]:
+    """Within, Megatron's recipe for MXFP8 (`--fp8-recipe mxfp8`) casts weights in tiles of 32x32,
+    by TransformerEngine's `enable_2d_quantization`, which Megatron has no setting for.
+
+        with square_mxfp8():
+            pretrain(...)
+
+    Every rank builds the model and trains it inside: a forward pass under the recipe of 1x32 blocks
+    replaces the quantizers of the weights, and the next step raises. Activations and gradients keep
+    their blocks. One set of codes then serves both directions of a weight, so that Megatron gathers
+    one byte an element, where it gathers bf16 without zerocast.
+
+    RuntimeError for a megatron-core without `get_fp8_recipe`, and where a recipe is made by a
+    TransformerEngine without such tiles.
+    """
+    fp8, name = host.module(host.FP8), "get_fp8_recipe"
+    host.require(fp8, (name,), host.FP8)
+    with Patches() as patches:
+        patches.apply([Patch(fp8, name, host.recipe_of_tiles(getattr(fp8, name)))])
+        yield
 
 
 class TETensors:
@@ -78,7 +120,8 @@ class TETensors:
             view = _view(param)
             if view.weight is not weight:
                 raise RuntimeError(
-                    f"{name} was attached as {weight.format} and has a quantizer of {view.weight.format} now: build the model anew"
+                    f"{name} was attached as {weight.format} and has a quantizer of {view.weight.format} now: build the model "
+                    f"anew, and compute by a recipe of {weight.format}"
                 )
             view.locate(param)
 
@@ -87,7 +130,7 @@ class TETensors:
         self.locate()
         for _, param, _ in self._tensors:
             view = _view(param)
-            if view.derives and view.adapter.copies():
+            if (view.derives or view.shares) and view.adapter.copies():
                 view.locate_columnwise(param)
 
     def release(self) -> None:
@@ -122,13 +165,19 @@ def check_before_forward(chunk: nn.Module, check: Callable[[], None]) -> list[Ca
     ]
 
 
-def _view(param: Any) -> Any:
+def _castable_view(param: Any) -> Any:
+    """The view of a tensor; ValueError for one that one set of gathered codes does not fill."""
     if _module(".entry").is_hybrid(param):
         raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
-    view = _module(".weight_view").view_of(param, param.dtype)
-    if view.adapter.two_payloads:
-        raise two_directions(type(param).__name__)
+    view = _view(param)
+    if view.weight.format.casts_columnwise:
+        what = f"a {type(param).__name__} of 1x32 blocks"
+        raise two_directions(what)
     return view
+
+
+def _view(param: Any) -> Any:
+    return _module(".weight_view").view_of(param, param.dtype)
 
 
 def _module(name: str) -> Any:

@@ -2,12 +2,13 @@
 masters of its quantized weights.
 
 Once `quantized_params()` is over, Megatron takes a QuantizedWeight for a plain parameter, and its
-own copy of masters to parameters would write their values over the codes. So every method that
+own copy of masters to parameters would write their values over the codes. MXFP8Tensors of 32x32
+tiles it would cast as if they had none, both directions into one memory. So every method that
 writes or loads, or prepares to, raises. It is replaced on the optimizer's instance; the host's
 classes stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from zerocast.integrations.host_adapter import Patches
 from zerocast.weight.write_guard import WriteGuard
 
 from . import host
+from .primary import shares_codes
 
 _BEGIN = (
     "_copy_main_params",
@@ -109,15 +111,20 @@ def state_left_in(optimizer: Any) -> DetachedState | None:
 
 
 def owns_quantized_weights(optimizer: Any) -> bool:
-    """True if QuantizedWeights are in the buffers of an optimizer, or of one in its chain.
-
-    The same on every rank.
+    """True if weights that the host alone cannot cast are in the buffers of an optimizer, or of one
+    in its chain. The same on every rank.
     """
+    return any(isinstance(param, QuantizedWeight) or shares_codes(param) for param in params_of(optimizer))
+
+
+def params_of(optimizer: Any) -> Iterator[Any]:
+    """The parameters in the buffers of an optimizer, or of those in its chain."""
     inner = [
         one for one in host.distributed_optimizers(optimizer) if host.is_layer_wise(one) or hasattr(one, "buffers")
     ]
-    buffers = [buffer for one in inner for buffer in host.ownership(one).buffers(one)]
-    return any(isinstance(param, QuantizedWeight) for buffer in buffers for param in buffer.params)
+    for one in inner:
+        for buffer in host.ownership(one).buffers(one):
+            yield from buffer.params
 
 
 def is_refused(optimizer: Any) -> bool:

@@ -3,7 +3,7 @@
 Under them Megatron casts or gathers in its own way.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from zerocast import QuantizedWeight
 
 from . import host, unattached
-from .primary import is_te_tensor
+from .primary import check_primary, is_primary, is_te_tensor
 
 _FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
@@ -37,7 +37,8 @@ SETTINGS = (
     ),
     Setting(
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: take mxfp8:block=32x32",
+        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: leave it out, and take "
+        "mxfp8:block=32x32, or in layers of TransformerEngine square_mxfp8()",
     ),
 )
 OPTIONS = (  # of megatron.training, which `install` refuses besides
@@ -159,6 +160,18 @@ def check_grouped(module: Any) -> None:
                 f"{name} is a {type(param).__name__} with the codes of several experts, and their copies by columns in one buffer: "
                 "set moe_single_grouped_weight=False, by which each expert has a weight of its own"
             )
+
+
+def check_te_tensors(named: Iterable[tuple[str, Any]]) -> None:
+    """TypeError or ValueError for a tensor of TransformerEngine among named parameters that a byte
+    buffer cannot hold.
+    """
+    for name, param in named:
+        if is_primary(param):
+            try:
+                check_primary(param)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise type(error)(f"{name}: {error}") from error
 
 
 def check_distributed(config: Any) -> None:

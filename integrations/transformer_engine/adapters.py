@@ -57,8 +57,7 @@ class Shown:
     `quantizer` makes the quantizer of a FormatSpec on a device. `arguments` are the constructor's
     names of buffers, `options` what else it is given; it takes the dtype of codes as `codes`.
     `derived` are the attributes of copies that TransformerEngine makes, and what they are without
-    one. `format` is that of the weights which a quantizer casts, where `Adapter.format` knows
-    fewer.
+    one.
     """
 
     tensor: str
@@ -67,32 +66,32 @@ class Shown:
     options: Mapping[str, Any] = field(default_factory=dict)
     derived: Mapping[str, Any] = field(default_factory=dict)
     codes: str = "fp8_dtype"
-    format: Callable[[Any], FormatSpec] | None = None
 
 
 @dataclass(frozen=True)
 class Adapter:
     """One format in TransformerEngine's terms.
 
-    `format` makes a FormatSpec of a quantizer. `of_tensor` and `of_quantizer` say which attribute
-    holds which buffer, by the names in `layout.BUFFERS`. `outdate` drops the columnwise copy, as
+    `format` makes a FormatSpec of a quantizer, by the attributes that `chooses` names. `of_tensor`
+    and `of_quantizer` say which attribute holds which buffer, by the names in `layout.BUFFERS`.
+    `outdate` drops the columnwise copy, as
     automatic post-processing asks for, or marks it so that `outdated` is true; `copies` says
     whether this GPU needs one, `copied` is called with the tensors whose copies were made. `alone`
-    is the reason for which a Hybrid tensor cannot hold one direction of the format; with
-    `two_payloads` codes by columns are cast and gathered by themselves. `shown` is for weights that
-    FSDP2 gathers.
+    is the reason for which a Hybrid tensor cannot hold one direction of the format. `shares` says
+    whether one set of codes serves both directions. `shown` is for weights that FSDP2 gathers.
     """
 
     format: Callable[[Any], FormatSpec]
     of_tensor: Mapping[str, str]
     of_quantizer: Mapping[str, str] = field(default_factory=dict)
     options: tuple[Option, ...] = ()
+    chooses: tuple[str, ...] = ()
     outdate: Callable[[Any], None] = nothing
     outdated: Callable[[Any], bool] = never
     copies: Callable[[], bool] = always
     copied: Callable[[Sequence[Any]], None] = nothing
     alone: str = ""
-    two_payloads: bool = False
+    shares: Callable[[Any], bool] = never
     shown: Shown | None = None
 
     def format_of(self, tensor: Any, quantizer: Any) -> FormatSpec:
@@ -117,6 +116,10 @@ class Adapter:
             names = [getattr(dtype, "name", str(dtype)) for dtype in (stored, made)]
             raise ValueError("its codes are {} and its quantizer makes {}".format(*names))
 
+    def choices(self, quantizer: Any) -> tuple[Any, ...]:
+        """What decides the format of a quantizer's tensors, besides its class."""
+        return tuple(getattr(quantizer, name, None) for name in self.chooses)
+
     def attribute(self, name: str) -> str:
         """The host's name of a buffer."""
         return self.of_tensor.get(name) or f"quantizer's {self.of_quantizer[name]}"
@@ -126,10 +129,13 @@ class Adapter:
         return [self.of_tensor.get(name) or f"_quantizer.{self.of_quantizer[name]}" for name in names]
 
     def checked(self, tensor: Any, quantizer: Any) -> list[str]:
-        """The attributes of a tensor that `check` reads; those of its quantizer are dotted."""
+        """The attributes of a tensor that `check` and `choices` read; those of its quantizer are
+        dotted.
+        """
         options = [option.name for option in self.options]
         of_tensor = [name for name in ("_fp8_dtype", *(f"_{name}" for name in options)) if hasattr(tensor, name)]
-        return of_tensor + [f"_quantizer.{name}" for name in ("dtype", *options) if hasattr(quantizer, name)]
+        of_quantizer = ("dtype", *options, *self.chooses)
+        return of_tensor + [f"_quantizer.{name}" for name in of_quantizer if hasattr(quantizer, name)]
 
     def buffers(self, tensor: Any, quantizer: Any) -> dict[str, Tensor | None]:
         """The buffers as they are now."""
@@ -143,7 +149,8 @@ _PER_TENSOR = {"rowwise_data": "_data", "rowwise_scale_inv": "_scale_inv", "colu
 _PER_BLOCK = {
     name: f"_{name}" for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 }
-_ONE_DIRECTION = "its columnwise codes are cast by themselves, and a Hybrid tensor gathers rowwise codes alone"
+_ONE_DIRECTION = "its directions are cast together, and a Hybrid tensor gathers rowwise codes alone"
+_SCALED_BY = ("force_pow_2_scales", "amax_epsilon")
 _FROM_ROWS = "its columnwise copy is made from the rowwise codes, which a Hybrid tensor keeps elsewhere"
 
 
@@ -161,15 +168,20 @@ def _delayed(quantizer: Any) -> FormatSpec:
 
 def _scaled(name: str, quantizer: Any) -> FormatSpec:
     """A format that is scaled by this cast's amaxes to FP32 scales."""
-    host.require(quantizer, ["force_pow_2_scales", "amax_epsilon"])
+    host.require(quantizer, _SCALED_BY)
     power, epsilon = bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon)
     return get_format(name, element=_element(quantizer), power_of_2_scale=power, amax_epsilon=epsilon)
 
 
+def _has_tiles(quantizer: Any) -> bool:
+    return bool(getattr(quantizer, "with_2d_quantization", False))  # older releases do not have it
+
+
 def _mxfp8(quantizer: Any) -> FormatSpec:
+    """Blocks of 1x32 and 32x1, or tiles of 32x32."""
     if _element(quantizer) != "e4m3":
         raise ValueError("mxfp8 weights are E4M3, its quantizer makes E5M2")
-    return get_format("mxfp8")
+    return get_format("mxfp8", block="32x32" if _has_tiles(quantizer) else "1x32")
 
 
 def _invalidate_transpose(tensor: Any) -> None:
@@ -229,11 +241,6 @@ def _mxfp8_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
     return _new("MXFP8Quantizer")(_code_dtype(fmt), **options)
 
 
-def _mxfp8_of_either_block(quantizer: Any) -> FormatSpec:
-    square = getattr(quantizer, "with_2d_quantization", False)
-    return get_format("mxfp8:block=32x32") if square else _mxfp8(quantizer)
-
-
 def _nvfp4_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
     return _new("NVFP4Quantizer")(columnwise=False, with_2d_quantization=True)
 
@@ -267,6 +274,7 @@ _ADAPTERS = {
     "Float8CurrentScalingQuantizer": Adapter(
         functools.partial(_scaled, "fp8_current"),
         _PER_TENSOR,
+        chooses=_SCALED_BY,
         outdate=_invalidate_transpose,
         outdated=_has_invalid_transpose,
         copies=host.reads_transposes,
@@ -281,6 +289,7 @@ _ADAPTERS = {
             Option("block_scaling_dim", 2, "1x128 blocks have no columnwise copy that derives from rowwise codes"),
             Option("is_2D_scaled", True, "1x128 blocks have no columnwise copy that derives from rowwise codes"),
         ),
+        chooses=_SCALED_BY,
         outdate=_rows_only,
         alone=_FROM_ROWS,
         shown=Shown(
@@ -290,19 +299,11 @@ _ADAPTERS = {
     "MXFP8Quantizer": Adapter(
         _mxfp8,
         _PER_BLOCK,
-        options=(
-            Option(
-                "with_2d_quantization",
-                False,
-                "weights are cast in 1x32 and 32x1 blocks, not in 32x32 blocks: take mxfp8:block=32x32 of zerocast.quantize_",
-            ),
-            _COMPACT,
-        ),
+        options=(_COMPACT,),
+        chooses=("with_2d_quantization",),
         alone=_ONE_DIRECTION,
-        two_payloads=True,
-        shown=Shown(
-            "MXFP8Tensor", _mxfp8_quantizer, _BOTH, {"with_gemm_swizzled_scales": False}, format=_mxfp8_of_either_block
-        ),
+        shares=_has_tiles,
+        shown=Shown("MXFP8Tensor", _mxfp8_quantizer, _BOTH, {"with_gemm_swizzled_scales": False}),
     ),
     "NVFP4Quantizer": Adapter(
         lambda quantizer: get_format("nvfp4"),
@@ -383,8 +384,6 @@ def shown_format(quantizer: Any) -> FormatSpec:
     adapter = adapter_of(quantizer)
     if adapter.shown is None:
         raise ValueError(f"weights of a {type(quantizer).__name__} are not gathered as tensors of TransformerEngine")
-    if adapter.shown.format is not None:
-        return adapter.shown.format(quantizer)
     for option in adapter.options:
         option.check(quantizer, None)
     return adapter.format(quantizer)
@@ -407,6 +406,13 @@ def quantizer_of(tensor: Any) -> Any:
     if not hasattr(tensor, "_get_quantizer"):
         raise TypeError(f"it is a {type(tensor).__name__}: a quantized tensor of TransformerEngine is needed")
     return tensor._get_quantizer()
+
+
+def shares_codes(tensor: Any) -> bool:
+    """True if one set of codes of a tensor serves both directions."""
+    quantizer = quantizer_of(tensor)
+    adapter = table().get(type(quantizer))
+    return adapter is not None and adapter.shares(quantizer)
 
 
 def is_quantized(tensor: Any) -> bool:

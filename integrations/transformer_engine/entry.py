@@ -16,7 +16,7 @@ from zerocast.cast.partition import ShardData
 from zerocast.formats.layout import Span
 
 from . import host
-from .adapters import adapter_of, hybrid, is_quantized, quantizer_of
+from .adapters import adapter_of, hybrid, is_quantized, quantizer_of, shares_codes
 from .weight_view import WeightView, view_of
 
 
@@ -132,7 +132,7 @@ def _entries(weight: Any, master: Tensor | None, start: int | None, shard: Any, 
 def _entry(tensor: Any, nominal: torch.dtype, master: Tensor | None, start: int | None, shard: Any) -> Entry:
     view = view_of(tensor, nominal)
     view.locate(tensor)
-    storage = _storage(shard, view.adapter.two_payloads)
+    storage = _storage(shard, view.weight.format.casts_columnwise)
     if view.codes_in_transpose and master is not None:
         if storage is not None:
             raise ValueError("its codes are in its transpose alone, where the codes of a shard do not lie side by side")
@@ -146,6 +146,10 @@ def _storage(shard: Any, two_payloads: bool) -> ShardData | None:
         return None
     if is_quantized(shard):
         quantizer = quantizer_of(shard)
+        if shares_codes(shard):
+            raise TypeError(
+                f"its shard is a {type(shard).__name__} of tiles, which reads codes twice: give its codes alone"
+            )
         held = adapter_of(quantizer).buffers(shard, quantizer)
         shard = (held["rowwise_data"], held.get("columnwise_data")) if two_payloads else held["rowwise_data"]
     tensors = tuple(shard) if isinstance(shard, (tuple, list)) else (shard,)

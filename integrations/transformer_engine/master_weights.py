@@ -67,6 +67,8 @@ def quantize_master_weights(
     if not manual_post_all_gather_processing:
         _drop_copies([(entry.tensor, entry.view) for entry in entries])
     cached.forget_fingerprint()
+    for entry in entries:
+        entry.view.share(entry.tensor)
     cached.cast(entries)
     if fsdp_shard_model_weights is None:
         cached.remember(entries, *given)

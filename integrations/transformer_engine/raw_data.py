@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.formats import Columnwise
+
 from .adapters import adapter_of, quantizer_of
 from .entry import directions, is_hybrid
 
@@ -14,9 +16,10 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     """Copy a tensor's rowwise codes into `new_raw_data`, such as a slice of a flat buffer, and let
     the tensor hold that.
 
-    Of a Hybrid tensor the rowwise direction is moved. Raises TypeError for what is no tensor of
-    TransformerEngine, ValueError for storage of another dtype, shape or device, NotImplementedError
-    for MXFP8, whose codes by columns would stay behind.
+    Of a Hybrid tensor the rowwise direction is moved. MXFP8 in tiles of 32x32 reads the same
+    storage by columns. Raises TypeError for what is no tensor of TransformerEngine, ValueError for
+    storage of another dtype, shape or device, NotImplementedError for MXFP8 in blocks of 1x32,
+    whose codes by columns would stay behind.
     """
     if is_hybrid(tensor):
         rowwise = dict(directions(tensor)).get("rowwise")
@@ -24,8 +27,10 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
             raise NotImplementedError("the Hybrid tensor has no rowwise direction: no raw data to replace")
         replace_raw_data(rowwise, new_raw_data)
         return
-    adapter = adapter_of(quantizer_of(tensor))
-    if adapter.two_payloads:
+    quantizer = quantizer_of(tensor)
+    adapter = adapter_of(quantizer)
+    fmt = adapter.format(quantizer)
+    if fmt.casts_columnwise:
         raise NotImplementedError(
             f"a {type(tensor).__name__} has codes by rows and by columns, and one buffer cannot take both"
         )
@@ -38,3 +43,5 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
         raise ValueError("the new raw data is {} {} on {}, {} {} on {} is needed".format(*found, *needed))
     new_raw_data.detach().copy_(old)
     setattr(tensor, attribute, new_raw_data)
+    if fmt.columnwise is Columnwise.SHARED:
+        setattr(tensor, adapter.of_tensor["columnwise_data"], new_raw_data)

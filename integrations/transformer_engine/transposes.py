@@ -135,7 +135,8 @@ def _copied(weights: Any) -> Iterator[_Found]:
                 key = id(view.adapter)
                 if key not in needed:
                     needed[key] = view.adapter.copies()
-                if needed[key] and view.derives and not view.codes_in_transpose:
+                if needed[key] and (view.derives or view.shares) and not view.codes_in_transpose:
+                    view.share(part)
                     view.locate_columnwise(part)
                     yield index, part, view
         except (TypeError, ValueError, RuntimeError) as error:

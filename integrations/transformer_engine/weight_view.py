@@ -1,7 +1,7 @@
 """WeightView: a tensor of TransformerEngine as a QuantizedWeight over the same buffers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +25,24 @@ class WeightView:
     `nominal` is the dtype that masters are rounded to first. An FP8 tensor may hold its codes in
     the transpose alone (a direction of a Hybrid tensor, where products read transposes):
     `codes_in_transpose`; its `weight` has no codes then.
+
+    With `shares` one set of codes serves both directions (MXFP8 in tiles of 32x32), and a cast
+    writes the scales of both. TransformerEngine keeps codes by columns all the same: `share` lets
+    them be the rowwise memory.
     """
 
     def __init__(self, tensor: Any, nominal: torch.dtype) -> None:
         self._quantizer = quantizer_of(tensor)
         self.adapter: Adapter = adapter_of(self._quantizer)
         self._nominal, self._shape = nominal, tuple(tensor.shape)
-        fmt = self.adapter.format_of(tensor, self._quantizer)
+        fmt = self._format = self.adapter.format_of(tensor, self._quantizer)
         layout.check_shape(fmt, self._shape)
         self._expected = layout.buffers(fmt, layout.matrix_shape(self._shape), nominal)
+        self._choices = self.adapter.choices(self._quantizer)
         self.derives = fmt.columnwise is Columnwise.TRANSPOSE
-        held = self.adapter.buffers(tensor, self._quantizer)
+        self.shares = fmt.columnwise is Columnwise.SHARED
+        self._scales: Tensor | None = None  # of tiles by columns
+        held = self._held(tensor)
         self._addresses: dict[str, int] = {}
         self._scratch: Tensor | None = None
         buffers: dict[str, Tensor] = {}
@@ -58,20 +65,23 @@ class WeightView:
         if self.codes_in_transpose and getattr(tensor, self.adapter.of_tensor[_DATA]) is not None:
             return False
         quantizer = getattr(tensor, "_quantizer", None)
-        return quantizer in (None, self._quantizer) or self._takes(tensor, quantizer)
+        if quantizer in (None, self._quantizer) and self._choices == self.adapter.choices(self._quantizer):
+            return True
+        return self._takes(tensor, self._quantizer if quantizer is None else quantizer)
 
     def _takes(self, tensor: Any, quantizer: Any) -> bool:
         """Take another quantizer of the same format; `locate` finds the buffers that it holds."""
         same = adapter_of(quantizer) is self.adapter
         same = same and self.adapter.format_of(tensor, quantizer) == self.weight.format
         if same:
-            self._quantizer = quantizer
+            self._quantizer, self._choices = quantizer, self.adapter.choices(quantizer)
         return same
 
     def cast_attributes(self, tensor: Any) -> tuple[str, ...]:
         """The attributes that decide how this tensor is cast, and where its codes go."""
         checked = self.adapter.checked(tensor, self._quantizer)
-        return self._watched(tensor, ["dtype", *checked, *self.adapter.places(self._written)])
+        written = [*self._written, *(_COLUMNWISE[:1] if self.shares else ())]
+        return self._watched(tensor, ["dtype", *checked, *self.adapter.places(written)])
 
     def copy_attributes(self, tensor: Any) -> tuple[str, ...]:
         """The attributes that hold what a columnwise copy is made of, and the copy."""
@@ -89,19 +99,66 @@ class WeightView:
         ValueError for one that is gone, and for options that are not cast.
         """
         self.adapter.check(tensor, self._quantizer)
-        self._locate(self.adapter.buffers(tensor, self._quantizer), self._written)
+        self._locate(self._held(tensor), self._written)
 
     def locate_columnwise(self, tensor: Any) -> None:
         """Look where the rowwise buffers and the columnwise copy are now; the copy may be
         missing.
         """
-        held = self.adapter.buffers(tensor, self._quantizer)
+        held = self._held(tensor)
         self._locate(held, self._written)
+        if self.shares:
+            self.weight.state.buffers["columnwise_data"] = self._foreign_codes(tensor)
+            return
         copy = [name for name in _COLUMNWISE if name in held]
         if any(held[name] is None for name in copy):
             self.forget_columnwise()
         else:
             self._locate(held, copy)
+
+    def share(self, tensor: Any) -> None:
+        """Let the codes by columns be the rowwise ones, and give back scales that were dropped,
+        where one set of codes serves both directions.
+        """
+        if not self.shares:
+            return
+        codes, copy, scale_inv = (self.adapter.of_tensor[name] for name in (_DATA, *_COLUMNWISE))
+        if getattr(tensor, copy) is None or self._foreign_codes(tensor) is not None:
+            setattr(tensor, copy, getattr(tensor, codes))
+            self.weight.state.buffers["columnwise_data"] = None
+        if getattr(tensor, scale_inv) is None:
+            setattr(tensor, scale_inv, self.weight.state.buffers["columnwise_scale_inv"])
+
+    def _foreign_codes(self, tensor: Any) -> Tensor | None:
+        """Codes by columns in memory of their own, as the tensor's products read them now."""
+        codes, copy = (getattr(tensor, self.adapter.of_tensor[name]) for name in (_DATA, "columnwise_data"))
+        if copy is None or codes is None or copy.data_ptr() == codes.data_ptr():
+            return None
+        found: Tensor = copy.detach().view(torch.uint8).view(self.weight.matrix_shape)
+        return found
+
+    def _held(self, tensor: Any) -> dict[str, Tensor | None]:
+        """The buffers as they are now, without codes by columns that are the rowwise ones."""
+        held = self.adapter.buffers(tensor, self._quantizer)
+        if self.shares:
+            del held["columnwise_data"]
+            held["columnwise_scale_inv"] = self._scales_by_columns(held)
+        return held
+
+    def _scales_by_columns(self, held: Mapping[str, Tensor | None]) -> Tensor | None:
+        """The scales of tiles by columns. A tensor without any is given them by `share`: those that
+        it had, which casts go on to write, or else what its scales by rows say.
+        """
+        rowwise, kept = held["rowwise_scale_inv"], held["columnwise_scale_inv"]
+        self._scales = self._scales if kept is None else kept
+        if self._scales is None and rowwise is not None:
+            buffer, block = self._expected["columnwise_scale_inv"], self._format.block
+            assert buffer is not None and block is not None
+            (height, width), (down, across) = block, layout.amax_grid(block, *layout.matrix_shape(self._shape))
+            self._scales = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=rowwise.device)
+            tiles = rowwise.detach().view(torch.uint8)[: down * height : height, :across]
+            self._scales[:down, : across * width] = tiles.repeat_interleave(width, 1)
+        return self._scales
 
     def live(self, tensor: Any) -> QuantizedWeight:
         """The tensor's bytes as its products read them now, without an outdated columnwise copy.
@@ -109,12 +166,14 @@ class WeightView:
         A weight of its own over the same buffers. Codes that are in a transpose alone are copied,
         to be read by rows.
         """
-        held = self.adapter.buffers(tensor, self._quantizer)
+        held = self._held(tensor)
         if self.adapter.outdated(tensor) or self.codes_in_transpose or held.get(_COLUMNWISE[0]) is None:
             held = {name: buffer for name, buffer in held.items() if name in self._written}
         buffers = {name: self._checked(name, buffer) for name, buffer in held.items()}
         if "columnwise_scale_inv" in buffers and self.derives and self.weight.format.block is not None:
             buffers["columnwise_scale_inv"] = self._padded(buffers["columnwise_scale_inv"])
+        if self.shares and (foreign := self._foreign_codes(tensor)) is not None:
+            buffers["columnwise_data"] = foreign
         own = self.weight.state.buffers["amax"]
         if self.owns_amax and own is not None:
             buffers["amax"] = own

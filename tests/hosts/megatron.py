@@ -25,6 +25,7 @@ CASES = {
     "overlap": Case(MIXED, overlap=True, experts=True),
     "sync": Case(MIXED, experts=True),
     "TransformerEngine": Case("te", te="02"),  # tests/megatron/test_te.py
+    "tiles": Case("tiles", te="02"),  # tests/megatron/test_te.py
     "offload": offloaded(experts=True),  # tests/megatron/test_offload.py
 }
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"

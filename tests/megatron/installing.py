@@ -13,19 +13,25 @@ import torch
 import torch.distributed as dist
 
 import zerocast
+from tests.megatron import te
 from tests.megatron.host_memory import HostMemory
 from tests.megatron.pretraining import WHY_NOT, Trained, module_or_none, pretrain
+from tests.megatron.te_attaching import grouped
 from tests.megatron.training import NARROW, Case, Run
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host, installation
+from zerocast.integrations.megatron.primary import weight_of
 
 if not WHY_NOT:
     import megatron.training.training as loop
+    from megatron.core import parallel_state
 
 RECIPE = {"*.linear_*.weight": NARROW}
 FLAG = ("--zerocast-recipe", f"*.linear_*.weight={NARROW}")
 OFFLOAD = ("--use-precision-aware-optimizer", "--no-pin-cpu-grads", "--no-pin-cpu-params")
+_MXFP8 = ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather")
+_TWO_STAGES = ("--num-layers", "2", "--pipeline-model-parallel-size", "2")
 DISTRIBUTED = "--use-distributed-optimizer"
 PLACES = (
     "TRAINING",
@@ -59,7 +65,7 @@ def _left(trained: Trained) -> dict[str, Any]:
         "evaluated": trained.evaluated,
         "stale": run.stale_bytes(),
         "masters": run.masters(),
-        "weights": {name: str(weight.format) for name, weight in run.weights.items()},
+        "weights": {name: str(weight_of(weight).format) for name, weight in run.weights.items()},
         "offloaded": sum(len(host.host_copies(one.optimizer)) for one in host.distributed_optimizers(run.optimizer)),
     }
 
@@ -74,6 +80,50 @@ def train(*flags: str, recipe: Any = RECIPE) -> dict[str, Any]:
             return _left(trained)
 
         return pretrain(*flags, after=after)
+
+
+@contextlib.contextmanager
+def _te_layers(fmt: str, last_stage: bool = False, with_grouped: bool = False) -> Iterator[None]:
+    """Within, the model that `pretrain` builds has tensors of TransformerEngine in its MLPs, in the last pipeline stage alone or in
+    all, as its layers have them by `--fp8-param-gather`; with several experts in one tensor beside them.
+    """
+
+    def build(original: Any) -> Any:
+        def call(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+            for chunk in [] if last_stage and not parallel_state.is_pipeline_last_stage() else chunks:
+                for layer in host.unwrapped(chunk).decoder.layers:
+                    for name in ("linear_fc1", "linear_fc2"):
+                        value = getattr(layer.mlp, name).weight.detach()
+                        made = te.TELinear(*reversed(value.shape))
+                        made.weight = te.parameter(fmt, value, value.device)
+                        setattr(layer.mlp, name, made)
+                    if with_grouped:
+                        layer.mlp.experts = torch.nn.Module()
+                        layer.mlp.experts.weight = torch.nn.Parameter(grouped("nvfp4"))
+            return original(chunks, *args, **kwargs)
+
+        return call
+
+    name = "correct_amax_history_if_needed"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(te.te_in_the_host())
+        for module in host.model_builders():
+            stack.enter_context(mock.patch.object(module, name, build(getattr(module, name))))
+        yield
+
+
+def train_te_layers(fmt: str, *flags: str) -> dict[str, Any]:
+    """What a run leaves whose weights are TransformerEngine's, and `install({})` its one line."""
+    with _te_layers(fmt):
+        return train(*_MXFP8, *flags, recipe={})
+
+
+def _te_layers_of(fmt: str, *flags: str, **where: bool) -> Callable[[], Any]:
+    def case() -> None:
+        with _te_layers(fmt, **where):
+            _with(*flags, recipe={})()
+
+    return case
 
 
 def train_offloaded(*flags: str) -> dict[str, Any]:
@@ -289,9 +339,14 @@ CASES: dict[str, Callable[[], Any]] = {
     "masters in half precision": _with(
         "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16"
     ),
-    "mxfp8 through gradients": _with(
-        *["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"]
+    "mxfp8 through gradients": _with(*_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
+    "MXFP8Tensors of blocks": _te_layers_of("mxfp8", *_MXFP8),
+    "MXFP8Tensors of blocks on one stage": _te_layers_of("mxfp8", *_MXFP8, *_TWO_STAGES, last_stage=True),
+    "experts in one tensor on one stage": _te_layers_of(
+        "fp8_current", *_TWO_STAGES, last_stage=True, with_grouped=True
     ),
+    "tiles through gradients": _te_layers_of("mxfp8:block=32x32", *_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
+    "mxfp8 without TransformerEngine": _with(*_MXFP8, recipe={}),
     "fsdp": _with("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
     "torch's fsdp": _with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
     "a name that is gone": _without_a_name,

@@ -77,11 +77,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (x,), (dy,) = ctx.saved_tensors, grads
-        return dy @ values(ctx.weight, columnwise=True), dy.t() @ x
+        return dy @ values(ctx.weight, columnwise=True), dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def values(weight: Any, columnwise: bool) -> Tensor:
     """What a direction of a tensor holds."""
+    if type(weight).__name__ == "MXFP8Tensor":
+        return tensors.dequantized(weight, columnwise).to(weight.dtype)
     held = tensors.buffers(weight)
     return QuantizedWeight.of_buffers(weight.shape, format_of(weight), weight.dtype, held).read(
         columnwise, weight.dtype
@@ -107,17 +109,17 @@ def use_te_tensors(model: nn.Module, recipe: Recipe, device: torch.device) -> Re
     """Replace the weights of TELinears by tensors of TransformerEngine; the part of the recipe that is of other layers."""
     theirs = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, TELinear)}
     for name, module in theirs.items():
-        module.weight = _te_parameter(str(recipe.format_of(name)), module.weight.detach(), device)
+        module.weight = parameter(str(recipe.format_of(name)), module.weight.detach(), device)
     names = {name for name, param in model.named_parameters() if param.dim() >= 2} - {*theirs}
     formats = {name: recipe.format_of(name) for name in names}
     return Recipe({name: str(fmt) for name, fmt in formats.items() if fmt.element is not None}) if names else None
 
 
-def _te_parameter(fmt: str, value: Tensor, device: torch.device) -> nn.Parameter:
+def parameter(fmt: str, value: Tensor, device: torch.device) -> nn.Parameter:
     """As TransformerEngine makes it, which quantizes by its compiled extension."""
-    case = Weight(fmt.partition(":")[0], tuple(value.shape), ((0, value.numel()),), value.dtype)
+    case = Weight("fp8_delayed" if "delayed" in fmt else fmt, tuple(value.shape), ((0, value.numel()),), value.dtype)
     made: Any = tensors.tensor(case, str(device), columnwise=True)
-    cast = casts.unsharded(case.fmt, value.cpu().float(), value.dtype)
+    cast = tensors.with_shared_codes(case.fmt, casts.unsharded(case.fmt, value.cpu().float(), value.dtype))
     held = tensors.buffers(made)
     if get_format(case.fmt).name == "fp8_delayed":
         del held["amax"]  # of casts by its quantizer, which there were none of

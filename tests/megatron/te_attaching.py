@@ -1,8 +1,12 @@
 """What `attach` does with TransformerEngine's tensors beyond their bytes, on the ranks of a pool."""
 
+import ast
+import contextlib
 import gc
 import importlib
+import types
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +15,18 @@ import torch.distributed as dist
 
 from tests.megatron import te
 from tests.megatron.here import host
-from tests.megatron.training import ALL_LAYERS, Case, Model, build, build_attached, configuration, trained, wrap
+from tests.megatron.training import (
+    ALL_LAYERS,
+    Case,
+    Model,
+    build,
+    build_attached,
+    build_chunk,
+    build_optimizer,
+    configuration,
+    trained,
+    wrap,
+)
 from tests.transformer_engine import hybrids, tensors
 from tests.workers import error_of
 from zerocast import get_format, verify
@@ -55,10 +70,10 @@ def built_outside(formats: str) -> tuple[str, dict[str, int]]:
         return said, {} if said else trained(run)[1]
 
 
-def every_buffer() -> tuple[bool, list[Any], list[Any]]:
+def every_buffer(formats: str) -> tuple[bool, list[Any], list[Any]]:
     """Whether all is well after two steps; the one difference that each flipped byte makes, and should make."""
     with host(ALL_LAYERS):
-        run, attached = build_attached(Case("te", te=ALL_LAYERS))
+        run, attached = build_attached(Case(formats, te=ALL_LAYERS))
         for number in range(2):
             run.step(number)
         quiet, found, wanted = verify(attached), [], []
@@ -80,10 +95,10 @@ def every_buffer() -> tuple[bool, list[Any], list[Any]]:
         return quiet.ok and verify(attached).ok, found, wanted
 
 
-def copies_dropped() -> dict[str, int]:
+def copies_dropped(formats: str) -> dict[str, int]:
     """Where TransformerEngine drops columnwise copies between steps, as modules do in evaluation: stale bytes."""
     with host(ALL_LAYERS):
-        run, _ = build_attached(Case("te", te=ALL_LAYERS))
+        run, _ = build_attached(Case(formats, te=ALL_LAYERS))
         for number in range(3):
             run.step(number)
             for weight in run.te_tensors.values() if number == 1 else ():
@@ -93,10 +108,10 @@ def copies_dropped() -> dict[str, int]:
         return run.stale_bytes()
 
 
-def finetuned() -> tuple[bool, dict[str, int]]:
+def finetuned(formats: str) -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model: whether they are those values as cast, and stale bytes."""
     with host(ALL_LAYERS):
-        run, _ = build_attached(Case("te", te=ALL_LAYERS))
+        run, _ = build_attached(Case(formats, te=ALL_LAYERS))
         values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
         for value in values.values():
             dist.broadcast(value, 0)
@@ -159,6 +174,143 @@ def detached() -> list[str]:
         return [*changed, *(["hooks"] if now != hooks else []), *(["fields"] if same != fields else [])]
 
 
+TILES = "mxfp8:block=32x32"
+
+
+def one_byte_an_element(overlap: bool) -> list[str]:
+    """What is wrong with the memory of tiles after some steps, between which the host moves it: codes outside of a buffer of bytes,
+    a second set of them, scales of another shape than TransformerEngine's, directions of other values, stale bytes.
+    """
+    with host(ALL_LAYERS):
+        run, attached = build_attached(Case("tiles", overlap, te=ALL_LAYERS))
+        found = []
+        for number in range(4):
+            run.step(number)
+            run.force_sync()
+            found += map(str, run.stale_bytes())
+            places = {
+                param: bucket
+                for group in run.ddp.bucket_groups
+                for bucket in group.buckets
+                for param in bucket.params_list
+            }
+            tiles = {name: weight for name, weight in run.te_tensors.items() if str(te.format_of(weight)) == TILES}
+            assert len(tiles) == 2
+            for name, weight in tiles.items():
+                data, grads = places[weight].param_data, places[weight].grad_data
+                inside = weight._rowwise_data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+                if (
+                    data.dtype != torch.uint8
+                    or not inside
+                    or data.untyped_storage().data_ptr() == grads.untyped_storage().data_ptr()
+                ):
+                    found.append(f"{name} lies in {data.dtype}")
+                if weight._columnwise_data.data_ptr() != weight._rowwise_data.data_ptr():
+                    found.append(f"{name} has two sets of codes")
+                if not torch.equal(tensors.dequantized(weight, False), tensors.dequantized(weight, True)):
+                    found.append(f"{name} has directions of other values")
+                if number == 1:  # scales elsewhere, and as something that copies a weight leaves it
+                    weight._rowwise_scale_inv, weight._columnwise_scale_inv = (
+                        scales.clone() for scales in (weight._rowwise_scale_inv, weight._columnwise_scale_inv)
+                    )
+                    weight._columnwise_data = weight._columnwise_data.clone()
+                    assert verify(attached).ok
+        return found
+
+
+def tiles_without_an_attachment() -> list[str]:
+    """What a step says before `attach` and after `detach`; what building says without an optimizer, or with one of another context;
+    bytes that have changed meanwhile.
+    """
+    case = Case("tiles", te=ALL_LAYERS)
+    with host(ALL_LAYERS):
+        with integration.quantized_params():
+            run = build(case)
+        run.forward_and_backward(0)
+        before = te.bytes_of(run.weights["layers.0.weight"])[1]
+        said = [error_of(run.optimizer.step)]
+        integration.attach(run.optimizer, run.ddp).detach()
+        said.append(error_of(run.optimizer.step))
+        after = te.bytes_of(run.weights["layers.0.weight"])[1]
+
+        def half_built() -> Any:
+            with integration.quantized_params():
+                return build_chunk(case)
+
+        def in_two_contexts() -> None:
+            chunks = []
+            with contextlib.suppress(RuntimeError), integration.quantized_params():
+                chunks.append(build_chunk(case))
+            with integration.quantized_params():
+                build_optimizer(case, chunks)
+
+        said += [error_of(half_built), error_of(in_two_contexts)]
+        return [*said, *(name for name in before if (before[name] != after[name]).any())]
+
+
+def recipes_by_megatron() -> list[tuple[str, list[bool]]]:
+    """(recipe, whether its quantizers of an input, a weight and a gradient make tiles), as Megatron makes the recipe and
+    TransformerEngine the quantizers: outside of `square_mxfp8()`, inside, of another recipe inside, and afterwards.
+    """
+    with host(ALL_LAYERS):
+        fp8 = importlib.import_module(seams.FP8)
+        with mock.patch.object(fp8, "get_fp8_recipe", fp8.get_fp8_recipe if fp8.HAVE_TE else _get_fp8_recipe(fp8)):
+            found = [_recipe(fp8, "mxfp8")]
+            with integration.square_mxfp8():
+                found += [_recipe(fp8, "mxfp8"), _recipe(fp8, "blockwise")]
+            return [*found, _recipe(fp8, "mxfp8")]
+
+
+def _get_fp8_recipe(fp8: Any) -> Any:
+    """Megatron's function as it defines it where it has found TransformerEngine."""
+    tree = ast.parse(Path(fp8.__file__).read_text())
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "get_fp8_recipe"]
+    theirs = types.SimpleNamespace(recipe=importlib.import_module("transformer_engine.common.recipe"))
+    known = {
+        **vars(fp8),
+        "transformer_engine": types.SimpleNamespace(common=theirs),
+        "is_te_min_version": lambda version: True,
+    }
+    longest = max(functions, key=lambda one: len(ast.unparse(one)))
+    exec(compile(ast.Module([longest], []), fp8.__file__, "exec"), known)
+    return known["get_fp8_recipe"]
+
+
+def _recipe(fp8: Any, name: str) -> tuple[str, list[bool]]:
+    quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+    config = types.SimpleNamespace(fp8="e4m3", fp8_recipe=name, fp8_dot_product_attention=False)
+    recipe, made = fp8.get_fp8_recipe(config), []
+    for mode, tensors_of in (("forward", ("input", "weight")), ("backward", ("grad_output",))):
+        roles = [quantization.QuantizerRole("linear", tensor) for tensor in tensors_of]
+        state = quantization.RecipeState.create(
+            recipe, mode=mode, num_quantizers=len(roles), device=torch.device("cpu"), roles=roles
+        )
+        made += [getattr(one, "with_2d_quantization", False) for one in state.make_quantizers()]
+    return type(recipe).__name__, made
+
+
+def computed_by_another_recipe(how: str) -> str:
+    """What a step says after a forward pass under a recipe of 1x32 blocks, which gives tiles another quantizer."""
+    with host(ALL_LAYERS):
+        run, _ = build_attached(Case("tiles", te=ALL_LAYERS))
+        run.step(0)
+        weight = run.te_tensors["layers.1.weight"]
+        if how == "replaced":
+            weight.update_quantizer(tensors.quantizer(get_format("mxfp8"), str(weight.device)))
+        else:
+            weight._quantizer.with_2d_quantization = False
+        run.ddp.start_grad_sync()
+        run.ddp.finish_grad_sync()
+        return error_of(run.optimizer.step)
+
+
+def through_the_gradients() -> str:
+    """What is said of tiles where Megatron is told to gather bf16 through the gradient buffer."""
+    with host(ALL_LAYERS):
+        options = {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+        return error_of(lambda: build_attached(Case("tiles", te=ALL_LAYERS, ddp_options=options)))
+
+
 def of_a_kind(kind: str) -> str:
     """What is said of tensors that have no place in a byte buffer: where they are built, or where they are attached."""
     with host(ALL_LAYERS):
@@ -168,21 +320,30 @@ def of_a_kind(kind: str) -> str:
             if kind == "hybrid":
                 return torch.nn.Parameter(hybrids.hybrid(case, case))
             one = tensors.tensor(case, str(device))
-            one._quantizer.with_2d_quantization = kind == "square mxfp8"
             return torch.nn.Parameter(one)
 
-        with mock.patch.object(te, "_te_parameter", made):
+        with mock.patch.object(te, "parameter", made):
             return error_of(lambda: build_attached(Case("fp8_current" if kind == "hybrid" else "mxfp8", te="0")))
 
 
+def grouped(fmt: str) -> Any:
+    """A tensor for two experts, as TransformerEngine allocates it for moe_single_grouped_weight."""
+    kind: Any = importlib.import_module("transformer_engine.pytorch.tensor.grouped_tensor").GroupedTensor
+    return kind.make_grouped_tensor_with_shapes(
+        num_tensors=2,
+        shapes=[(32, 64)] * 2,
+        quantizer=tensors.quantizer(get_format(fmt)),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
+
+
 def grouped_experts() -> str:
-    """What is said of a tensor that holds several experts, as with moe_single_grouped_weight."""
+    """What `attach` says of a tensor that holds several experts."""
     with host(ALL_LAYERS):
         with integration.quantized_params():
             run = build(Case("nvfp4", te=ALL_LAYERS))
-        kind: Any = importlib.import_module("transformer_engine.pytorch.tensor.grouped_tensor").GroupedTensor
-        data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
-        tensor = kind((2, 32, 64), torch.bfloat16, num_tensors=2, shapes=[(32, 64)] * 2, data=data)
+        tensor = grouped("nvfp4")
         assert importlib.import_module(seams.FP8).is_grouped_tensor_with_quantized_storage(tensor)
         for buffer in run.optimizer.chained_optimizers[0].buffers:
             if buffer.param_dtype == torch.uint8:
@@ -190,19 +351,53 @@ def grouped_experts() -> str:
         return error_of(lambda: integration.attach(run.optimizer, run.ddp))
 
 
-def grouped_in_a_model() -> str:
-    """The same where the host would wrap it: a layer of TransformerEngine's with one weight for two experts."""
-    kind_of = "transformer_engine.pytorch.tensor.grouped_tensor"
+def grouped_in_a_model(fmt: str) -> tuple[str, str]:
+    """What is said where a layer of TransformerEngine's with one weight for two experts is wrapped: by Megatron alone, whose buffer
+    holds the codes of both if it says nothing, and in `quantized_params()`.
+    """
     with host(ALL_LAYERS):
-        kind: Any = importlib.import_module(kind_of).GroupedTensor
-        data = torch.zeros(2 * 32 * 64, dtype=torch.uint8)
-        tensor = kind((2, 32, 64), torch.bfloat16, num_tensors=2, shapes=[(32, 64)] * 2, data=data)
-        config = configuration()
-        model = Model(config, ALL_LAYERS)
-        model.experts = torch.nn.Module()
-        model.experts.weight = torch.nn.Parameter(tensor)
-        with integration.quantized_params():
-            return error_of(lambda: wrap(Case(te=ALL_LAYERS), config, model))
+
+        def wrapped() -> Any:
+            model = Model(configuration(), ALL_LAYERS)
+            model.experts = torch.nn.Module()
+            model.experts.weight = torch.nn.Parameter(grouped(fmt))
+            return wrap(Case(te=ALL_LAYERS), configuration(), model)
+
+        def by_megatron() -> None:
+            ddp = wrapped()
+            (weight,) = (one for name, one in ddp.module.named_parameters() if name == "experts.weight")
+            (data,) = (one.param_data for one in ddp.buffers if weight in one.param_index_map)
+            for member in weight.quantized_tensors:
+                assert member._rowwise_data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+
+        def by_zerocast() -> None:
+            with integration.quantized_params():
+                wrapped()
+
+        return error_of(by_megatron), error_of(by_zerocast)
+
+
+def grouped_by_a_recipe(options: dict[str, Any]) -> str:
+    """What Megatron's configuration says of one weight for all experts."""
+    configurations = importlib.import_module("megatron.core.transformer.transformer_config")
+    experts = {
+        "num_moe_experts": 2,
+        "moe_grouped_gemm": True,
+        "moe_single_grouped_weight": True,
+        "add_bias_linear": False,
+    }
+    with mock.patch.object(configurations, "is_te_min_version", return_value=True):
+        return error_of(
+            lambda: configurations.TransformerConfig(
+                num_layers=1,
+                hidden_size=64,
+                num_attention_heads=4,
+                params_dtype=torch.bfloat16,
+                bf16=True,
+                **experts,
+                **options,
+            )
+        )
 
 
 def changed_afterwards(what: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron import installing
+from tests.megatron import installing, te
 from tests.megatron.installing import FLAG
 from tests.megatron.pretraining import FLAGS, ON_CPU, needs_training
 from tests.megatron.training import NARROW
@@ -20,6 +20,7 @@ from tests.workers import Ranks
 
 pytestmark = needs_training
 
+TILES = "mxfp8:block=32x32"
 MUON = (
     "ValueError: .*--optimizer (dist_)?muon is not supported here: its ranks own whole layers. .* in a loop of your own"
 )
@@ -45,6 +46,11 @@ TABLE = {
     "distributed muon": MUON,
     "masters in half precision": "ValueError: .*main_params_dtype is not supported: .* leave it at torch.float32",
     "mxfp8 through gradients": "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
+    "MXFP8Tensors of blocks": "ValueError: rank 0: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs both directions",
+    "MXFP8Tensors of blocks on one stage": "ValueError: rank 1: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs",
+    "experts in one tensor on one stage": "ValueError: rank 1: .*experts.weight is a .* with the codes of several experts",
+    "tiles through gradients": r"ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* square_mxfp8\(\)",
+    "mxfp8 without TransformerEngine": r"ValueError: Recipe\(.* quantizes no weight of the model, and it has none of Tr",
     "fsdp": "ValueError: .*use_megatron_fsdp is not supported: .* use zerocast.fsdp2",
     "torch's fsdp": "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
     "a name that is gone": r"RuntimeError: megatron.training.training has no train_step: this megatron-core has another shape",
@@ -60,6 +66,9 @@ def on(ranks: Ranks, world: int) -> Callable[..., list[Any]]:
     return functools.partial(ranks(world), timeout=150.0)
 
 
+TE_LAYERS = {name for name in TABLE if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
+
+
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -71,6 +80,8 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     answer="raises on every rank, before the first step",
 )
 def test_mistakes(ranks: Ranks, name: str) -> None:
+    if name in TE_LAYERS and te.WHY_NOT:
+        pytest.skip(te.WHY_NOT)
     for said in on(ranks, 2)(installing.say, name):
         assert re.match(TABLE[name], said), said
 
@@ -91,6 +102,16 @@ def test_trains_evaluates_saves_and_resumes(ranks: Ranks, tmp_path: Path) -> Non
     assert list(resumed["losses"]) == [3, 4]
     assert resumed["losses"] == {step: through["losses"][step] for step in (3, 4)}
     assert same(resumed["masters"], through["masters"]) and not resumed["stale"]
+
+
+@te.needs_te
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+def test_weights_of_transformer_engine(ranks: Ranks, overlap: bool) -> None:
+    """With an empty recipe they are cast, MXFP8 in tiles too, in buffers of bytes."""
+    flags = ("--overlap-grad-reduce", "--overlap-param-gather") if overlap else ()
+    for left in on(ranks, 2)(installing.train_te_layers, TILES, "--train-iters", "4", *flags):
+        assert not left["stale"] and left["losses"][4] < left["losses"][1]
+        assert set(left["weights"].values()) == {TILES} and len(left["weights"]) == 2
 
 
 @pytest.mark.slow

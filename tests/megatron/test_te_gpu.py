@@ -55,10 +55,10 @@ def test_the_same_training_as_without_zerocast(gpu_ranks: Ranks, world: int, rec
 
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", ["nvfp4", "te"])
+@pytest.mark.parametrize("formats", ["nvfp4", "te", "tiles"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
-    """NVFP4 too, which TransformerEngine cannot cast here."""
+    """NVFP4 and MXFP8 too, which TransformerEngine cannot cast here."""
     for losses, wrong in gpu_ranks(world)(train, Case(formats, overlap, te=ALL_LAYERS), timeout=SECONDS):
         assert not wrong and losses[2] < losses[0]
 
@@ -86,10 +86,25 @@ def test_resume_is_exact(gpu_ranks: Ranks, world: int, kind: str) -> None:
         assert not wrong
 
 
+@pytest.mark.parametrize("formats", ["te", "tiles"])
 @pytest.mark.parametrize("world", [TWO])
-def test_every_byte_counts(gpu_ranks: Ranks, world: int) -> None:
-    for ok, found, wanted in gpu_ranks(world)(te_attaching.every_buffer, timeout=SECONDS):
+def test_every_byte_counts(gpu_ranks: Ranks, world: int, formats: str) -> None:
+    for ok, found, wanted in gpu_ranks(world)(te_attaching.every_buffer, formats, timeout=SECONDS):
         assert ok and found == wanted
+
+
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_tiles_are_one_byte_an_element(gpu_ranks: Ranks, world: int) -> None:
+    """Products of TransformerEngine cannot read them here, so directions are read by its layouts of scales."""
+    assert gpu_ranks(world)(te_attaching.one_byte_an_element, True, timeout=SECONDS) == [[]] * world
+
+
+@pytest.mark.parametrize("world", [ONE])
+def test_a_recipe_of_tiles(gpu_ranks: Ranks, world: int) -> None:
+    """Megatron's own recipe and TransformerEngine's quantizers of it."""
+    ((before, inside, other, after),) = gpu_ranks(world)(te_attaching.recipes_by_megatron, timeout=SECONDS)
+    assert before == after == ("MXFP8BlockScaling", [False] * 3)
+    assert inside == ("MXFP8BlockScaling", [False, True, False]) and other == ("Float8BlockScaling", [False] * 3)
 
 
 @pytest.mark.parametrize("world", [ONE])

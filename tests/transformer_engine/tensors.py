@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import casts
+from tests import casts, sharded
 from tests.sharded import POISON, Weight
 from zerocast import get_format
-from zerocast.formats import FormatSpec, layout
+from zerocast.formats import Columnwise, FormatSpec, layout
 
 ATTRIBUTES = {
     "Float8Tensor": {
@@ -20,7 +20,7 @@ ATTRIBUTES = {
     "IdentityTensor": {"rowwise_data": "_hp_data"},
 }
 HELD = tuple(  # formats that it has tensors for
-    fmt for fmt in casts.FORMATS if not fmt.startswith("mxfp4") and "block=" not in fmt and "four_over_six" not in fmt
+    fmt for fmt in casts.FORMATS if not fmt.startswith("mxfp4") and "four_over_six" not in fmt
 )
 _BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
@@ -43,7 +43,7 @@ def quantizer(fmt: FormatSpec, device: str = "cpu", scale: float = 1.0) -> Any:
         "fp8_delayed": lambda: te.Float8Quantizer(one * scale, one * 0, dtype),
         "fp8_current": lambda: te.Float8CurrentScalingQuantizer(dtype, torch.device(device), **options),
         "fp8_block": lambda: te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options),
-        "mxfp8": lambda: te.MXFP8Quantizer(dtype),
+        "mxfp8": lambda: te.MXFP8Quantizer(dtype, with_2d_quantization=fmt.block == (32, 32)),
         "nvfp4": lambda: te.NVFP4Quantizer(with_2d_quantization=True),
         "identity": te.IdentityQuantizer,
     }[fmt.name]()
@@ -58,11 +58,15 @@ def _filled(buffer: layout.Buffer | None, device: str) -> Tensor:
 
 
 def tensor(case: Weight, device: str = "cpu", scale: float = 1.0, columnwise: bool = False) -> Any:
-    """A tensor of a case, every buffer full of poison; with `columnwise` the copies that derive are there too."""
+    """A tensor of a case, every buffer full of poison; with `columnwise` the copies that derive are there too, and codes that serve
+    both directions twice, as TransformerEngine makes them.
+    """
     fmt, te = get_format(case.fmt), host_tensors()
     made = quantizer(fmt, device, scale)
     matrix = layout.matrix_shape(case.shape)
     held = {name: buffer for name, buffer in layout.buffers(fmt, matrix, case.nominal).items() if buffer is not None}
+    if fmt.columnwise is Columnwise.SHARED:
+        held["columnwise_data"] = held["rowwise_data"]
     data = {name: _filled(buffer, device) for name, buffer in held.items()}
     common: dict[str, Any] = {
         "shape": case.shape,
@@ -85,7 +89,7 @@ def tensor(case: Weight, device: str = "cpu", scale: float = 1.0, columnwise: bo
         )
     else:
         blocks: dict[str, Any] = {name: data[name] for name in _BLOCKS}
-        if not columnwise and fmt.name != "mxfp8":
+        if not columnwise and not fmt.casts_columnwise:
             blocks |= {"columnwise_data": None, "columnwise_scale_inv": None}
         if fmt.name == "fp8_block":
             result = te.Float8BlockwiseQTensor(**blocks, fp8_dtype=made.dtype, is_2D_scaled=True, **common)
@@ -111,6 +115,31 @@ def buffers(weight: Any) -> dict[str, Tensor]:
     if hasattr(weight._quantizer, "amax") and hasattr(weight._quantizer, "scale"):
         held["amax"] = weight._quantizer.amax
     return {name: found for name, found in held.items() if found is not None}
+
+
+def expected(case: Weight, **options: Any) -> casts.Bytes:
+    """The unsharded cast, with codes by columns where TransformerEngine has a name for them too."""
+    return with_shared_codes(case.fmt, sharded.expected(case, **options))
+
+
+def with_shared_codes(fmt: str, cast: casts.Bytes) -> casts.Bytes:
+    """The bytes of a cast as TransformerEngine's tensors hold them."""
+    shared = get_format(fmt).columnwise is Columnwise.SHARED
+    return {**cast, "columnwise_data": cast["rowwise_data"]} if shared else cast
+
+
+def dequantized(weight: Any, columnwise: bool) -> Tensor:
+    """FP32 values of one direction of an MXFP8Tensor, by the shapes and padding of scales that its quantizer states; its own
+    `dequantize` needs Blackwell.
+    """
+    side, block = ("columnwise", (32, 1)) if columnwise else ("rowwise", (1, 32))
+    codes, scales = getattr(weight, f"_{side}_data"), getattr(weight, f"_{side}_scale_inv")
+    assert tuple(scales.shape) == weight._quantizer.get_scale_shape(weight.shape, columnwise=columnwise)
+    assert not weight._with_gemm_swizzled_scales
+    rows, columns = layout.matrix_shape(weight.shape)
+    exponents = scales[: rows // block[0], : columns // block[1]].float() - 127
+    factors = torch.exp2(exponents).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return codes.view(torch.float8_e4m3fn).float().view(rows, columns) * factors
 
 
 def bytes_of(weight: Any) -> casts.Bytes:

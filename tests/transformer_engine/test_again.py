@@ -19,8 +19,9 @@ pytestmark = [needs_te, pytest.mark.usefixtures("te")]
 
 SHAPE = (64, 96)
 NUMEL = SHAPE[0] * SHAPE[1]
-FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity")
-PER_BLOCK = ("fp8_block", "mxfp8", "nvfp4")
+TILES = "mxfp8:block=32x32"
+FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity", TILES)
+PER_BLOCK = ("fp8_block", "mxfp8", "nvfp4", TILES)
 
 
 class Loop:
@@ -97,13 +98,14 @@ def columnwise_moved_in_place(loop: Loop) -> None:
 
 
 def copies_dropped(loop: Loop) -> None:
-    for fmt in ("fp8_current", "fp8_delayed", "fp8_block", "nvfp4"):
+    for fmt in ("fp8_current", "fp8_delayed", "fp8_block", "nvfp4", TILES):
         loop.of_format(fmt).update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
 def copies_replaced(loop: Loop) -> None:
     for fmt in ("fp8_current", "fp8_delayed"):
         loop.of_format(fmt)._transpose = torch.zeros_like(loop.of_format(fmt)._transpose)
+    loop.of_format(TILES)._columnwise_data = torch.zeros_like(loop.of_format(TILES)._columnwise_data)
 
 
 def copies_marked_invalid(loop: Loop) -> None:

@@ -11,7 +11,7 @@ from tests import casts, sharded
 from tests.selection import worlds
 from tests.sharded import Weight
 from tests.strategies import models
-from tests.transformer_engine import casting
+from tests.transformer_engine import casting, tensors
 from tests.transformer_engine.host_on_cpu import needs_te
 from tests.transformer_engine.tensors import HELD
 from tests.workers import Ranks
@@ -32,7 +32,7 @@ def check(ranks: Ranks, world: int, cases: tuple[Weight, ...], columnwise: bool)
     for rank, outcome in enumerate(ranks(world)(casting.cast_and_gather, cases, 2, "cpu", True, columnwise)):
         assert not outcome.complaints
         for case, found in zip(cases, outcome.steps[-1], strict=True):
-            expected = sharded.expected(case, step=1)
+            expected = tensors.expected(case, step=1)
             if case.fmt.startswith("fp8_delayed"):
                 expected["amax"] = largest(case, steps=2)
             elif "amax" not in found:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests import casts, sharded
 from tests.sharded import POISON, Weight
 from tests.strategies import models
-from tests.transformer_engine import casting
+from tests.transformer_engine import casting, tensors
 from tests.transformer_engine.casting import Casting
 from tests.transformer_engine.host_on_cpu import integration, needs_te
 from tests.transformer_engine.tensors import HELD, buffers, bytes_of
@@ -23,6 +23,7 @@ pytestmark = needs_te
 
 SHAPE = (64, 96)
 NUMEL = SHAPE[0] * SHAPE[1]
+TILES = "mxfp8:block=32x32"
 COPIES = ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
 FORMATS = (
     "fp8_delayed",
@@ -116,7 +117,7 @@ def test_one_all_reduce_a_call(ranks: Ranks, offset: int) -> None:
 
 
 @pytest.mark.usefixtures("te")
-@pytest.mark.parametrize("fmt", [fmt for fmt in (*FORMATS, "identity") if fmt != "mxfp8"])
+@pytest.mark.parametrize("fmt", [fmt for fmt in (*FORMATS, TILES, "identity") if fmt != "mxfp8"])
 def test_raw_data_moves_and_is_cast_where_it_is(fmt: str) -> None:
     (case,) = cases(1, formats=(fmt,))
     here = Casting((case,))
@@ -126,6 +127,7 @@ def test_raw_data_moves_and_is_cast_where_it_is(fmt: str) -> None:
     flat = torch.zeros(old.numel() + 64, dtype=old.dtype)
     integration().replace_raw_data(weight, flat[32:-32].view(old.shape))
     casts.assert_same_bytes(bytes_of(weight), before)
+    assert fmt != TILES or weight._columnwise_data is weight._rowwise_data
     here.cast(1)
     expected = sharded.expected(case, step=1)
     casts.assert_same_bytes({"rowwise_data": casts.raw(flat[32:-32])}, {"rowwise_data": expected["rowwise_data"]}, fmt)
@@ -133,6 +135,52 @@ def test_raw_data_moves_and_is_cast_where_it_is(fmt: str) -> None:
         {"rowwise_data": casts.raw(old)}, {"rowwise_data": before["rowwise_data"]}, "the old storage"
     )
     assert not flat[:32].any() and not flat[-32:].any()
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize("columnwise", [True, False], ids=["two", "one"])
+def test_tiles_have_one_set_of_codes(columnwise: bool) -> None:
+    """Two that TransformerEngine made are one from the first call on; scales by columns that it dropped are there again, and those
+    that it never made. In its layouts of scales both directions have the same values.
+    """
+    (case,) = cases(1, formats=(TILES,))
+    here = Casting((case,), columnwise=columnwise)
+    (weight,) = here.tensors
+    for step in range(2):
+        here.cast(step, manual_post_all_gather_processing=True)
+        integration().post_all_gather_processing(here.tensors)
+        casts.assert_same_bytes(bytes_of(weight), tensors.expected(case, step=step))
+        assert weight._columnwise_data.data_ptr() == weight._rowwise_data.data_ptr()
+        rows, columns = tensors.dequantized(weight, False), tensors.dequantized(weight, True)
+        assert (
+            torch.equal(rows, columns)
+            and 0 < (rows - case.master(step)).abs().max() < case.master(step).abs().max() / 14
+        )
+        weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+        integration().post_all_gather_processing(here.tensors)
+        casts.assert_same_bytes(bytes_of(weight), tensors.expected(case, step=step))
+        weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize(
+    ("option", "without", "with_it"),
+    [
+        ("with_2d_quantization", "mxfp8", TILES),
+        ("force_pow_2_scales", "fp8_block:power_of_2_scale=False", "fp8_block:power_of_2_scale=True"),
+    ],
+)
+def test_an_option_that_decides_the_format_is_set_between_calls(option: str, without: str, with_it: str) -> None:
+    """What is cast is what the quantizer says at a call."""
+    before, after = cases(1, formats=(without, with_it))
+    here = Casting((before,), columnwise=True)
+    (weight,) = here.tensors
+    for step, (case, is_set) in enumerate([(before, False), (after, True), (after, True)]):
+        setattr(weight._quantizer, option, is_set)
+        here.cast(step, manual_post_all_gather_processing=True)
+        integration().post_all_gather_processing(here.tensors)
+        wanted = tensors.expected(case, step=step)
+        casts.assert_same_bytes(bytes_of(weight), {name: wanted[name] for name in wanted if name != "amax"})
 
 
 @pytest.mark.usefixtures("te")
@@ -186,6 +234,9 @@ def test_shards_may_be_tensors_of_transformer_engine() -> None:
         expected, found = sharded.expected(case), bytes_of(shard)
         names = [name for name in ("rowwise_data", "columnwise_data") if name in found]
         casts.assert_same_bytes(found, {name: expected[name] for name in names}, str(case))
+    here, shards = Casting(cases(1, formats=(TILES,))), Casting(cases(1, formats=(TILES,)))
+    with pytest.raises(TypeError, match=r"its shard is a MXFP8Tensor of tiles, .*: give its codes alone"):
+        here.cast(0, shards.tensors)
 
 
 @pytest.mark.usefixtures("te")
@@ -227,11 +278,11 @@ def test_nothing_is_kept_alive() -> None:
 @pytest.mark.usefixtures("te")
 def test_redirected_names_lead_here_and_back() -> None:
     """For who looks up inside, and through whatever raises."""
-    import transformer_engine.pytorch.tensor as tensors
+    import transformer_engine.pytorch.tensor as classes
     import transformer_engine.pytorch.tensor.utils as theirs
 
     def names() -> list[Any]:
-        return [vars(tensors).copy(), vars(theirs).copy()]
+        return [vars(classes).copy(), vars(theirs).copy()]
 
     before, here = names(), Casting(cases(1, formats=("nvfp4",)))
 
@@ -239,8 +290,8 @@ def test_redirected_names_lead_here_and_back() -> None:
         with integration().redirect():
             theirs.quantize_master_weights(here.tensors, *here.masters(), None, manual_post_all_gather_processing=True)
             theirs.post_all_gather_processing(here.tensors)
-            assert tensors.cast_master_weights_to_fp8 is integration().cast_master_weights_to_fp8
-            assert tensors.replace_raw_data is theirs.replace_raw_data is integration().replace_raw_data
+            assert classes.cast_master_weights_to_fp8 is integration().cast_master_weights_to_fp8
+            assert classes.replace_raw_data is theirs.replace_raw_data is integration().replace_raw_data
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -19,6 +19,7 @@ pytestmark = needs_te
 
 SHAPE = (64, 96)
 NUMEL = SHAPE[0] * SHAPE[1]
+TILES = "mxfp8:block=32x32"
 
 
 def halves(fmt: str, offset: int = 0) -> Weight:
@@ -66,12 +67,10 @@ REFUSED = {
     "Hadamard": ("nvfp4", quantizer(with_rht=True), "without a Hadamard transform"),
     "swizzled NVFP4": ("nvfp4", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
     "swizzled MXFP8": ("mxfp8", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
-    "2-D MXFP8": (
-        "mxfp8",
-        quantizer(with_2d_quantization=True),
-        "1x32 and 32x1 blocks, not in 32x32 blocks: take mxfp8:block=32x32",
-    ),
+    "swizzled tiles": (TILES, attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
     "E5M2 MXFP8": ("mxfp8", both_e5m2, "mxfp8 weights are E4M3"),
+    "E5M2 tiles": (TILES, both_e5m2, "mxfp8 weights are E4M3"),
+    "no codes of tiles": (TILES, attributes(_rowwise_data=None), "it has no _rowwise_data: dropped"),
     "1x128 blocks": ("fp8_block", quantizer(block_scaling_dim=1), "block_scaling_dim is 1 and 2 is needed"),
     "1x128 tensor": ("fp8_block", attributes(_is_2D_scaled=False), "_is_2D_scaled is False and True is needed"),
     "other dtype": ("fp8_current", e5m2, "its codes are .*E4M3.* and its quantizer makes .*E5M2"),
@@ -113,7 +112,7 @@ def test_refused_with_the_reason(name: str) -> None:
 
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize(
-    "name", ["4over6", "4over6 tensor", "swizzled MXFP8", "2-D MXFP8", "1x128 tensor", "other dtype"]
+    "name", ["4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x128 tensor", "other dtype"]
 )
 @pytest.mark.notices(
     "a quantizer or a tensor gets an option that is not cast, between two calls",

@@ -12,7 +12,8 @@ pytestmark = needs_te
 SHAPE = (64, 96)
 NUMEL = SHAPE[0] * SHAPE[1]
 COPIED = ("fp8_delayed", "fp8_current", "fp8_block", "nvfp4")
-FORMATS = (*COPIED, "mxfp8", "identity")
+TILES = "mxfp8:block=32x32"
+FORMATS = (*COPIED, "mxfp8", "identity", TILES)
 
 
 def cases(formats: tuple[str, ...] = FORMATS, cut: int = NUMEL // 3 + 1) -> tuple[Weight, ...]:
@@ -25,7 +26,7 @@ def test_every_byte_counts(ranks: Ranks) -> None:
     for quiet, found, planted in ranks(2)(verifying.every_buffer, cases()):
         assert quiet == []
         assert found == planted
-        assert len(planted) == 4 + 4 + 4 + 5 + 4 + 1
+        assert len(planted) == 4 + 4 + 4 + 5 + 4 + 1 + 3
 
 
 @pytest.mark.notices(
@@ -43,7 +44,7 @@ def test_stale_bytes_are_found(ranks: Ranks) -> None:
 def test_buffers_may_move(ranks: Ranks) -> None:
     for first, second in ranks(2)(verifying.moved, cases()):
         assert first == second
-        assert "6 weights" in first and "all are what the masters cast to" in first
+        assert "7 weights" in first and "all are what the masters cast to" in first
 
 
 def test_directions_of_hybrid_tensors(ranks: Ranks) -> None:
@@ -65,7 +66,7 @@ def test_weights_that_are_not_known(ranks: Ranks) -> None:
 def test_a_meter(ranks: Ranks) -> None:
     """Half of every master changes its sign, so half of the codes stay."""
     for counts in ranks(2)(verifying.metered, cases()):
-        assert [name for name, *_ in counts] == [f"model weight {index}" for index in range(5)]
+        assert [name for name, *_ in counts] == [f"model weight {index}" for index in (*range(5), 6)]
         for _, elements, unchanged, nonfinite in counts:
             assert elements == NUMEL
             assert abs(unchanged - NUMEL / 2) < NUMEL / 50
@@ -81,6 +82,22 @@ def test_padding_of_copies_is_nobodys() -> None:
     assert run.report().ok
     nvfp4[SHAPE[1] - 1, SHAPE[0] // 16 - 1] ^= 1
     assert [difference.buffer for difference in run.report().differences] == ["columnwise_scale_inv"]
+
+
+@pytest.mark.usefixtures("te")
+def test_a_copy_of_codes_that_serve_both_directions() -> None:
+    """Where something has made one, it is read by columns: verify compares it, and the next call puts the codes in its place."""
+    run = verifying.Run((Weight(TILES, SHAPE, ((0, NUMEL),)),))
+    (weight,) = run.tensors
+    weight._columnwise_data = weight._columnwise_data.clone()
+    assert run.report().ok
+    weight._columnwise_data.view(-1)[9] ^= 1
+    (difference,) = run.report().differences
+    assert str(difference).startswith(
+        f"model weight 0 ({TILES}) on rank 0: columnwise_data differs in 1 of 6,144 bytes"
+    )
+    run.step()
+    assert run.report().ok and weight._columnwise_data is weight._rowwise_data
 
 
 @pytest.mark.usefixtures("te")

@@ -47,6 +47,8 @@ def every_buffer(cases: tuple[Weight, ...]) -> tuple[list[str], list[str], list[
             for name, buffer in buffers(weight).items():
                 if name == "amax" and not case.fmt.startswith("nvfp4"):
                     continue  # the host's, which moves it on
+                if name == "columnwise_data" and buffer is getattr(weight, "_rowwise_data", None):
+                    continue  # the same codes
                 shared = name.endswith("scale_inv") and case.fmt.startswith(("fp8_delayed", "fp8_current"))
                 names = ("rowwise_scale_inv", "columnwise_scale_inv") if shared else (name,)
                 may_be_padding = name == "columnwise_scale_inv" and not shared
@@ -94,9 +96,10 @@ def moved(cases: tuple[Weight, ...]) -> list[Any]:
     with host_on_cpu():
         run, found = Run(cases), []
         for weight in run.tensors:
+            moved: dict[int, Tensor] = {}
             for name, value in list(vars(weight).items()):
                 if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.float32, torch.bfloat16):
-                    setattr(weight, name, value.clone())
+                    setattr(weight, name, moved.setdefault(value.data_ptr(), value.clone()))
                     value.view(torch.uint8).fill_(0x55)
         found.append(str(run.report()))
         for master in run.masters:

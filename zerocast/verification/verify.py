@@ -192,6 +192,8 @@ def _expected(
         axis = 1 if transposed else 0
         start = buffer.shape[axis] if row else 0
         yield name, expected, (0, start) if transposed else (start, 0)
+        if name == "rowwise_data" and fmt.columnwise is Columnwise.SHARED:
+            yield "columnwise_data", expected, (start, 0)  # where a host keeps a copy of the codes
 
 
 class _Comparison:
