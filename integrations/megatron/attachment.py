@@ -21,7 +21,7 @@ from . import host, offload, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by
-from .primary import TETensors, check_before_forward
+from .primary import TETensors, check_before_forward, is_primary
 from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, masters_from_model
 from .validate import check_given_values, has_stepped, validate
 
@@ -65,13 +65,6 @@ class OptimizerPlan(HostPlan):
         else:
             self.plan.delayed.load_state_dict(shards.detached.delayed.state_dict())
             self.plan.delayed.unseeded = shards.detached.delayed.unseeded
-
-    def refresh(self) -> None:
-        """Cast and gather masters that were loaded or written by hand, and let the next step start
-        from them. Collective.
-        """
-        offload.write_host_copies(self.shards.optimizer)
-        super().refresh()
 
     def patches(self) -> Iterator[Patch]:
         """The methods that cast and gather, and delayed scaling in the optimizer's states."""
@@ -134,12 +127,14 @@ class Attachment:
         for one in () if self._guard.writes.is_partial else self._optimizer_plans:
             one.gathers.start_due()
         delayed = {id(one.shards.optimizer): one.plan.delayed for one in self._optimizer_plans}
-        self._patches.close()
-        for optimizer in self._optimizers:
-            if unattached.owns_quantized_weights(optimizer):
-                state = unattached.DetachedState(delayed.get(id(optimizer)), self._guard.writes)
-                unattached.refuse(optimizer, state)
-        self.plans, self._optimizers, self._optimizer_plans = [], [], []
+        try:
+            self._patches.close()
+        finally:  # also where masters that return from the host find no memory
+            for optimizer in self._optimizers:
+                if unattached.owns_quantized_weights(optimizer):
+                    state = unattached.DetachedState(delayed.get(id(optimizer)), self._guard.writes)
+                    unattached.refuse(optimizer, state)
+            self.plans, self._optimizers, self._optimizer_plans = [], [], []
 
     def _check_attached(self) -> None:
         if not self._optimizers:
@@ -202,8 +197,11 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     """
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     validate(optimizer, chunks, verify_every)
-    shards = collect(optimizer, chunks)
     with Patches() as patches:
+        if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
+            for one in host.distributed_optimizers(optimizer):
+                offload.keep_on_host(one, patches)
+        shards = collect(optimizer, chunks)
         attachment = Attachment(*plan(shards, patches))
         attachment.patch(patches, optimizer, [one.optimizer for one in shards], chunks, verify_every)
     return attachment

@@ -192,7 +192,10 @@ class ConstructionChecks:
             factory = _without_flat_views(_before(getattr(owner, name), builds))
             yield Patch(owner, name, self._keeping_fp32_masters(factory))
         hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
-        yield Patch(hybrid, sort, offload.without_primary(getattr(hybrid, sort)))
+        yield Patch(hybrid, sort, offload.copying_once(getattr(hybrid, sort)))
+        distributed, build = host.module(host.OPTIMIZER).DistributedOptimizer, "_build_model_and_main_param_groups"
+        host.require(distributed, (build,), f"{host.OPTIMIZER}.DistributedOptimizer")
+        yield Patch(distributed, build, staticmethod(offload.one_by_one(getattr(distributed, build))))
         for kind in host.layer_wise():
             yield Patch(kind, "__init__", self._of_whole_matrices(vars(kind)["__init__"]))
         starting = _starting_from_initial_values(vars(host.float16_optimizer())["__init__"])

@@ -88,7 +88,11 @@ _OF_TRAINING = (
 _MASTERS_ARE_STATES = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 _OF_A_HYBRID_OPTIMIZER = (
     "_get_sub_optimizer_param_groups",
+    "_init_sub_optimizers",
     "_move_new_state_to_right_device",
+    "_register_param_copy_back_gpu_hook",
+    "_sync_hdo_param_groups_to_sub_optimizers",
+    "_sync_hdo_state_to_sub_optimizers",
     "_update_fp32_params_by_new_state",
     "sub_optimizers",
 )
@@ -283,6 +287,18 @@ def offloads(inner: Any) -> bool:
 def host_copies(inner: Any) -> Mapping[Any, Any]:
     """By offloaded master the copy in host memory that a step updates; nothing for others."""
     return inner.gpu_params_map_cpu_copy if offloads(inner) else {}
+
+
+def replace_masters(optimizer: Any, others: Mapping[Any, Any]) -> None:
+    """Put other tensors in the place of masters, wherever a DistributedOptimizer holds these."""
+    inner = optimizer.optimizer
+    lists = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+    for masters in (*lists, *(group["params"] for group in inner.param_groups)):
+        masters[:] = [others.get(master, master) for master in masters]
+    for param in (param for group in optimizer.model_float16_groups for param in group):
+        param.main_param = others.get(param.main_param, param.main_param)
+    for master in [master for master in inner.state if master in others]:
+        inner.state[others[master]] = inner.state.pop(master)
 
 
 def holds_several(param: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import host
+from .offload import to_save
 
 Method = Callable[..., Any]
 
@@ -65,7 +66,7 @@ def reading_states(one: Any) -> Method:
         tensors.pop(host.HOST_COPY, None)
         unscaled, master = getattr(one.optimizer, "get_unscaled_state", _unchanged(tensors)), tensors["param"]
         scaled = [name for name in tensors if name != "param" and tensors[name].dtype != torch.bfloat16]
-        return {**tensors, **{name: unscaled(master, name) for name in scaled}}
+        return {**tensors, "param": to_save(master), **{name: unscaled(master, name) for name in scaled}}
 
     return call
 

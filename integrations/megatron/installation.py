@@ -11,6 +11,7 @@ names; what they do meanwhile:
     generate_state_dict            quantized weights become plain values, to save and to load
     train_step                     refuses a model that none of this has seen
     check_param_hashes_...         hashes values of quantized weights
+    calc_params_l2_norm            takes masters in host memory by their norms
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from . import host, validate
 from .attachment import Attachment, attach
 from .building import quantized_params
 from .checkpoint import dequantize_
+from .offload import norms_for_masters
 from .primary import is_primary, weight_of
 
 FLAG = "--zerocast-recipe"
@@ -81,6 +83,9 @@ class Installation:
         if hasattr(training, name):
             check = getattr(training, name)
             yield Patch(training, name, lambda model, **kwargs: check([PlainValues(one) for one in model], **kwargs))
+        name = "calc_params_l2_norm"
+        if hasattr(training, name):
+            yield Patch(training, name, _of_masters_on_the_host(getattr(training, name)))
         yield Patch(arguments, "add_megatron_arguments", lambda parser: add_arguments(add(parser)))
         yield Patch(training, "setup_model_and_optimizer", set_up)
         yield Patch(checkpointing, "generate_state_dict", plain_state_dict)
@@ -193,6 +198,17 @@ class Installation:
         original_factory, original_load = training.get_megatron_optimizer, training.load_checkpoint
         yield Patch(training, "get_megatron_optimizer", build_optimizer)
         yield Patch(training, "load_checkpoint", load)
+
+
+def _of_masters_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm of all masters, which is that of their norms where they lie in host memory."""
+
+    @functools.wraps(original)
+    def norm(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with norms_for_masters(model if isinstance(model, list) else [model]):
+            return original(model, *args, **kwargs)
+
+    return norm
 
 
 class PlainValues:

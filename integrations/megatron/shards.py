@@ -13,7 +13,7 @@ from zerocast.formats.layout import Span, byte_range
 from zerocast.integrations.host_adapter import PlainShard
 
 from . import host
-from .offload import reading_given_values
+from .offload import memory_of, reading_given_values
 from .primary import is_primary, is_te_tensor, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
 
@@ -104,10 +104,10 @@ def _shards_of(optimizer: Any, names: Mapping[int, str], groups: Sequence[Any]) 
     for param, master, start, rounded in owns.masters(optimizer):
         if is_primary(param):
             at = index[id(param)]
-            found.masters[at], found.starts[at] = master, start
+            found.masters[at], found.starts[at] = memory_of(master), start
         else:
             name = names.get(id(param), _UNKNOWN)
-            found.plain[id(param)] = PlainShard(name, param, master, start, rounded())
+            found.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
     buckets = {id(bucket) for buffer in buffers for bucket in buffer.buckets}
     found.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
     return found

@@ -5,8 +5,10 @@
 
 Llama's widths and options, 8 layers, gradients reduced in FP32, gathers and reductions beside the passes. Without a recipe weights
 are bf16. Prints the median step of the slowest rank, the mean of steps between which nothing waits, how long the host is within
-`optimizer.step()`, and from a profile what the cast takes of a step, from its first kernel to its last, and the gathers. Needs
-megatron-core, TransformerEngine and a GPU a rank. `--cpu` tries it over gloo, with Megatron's own layers and without a recipe.
+`optimizer.step()`, and from a profile what the cast takes of a step, from its first kernel to its last, and the gathers; and the
+cast alone from and to an idle device, which counts what the host does in it. With `--offload` and `--attach` masters are cast in
+host memory, and with `--masters device` brought back first, as Megatron does it. Needs megatron-core, TransformerEngine and a GPU a
+rank. `--cpu` tries it over gloo, with Megatron's own layers and without a recipe.
 """
 
 import argparse
@@ -14,8 +16,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,9 +34,16 @@ from megatron.core.transformer import TransformerConfig
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerocast.integrations.megatron import attach, quantized_params
+from zerocast.integrations.megatron import attach, offload, quantized_params
 
 CAST, PROFILED = "cast", 2
+
+
+def masters_on(side: str) -> AbstractContextManager[Any]:
+    """Inside, for "device", masters are built and attached as Megatron has them."""
+    if side == "host":
+        return nullcontext()
+    return mock.patch.multiple(offload, one_by_one=lambda build: build, keep_on_host=lambda *_: None)
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
@@ -58,14 +68,17 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
         use_cpu_initialization=options.cpu,
         **quantized,
     )
-    offload = {
+    hybrid = {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": options.offload,
         "overlap_cpu_optimizer_d2h_h2d": True,
         "use_precision_aware_optimizer": True,
     }
     layers = get_gpt_layer_local_spec() if options.cpu else get_gpt_layer_with_transformer_engine_spec()
-    with quantized_params() if options.attach else nullcontext():
+    with (
+        masters_on(options.masters),
+        quantized_params() if options.attach else nullcontext(),
+    ):
         model = GPTModel(config, layers, options.vocabulary, options.seq, position_embedding_type="rope")
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
@@ -83,26 +96,17 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
             use_distributed_optimizer=True,
             overlap_param_gather=True,
             **({"fp8_recipe": options.recipe} if options.recipe else {}),
-            **(offload if options.offload else {}),
+            **(hybrid if options.offload else {}),
         )
         optimizer = get_megatron_optimizer(optimizer_config, [ddp])
     if options.attach:
-        attach(optimizer, ddp)
+        with masters_on(options.masters):
+            attach(optimizer, ddp)
     return ddp, optimizer
 
 
 def _is_cast_on_device(event: Any) -> bool:
     return event.key == CAST and event.device_type == DeviceType.CUDA
-
-
-def annotated(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, found in a profile by this name."""
-
-    def run() -> Any:
-        with record_function(name):
-            return function()
-
-    return run
 
 
 class Step:
@@ -111,15 +115,32 @@ class Step:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(1)
         self.ddp, self.optimizer = build(options, device)
-        self.device, self.optimizer_ms = device, 0.0
+        self.device, self.optimizer_ms, self.cast_ms, self._waits = device, 0.0, 0.0, False
         for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            one._copy_main_params_to_model_params = annotated(CAST, one._copy_main_params_to_model_params)
+            one._copy_main_params_to_model_params = self._annotated(one._copy_main_params_to_model_params)
         self._tokens = torch.randint(options.vocabulary, (1, options.seq + 1), device=device)
         self._positions = torch.arange(options.seq, device=device)[None]
         mask = torch.ones(options.seq, options.seq, device=device).tril().logical_not()[None, None]
         self._mask = mask if options.cpu else None  # TransformerEngine's layers are causal by themselves
 
+    def _annotated(self, cast: Callable[[], Any]) -> Callable[[], Any]:
+        """The cast, found in a profile by its name, and timed from and to an idle device if it is to wait."""
+
+        def run() -> Any:
+            if self._waits:
+                self.synchronize()
+            start = time.perf_counter()
+            with record_function(CAST):
+                result = cast()
+            if self._waits:
+                self.synchronize()
+            self.cast_ms += (time.perf_counter() - start) * 1e3
+            return result
+
+        return run
+
     def run(self) -> None:
+        self.cast_ms = 0.0
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens, labels = self._tokens[:, :-1].contiguous(), self._tokens[:, 1:].contiguous()
@@ -150,6 +171,13 @@ class Step:
         self.synchronize()
         return (time.perf_counter() - start) * 1e3 / steps
 
+    def waiting_cast(self) -> float:
+        """Milliseconds of a step's casts alone."""
+        self._waits = True
+        self.run()
+        self._waits = False
+        return self.cast_ms
+
     def profiled(self) -> dict[str, float]:
         """Milliseconds a step of the kernels of the cast, and of all-gathers."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -169,15 +197,20 @@ class Step:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Median step in ms, peak memory in GiB and the profile, after four steps of warm-up."""
-    step = Step(options, device)
+    """Median step and cast in ms, GiB in use between steps and at most in one, and the profile, after four steps of warm-up."""
+    step, on_a_gpu = Step(options, device), device.type == "cuda"
     for _ in range(4):
         step.run()
+    if on_a_gpu:
+        torch.cuda.reset_peak_memory_stats()
     times = [(step.milliseconds(), step.optimizer_ms) for _ in range(options.steps)]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    casts = statistics.median(step.waiting_cast() for _ in range(options.steps))
+    live, peak = (
+        of() / 2**30 if on_a_gpu else None for of in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
+    )
     step_ms, host_ms = (statistics.median(values) for values in zip(*times, strict=True))
     found = {"step_ms": step_ms, "free_ms": step.free_running(options.steps), "optimizer_host_ms": host_ms}
-    return {**found, "peak_gib": peak, **step.profiled()}
+    return {**found, "waiting_cast_ms": casts, "live_gib": live, "peak_gib": peak, **step.profiled()}
 
 
 def main() -> None:
@@ -186,6 +219,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=("delayed", "tensorwise", "blockwise"))
     parser.add_argument("--attach", action="store_true")
     parser.add_argument("--offload", type=float, default=0.0, help="the fraction of masters that the host updates")
+    parser.add_argument("--masters", choices=("host", "device"), default="host", help="where offloaded ones are cast")
     sizes = {"layers": 8, "hidden": 4096, "ffn": 14336, "vocabulary": 32768, "seq": 8192, "steps": 8}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)

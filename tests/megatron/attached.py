@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 from tests import casts
 from tests.megatron.training import Case, build
 from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron.offload import memory_of
 from zerocast.integrations.megatron.primary import weight_of
 
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -45,7 +46,7 @@ class Attached:
     def everything(self) -> casts.Bytes:
         """Masters, moments and the bytes of all parameters, as this rank holds them."""
         self.run.force_sync()
-        found = {f"own.{name}.{key}": casts.raw(value).copy() for name, key, value in self._owned()}
+        found = {f"own.{name}.{key}": casts.raw(memory_of(value)).copy() for name, key, value in self._owned()}
         for name, param in self.run.ddp.module.named_parameters():
             weight = weight_of(param) if name in self.run.weights else None
             held = {"": casts.raw(param).copy()} if weight is None else casts.bytes_of(weight)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron.fused_adam import fused_adam_in_the_host
-from tests.megatron.host_memory import HostMemory
+from tests.megatron.host_memory import host_memory
 from tests.megatron.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.megatron.te import te_in_the_host
 
@@ -33,7 +33,7 @@ def host(te: str = "", fused_adam: bool = False, offload: bool = False) -> Itera
             if fused_adam:
                 stack.enter_context(fused_adam_in_the_host())
             if offload:
-                stack.enter_context(HostMemory())
+                stack.enter_context(host_memory())
             yield
         return
     if not parallel_state.model_parallel_is_initialized():

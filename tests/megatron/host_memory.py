@@ -1,16 +1,20 @@
 """Two kinds of memory on a machine without a GPU, as optimizer CPU offload tells them apart by `is_cuda`.
 
 What `cpu()` and `pin_memory()` return lies on the host, and what is made of it; all else lies on a device. Copies between the two
-are real, so that one that nobody brings back is seen.
+are real, so that one that nobody brings back is seen. A plan casts masters on the host as it does beside a GPU.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from zerocast.cast import partition
 from zerocast.integrations.megatron.host import HYBRID
 
 _TO_HOST = (Tensor.cpu, Tensor.pin_memory)
@@ -34,9 +38,17 @@ class HostMemory(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is Tensor.cpu:
             result = result.clone()
-        if isinstance(result, Tensor) and (func in _TO_HOST or any(map(on_host, args))):
+        written = bool(args) and result is args[0]
+        if isinstance(result, Tensor) and not written and (func in _TO_HOST or any(map(on_host, args))):
             result.on_host = True  # type: ignore[attr-defined]
         return result
+
+
+@contextlib.contextmanager
+def host_memory() -> Iterator[None]:
+    """Inside, tensors and masters of plans are told apart as on a host and a device."""
+    with mock.patch.object(partition, "lies_on_host", lambda master, device: on_host(master)), HostMemory():
+        yield
 
 
 def _asked_by(module: str) -> bool:

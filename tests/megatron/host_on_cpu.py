@@ -39,7 +39,7 @@ class _OnCpu(TorchFunctionMode):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):
+        if func is torch.Tensor.type and isinstance(result, str) and "cuda" not in result:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 

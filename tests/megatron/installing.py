@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import zerocast
 from tests.megatron import te
-from tests.megatron.host_memory import HostMemory
+from tests.megatron.host_memory import host_memory
+from tests.megatron.host_on_cpu import cuda_on_cpu
 from tests.megatron.pretraining import WHY_NOT, Trained, module_or_none, pretrain
 from tests.megatron.te_attaching import grouped
 from tests.megatron.training import NARROW, Case, Run
@@ -128,8 +129,35 @@ def _te_layers_of(fmt: str, *flags: str, **where: bool) -> Callable[[], Any]:
 
 def train_offloaded(*flags: str) -> dict[str, Any]:
     """A run whose masters and moments are updated on the host."""
-    with HostMemory():
+    with cuda_on_cpu(), host_memory():  # also where `uninstall` brings masters back
         return train("--optimizer-cpu-offload", "--optimizer-offload-fraction", "1", *OFFLOAD, *flags)
+
+
+def norm_of_masters(*flags: str) -> tuple[float, float, int]:
+    """What megatron.training says of the norm of all masters by kernels that ask for addresses, what it is, and how many lie in
+    host memory.
+    """
+
+    def after(trained: Trained) -> tuple[float, float, int]:
+        assert trained.run is not None
+        norm_of, masters = host.training().calc_params_l2_norm, trained.run.masters()
+        utils = sys.modules[norm_of.__module__]
+        apply = utils.multi_tensor_applier
+
+        def by_address(kernel: Any, noop: Any, lists: Any, *args: Any) -> Any:
+            assert all(tensor.data_ptr() for tensors in lists for tensor in tensors)
+            return apply(kernel, noop, lists, *args)
+
+        with mock.patch.object(utils, "multi_tensor_applier", by_address):
+            norm = norm_of(trained.run.ddp)
+        return (
+            float(norm),
+            float(sum(m.double().square().sum() for m in masters.values()) ** 0.5),
+            _left(trained)["offloaded"],
+        )
+
+    with cuda_on_cpu(), host_memory(), installed(RECIPE):
+        return pretrain("--optimizer-cpu-offload", "--optimizer-offload-fraction", "1", *OFFLOAD, *flags, after=after)
 
 
 def by_the_flag(*flags: str) -> dict[str, Any]:

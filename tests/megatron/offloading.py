@@ -1,19 +1,29 @@
 """Optimizer CPU offload, on the ranks of a pool."""
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import functools
+import gc
+import importlib
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tests.megatron.attached import METADATA
-from tests.megatron.host_memory import on_host
-from tests.megatron.training import MIXED, Case, Run, build_attached
+from tests import casts
+from tests.megatron import host_memory, training
+from tests.megatron.attached import METADATA, Attached
+from tests.megatron.here import device
+from tests.megatron.training import MIXED, Case, Run, build, build_attached
 from tests.workers import error_of
 from zerocast import verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron import offload
+from zerocast.integrations.megatron.offload import HostMaster
 
 
 def offloaded(
@@ -35,19 +45,281 @@ def offloaded(
     return Case(formats, fused_adam=precise, options=settings, **more)
 
 
-def _copies(run: Run) -> list[Mapping[Any, Any]]:
-    return [seams.host_copies(one.optimizer) for one in run.optimizer.chained_optimizers]
+class Sides(NamedTuple):
+    """How many masters the host says that it has offloaded, how many stand for one in host memory, and how many a plan or a
+    rounded parameter reads there.
+    """
+
+    offloaded: int
+    standing: int
+    cast_there: int
 
 
-def train(case: Case) -> tuple[list[float], dict[str, int], bool, list[bool]]:
-    """Losses, stale bytes, what verify says; by offloaded master whether its copy is another tensor of the same values."""
+def _sides(run: Run, attached: Any) -> Sides:
+    copies = [copy for one in run.optimizer.chained_optimizers for copy in seams.host_copies(one.optimizer).values()]
+    shards = [shard for plan in attached.plans for shard in plan._partition.shards]
+    plain = [shard.master for one in attached._optimizer_plans for shard in one.host.plain]
+    read = [shard.master for shard in shards if shard.on_host]
+    read += [master for master in plain if master is not None and any(master is copy for copy in copies)]
+    standing = sum(isinstance(master, HostMaster) for _, master in _masters(run))
+    return Sides(len(copies), standing, sum(any(master is copy for copy in copies) for master in read))
+
+
+def on_host(tensor: Tensor) -> bool:
+    return host_memory.on_host(tensor) if device().type == "cpu" else not tensor.is_cuda
+
+
+def _masters(run: Run) -> Iterator[tuple[Any, Tensor]]:
+    """Parameters with the masters of this rank."""
+    for one in run.optimizer.chained_optimizers:
+        for params, masters in (
+            (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+            (one.model_fp32_groups, one.shard_fp32_groups),
+        ):
+            for group, mains in zip(params, masters, strict=True):
+                yield from zip(group, mains, strict=True)
+
+
+def train(case: Case) -> tuple[list[float], dict[str, int], bool, Sides]:
+    """Losses, stale bytes, what verify says, and where masters lie."""
     with case.host():
         run, attached = build_attached(case)
         losses = [run.step(number) for number in range(3)]
         run.force_sync()
-        pairs = [pair for copies in _copies(run) for pair in copies.items()]
-        apart = [m.data_ptr() != c.data_ptr() and torch.equal(m.cpu(), c.cpu()) for m, c in pairs if m.numel()]
-        return losses, run.stale_bytes(), verify(attached).ok, apart
+        return losses, run.stale_bytes(), verify(attached).ok, _sides(run, attached)
+
+
+@contextlib.contextmanager
+def on_the_device() -> Iterator[None]:
+    """Inside, masters come back from the host after each update, as Megatron does it, and are cast on the device."""
+    with made_on_the_device(), mock.patch.object(offload, "keep_on_host", return_value=None):
+        yield
+
+
+def made_on_the_device() -> AbstractContextManager[Any]:
+    """Inside, `attach` brings masters to the host, as those of TransformerEngine's tensors."""
+    return mock.patch.object(offload, "one_by_one", lambda build: build)
+
+
+def as_on_the_device(case: Case) -> tuple[list[str], Sides]:
+    """What differs, after the steps of two runs, from that where masters are copied to the device and cast there."""
+    with case.host():
+        ours = Attached(case)
+        with on_the_device():
+            theirs = Attached(case)
+            expected = [theirs.run.step(number) for number in range(3)], theirs.everything()
+        found = [ours.run.step(number) for number in range(3)], ours.everything()
+        wrong = [name for name in expected[1] if not (expected[1][name] == found[1][name]).all()]
+        assert expected[1].keys() == found[1].keys()
+        return wrong + ["losses"] * (expected[0] != found[0]), _sides(ours.run, ours.attachment)
+
+
+class Memory(NamedTuple):
+    """Bytes of a GPU between steps: in use, and predicted from the tensors that a run needs there; how many more a step of the
+    optimizer takes; and those of the masters that the host updates.
+    """
+
+    live: int
+    predicted: int
+    step: int
+    masters: int
+
+
+def memory(case: Case) -> tuple[Memory, Memory]:
+    """Of a run of 16.8 million elements with masters in host memory, and of one where they are on the device as well."""
+    found = []
+    with case.host(), mock.patch.object(training, "WIDTHS", (2048,) * 5):
+        for way in (on_the_device(), contextlib.nullcontext(), on_the_device()):  # once for the workspaces of products
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            with way:
+                run, _ = build_attached(case)
+                for number in range(2):
+                    run.step(number)
+                run.force_sync()
+                torch.cuda.synchronize()
+                live, predicted = torch.cuda.memory_allocated() - before, _needed_on_the_device(run)
+                run.forward_and_backward(2)
+                start = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                run.optimizer.step()
+                step = torch.cuda.max_memory_allocated() - start
+            copies = [c for one in run.optimizer.chained_optimizers for c in seams.host_copies(one.optimizer).values()]
+            found.append(Memory(live, predicted, step, sum(copy.nbytes for copy in copies)))
+            del run, _, copies
+    return found[1], found[2]
+
+
+def _needed_on_the_device(run: Run) -> int:
+    """Bytes of parameters, copies by columns, scales and gradients, and of the masters that are on the device."""
+    buffers = [buffer for one in run.optimizer.chained_optimizers for buffer in one.buffers]
+    tensors = [t for buffer in buffers for bucket in buffer.buckets for t in (bucket.param_data, bucket.grad_data)]
+    tensors += [t for weight in run.weights.values() for t in weight.state.buffers.values()]
+    tensors += [param.data for name, param in run.ddp.module.named_parameters() if name not in run.weights]
+    tensors += [master for _, master in _masters(run) if not isinstance(master, HostMaster)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def made(case: Case) -> tuple[int, list[bool], list[bool]]:
+    """How many masters on the device there are at most at a time while an optimizer is built; and which masters lie on the host
+    then, and by Megatron's own choice.
+    """
+    with case.host():
+        kind, alive, most = importlib.import_module(seams.OPTIMIZER).DistributedOptimizer, [], 0
+        original = kind._build_model_and_main_param_groups
+
+        def build_and_look(*args: Any) -> Any:
+            nonlocal most
+            result = original(*args)
+            alive.extend(weakref.ref(master) for group in result[-1] for master in group)
+            most = max(most, sum(ref() is not None for ref in alive))
+            return result
+
+        looking = mock.patch.object(kind, "_build_model_and_main_param_groups", build_and_look)
+        with looking, integration.quantized_params():
+            ours = build(case)
+        with made_on_the_device(), integration.quantized_params():
+            theirs = build(case)
+        copies = [master for one in theirs.optimizer.chained_optimizers for master in seams.host_copies(one.optimizer)]
+        chosen = [any(master is copied for copied in copies) for _, master in _masters(theirs)]
+        return most, [isinstance(master, HostMaster) for _, master in _masters(ours)], chosen
+
+
+def old_tensors(case: Case) -> tuple[list[int], bool, list[str]]:
+    """Of the device's masters that somebody still holds after `attach`: the bytes of those offloaded, whether all of their values
+    are NaN, and what is said where one is written, in several ways.
+    """
+    with case.host():
+        with made_on_the_device(), integration.quantized_params():
+            run = build(case)
+        held = [master for _, master in _masters(run)]
+        integration.attach(run.optimizer, run.ddp)
+        now = [master for _, master in _masters(run)]
+        pairs = zip(held, now, strict=True)
+        gone = [old for old, new in pairs if isinstance(new, HostMaster) and not old._is_view()]
+        sizes = [old.untyped_storage().nbytes() for old in gone]
+        ways = (lambda t: t.mul_(2), lambda t: t.fill_(1), lambda t: t.data.zero_(), lambda t: t[:1].mul_(2))
+        said = [error_of(functools.partial(write, gone[0])) for write in ways]
+        return sizes, all(bool(old.isnan().all()) for old in gone), said
+
+
+def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
+    """Steps with a detached moment between them: what differs from an uninterrupted run; what is as Megatron made it meanwhile;
+    what an attachment that fails half-way leaves changed.
+    """
+    with case.host():
+        straight, broken = Attached(case), Attached(case)
+        for number in range(2):
+            straight.run.step(number)
+            broken.run.step(number)
+        before, offloads = broken.run.masters(), _sides(broken.run, broken.attachment).offloaded
+        broken.attachment.detach()
+        masters = list(_masters(broken.run))
+        copies = [seams.host_copies(one.optimizer) for one in broken.own]
+        inner = [p for one in broken.own for group in one.optimizer.param_groups for p in group["params"]]
+        back = {
+            "tensors": not any(isinstance(m, HostMaster) or on_host(m) for m in [m for _, m in masters] + inner),
+            "the same in the inner optimizer": {id(m) for _, m in masters} == {id(p) for p in inner},
+            "main_param": all(p.main_param is m for p, m in masters if p.dtype != torch.float32),
+            "a parameter's own memory": all(
+                m.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
+                for p, m in masters
+                if p.dtype == torch.float32
+            ),
+            "values": all(torch.equal(value, broken.run.masters()[name]) for name, value in before.items()),
+            "copies": all(
+                on_host(copy) and torch.equal(m.detach().cpu(), copy) for pairs in copies for m, copy in pairs.items()
+            ),
+            "as many": sum(map(len, copies)) == offloads > 0,
+            "state": {id(p) for one in broken.own for p in one.optimizer.state} == {id(p) for p in inner},
+        }
+        with mock.patch.object(integration.attachment, "plan", side_effect=MemoryError("no memory")):
+            assert "no memory" in error_of(lambda: integration.attach(broken.run.optimizer, broken.run.ddp))
+        left = [str(m) for _, m in _masters(broken.run) if isinstance(m, HostMaster)]
+        broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)
+        for number in range(2, 4):
+            straight.run.step(number)
+            broken.run.step(number)
+        expected, found = straight.everything(), broken.everything()
+        return [name for name in expected if not (expected[name] == found[name]).all()], back, left
+
+
+def without_room(case: Case) -> tuple[str, str, list[str]]:
+    """A detachment for whose masters the device has no memory: the error, what a step says then, and what differs from an
+    uninterrupted run two steps after the next attachment.
+    """
+    with case.host():
+        straight, broken = Attached(case), Attached(case)
+        straight.run.step(0)
+        broken.run.step(0)
+        with mock.patch.object(offload.torch, "empty", side_effect=MemoryError("no memory")):
+            failed = error_of(broken.attachment.detach)
+        refused = error_of(lambda: broken.run.step(1))
+        broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)
+        for number in range(1, 3):
+            straight.run.step(number)
+            broken.run.step(number)
+        expected, found = straight.everything(), broken.everything()
+        return failed, refused, [name for name in expected if not (expected[name] == found[name]).all()]
+
+
+def saved_beside_a_step(case: Case) -> tuple[int, list[str]]:
+    """Of what a save is given of masters in host memory: how many there are, and which the next step changes."""
+    with case.host():
+        held = Attached(case)
+        held.run.step(0)
+        given, masters = [], []
+        for one in held.own:
+            for param in (p for group in one.model_float16_groups for p in group):
+                given.append(one._get_main_param_and_optimizer_states(param)["param"])
+                masters.append(param.main_param)
+        before = [tensor.clone() for tensor in given]
+        held.run.step(1)
+        hosted = [i for i, master in enumerate(masters) if isinstance(master, HostMaster) and master.numel()]
+        assert all(type(given[i]) is Tensor and not torch.equal(given[i], masters[i].memory) for i in hosted)
+        return len(hosted), [str(i) for i in hosted if not torch.equal(given[i], before[i])]
+
+
+def loaded_state(case: Case) -> dict[str, bool]:
+    """Whether masters are the tensors that plans cast once inner optimizers have loaded their own state, and what else is right."""
+    with case.host():
+        run, attached = build_attached(case)
+        run.step(0)
+        before = [(id(m), id(m.memory)) for _, m in _masters(run) if isinstance(m, HostMaster)]
+        for one in run.optimizer.chained_optimizers:
+            one.optimizer.load_state_dict(one.optimizer.state_dict())
+        after = [(id(m), id(m.memory)) for _, m in _masters(run) if isinstance(m, HostMaster)]
+        run.step(1)
+        found = _sides(run, attached)
+        return {
+            "tensors": before == after,
+            "sides": found.offloaded == found.standing == found.cast_there > 0,
+            "bytes": not run.stale_bytes(),
+        }
+
+
+def parameter_state(saving: Case, loading: Case, path: str) -> tuple[dict[str, bool], dict[str, int]]:
+    """A file of `save_parameter_state`, read in another run: whether masters and moments are the same; stale bytes then and a step
+    later.
+    """
+    with saving.host():
+        run, _ = build_attached(saving)
+        for number in range(2):
+            run.step(number)
+        run.optimizer.save_parameter_state(path)
+        state = run.optimizer.state_dict()
+        expected = {"master": run.masters()} | {key: run.moments(key) for key in ("exp_avg", "exp_avg_sq")}
+    with loading.host():
+        run, _ = build_attached(loading)
+        run.step(0)
+        run.optimizer.load_state_dict(state)
+        run.optimizer.load_parameter_state(path)
+        found = {"master": run.masters()} | {key: run.moments(key) for key in ("exp_avg", "exp_avg_sq")}
+        same = {k: all(torch.equal(found[k][name], whole) for name, whole in expected[k].items()) for k in expected}
+        wrong = run.stale_bytes()
+        run.step(2)
+        return same, wrong | run.stale_bytes()
 
 
 def written_by_hand(case: Case) -> tuple[dict[str, int], dict[str, Tensor]]:
@@ -55,18 +327,15 @@ def written_by_hand(case: Case) -> tuple[dict[str, int], dict[str, Tensor]]:
     with case.host():
         run, attached = build_attached(case)
         run.step(0)
-        for one in run.optimizer.chained_optimizers:
-            for master in (master for group in one.shard_fp32_from_float16_groups for master in group):
-                master.mul_(1.5)
+        for _, master in _masters(run):
+            master.mul_(1.5)
         attached.refresh()
         run.step(1)
         return run.stale_bytes(), run.masters()
 
 
-def finetuned(case: Case, with_state: bool) -> tuple[bool, bool, dict[str, int]]:
-    """Masters from values that are loaded into the model, or of a state dict: whether they, and what the next step starts from,
-    are those values; and stale bytes.
-    """
+def finetuned(case: Case, with_state: bool) -> tuple[bool, dict[str, int]]:
+    """Masters from values that are loaded into the model, or of a state dict: whether they are those values; and stale bytes."""
     with case.host():
         run, _ = build_attached(case)
         values = {name: torch.randn(p.shape).bfloat16() for name, p in run.ddp.module.named_parameters()}
@@ -75,9 +344,7 @@ def finetuned(case: Case, with_state: bool) -> tuple[bool, bool, dict[str, int]]
         run.optimizer.reload_model_params(**({"state_dict": dict(values)} if with_state else {}))
         expected = values if with_state else {**values, **cast}
         masters = run.masters()
-        same = all(torch.equal(masters[name], expected[name].float()) for name in masters)
-        copied = all(torch.equal(m, c) for copies in _copies(run) for m, c in copies.items())
-        return same, copied, run.stale_bytes()
+        return all(torch.equal(masters[name], expected[name].float()) for name in masters), run.stale_bytes()
 
 
 def moments_on_the_host(case: Case) -> tuple[set[bool], set[bool]]:
@@ -131,3 +398,20 @@ def prepared_again(case: Case) -> tuple[str, bool]:
             failed = error_of(prepare)
         prepare()
         return failed, [group["lr"] for group in inner.param_groups] == rates
+
+
+def half_a_step(case: Case) -> tuple[str, str, list[str]]:
+    """A step that raises between the update on the host and the cast: the error, what the next step says, and what differs from the
+    state before the steps once it is loaded.
+    """
+    with case.host():
+        held = Attached(case)
+        held.run.step(0)
+        state, before = held.saved(), held.everything()
+        (plan, *_) = held.attachment.plans
+        with mock.patch.object(plan, "cast", side_effect=MemoryError("no memory")):
+            failed = error_of(lambda: held.run.step(1))
+        after = error_of(lambda: held.run.step(2))
+        held.load(state)
+        found: casts.Bytes = held.everything()
+        return failed, after, [name for name in before if not (before[name] == found[name]).all()]

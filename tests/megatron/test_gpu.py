@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import attaching, delaying, measuring
+from tests.megatron import attaching, delaying, measuring, offloading
 from tests.megatron.checkpoints import loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
 from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.offloading import offloaded
 from tests.megatron.test_checkpoints import KINDS, check
 from tests.megatron.test_parallel import PARALLEL, said
 from tests.megatron.training import FORMATS, Case, train, train_chunks
@@ -107,3 +108,41 @@ def test_the_example(world: int, fmt: str) -> None:
     losses = [float(text.split("loss ")[1]) for text in said.stdout.splitlines() if text.startswith("step")]
     assert losses[-1] < losses[0] - 0.5, said.stdout
     assert torch.cuda.device_count() >= world
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "tiles", "delayed"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_offloaded_masters_are_cast_as_on_the_device(
+    gpu_ranks: Ranks, world: int, formats: str, fraction: float
+) -> None:
+    """Losses, masters, moments and bytes, to the bit."""
+    case = offloaded(formats, fraction, streams=True, overlap=True, in_fp32=formats == "fp8_block")
+    for wrong, sides in gpu_ranks(world)(offloading.as_on_the_device, case, timeout=SECONDS):
+        assert wrong == []
+        assert sides.offloaded == sides.standing == sides.cast_there > 0
+
+
+@pytest.mark.parametrize("formats", ["fp8_block", "nvfp4"])
+@pytest.mark.parametrize("world", [ONE])
+def test_the_gpu_does_not_hold_offloaded_masters(gpu_ranks: Ranks, world: int, formats: str) -> None:
+    ((ours, theirs),) = gpu_ranks(world)(offloading.memory, offloaded(formats, streams=True), timeout=SECONDS)
+    assert ours.masters == theirs.masters > 64 << 20
+    assert ours.live == pytest.approx(ours.predicted, rel=0.02)
+    assert theirs.live - ours.live == pytest.approx(ours.masters, rel=0.02)
+    assert ours.step < ours.masters / 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("world", [ONE])
+def test_an_offloaded_run_that_goes_on(gpu_ranks: Ranks, world: int, fraction: float, kind: str) -> None:
+    """From a checkpoint, and detached and attached again, to the bit."""
+    case = offloaded(fraction=fraction, streams=True, overlap=True)
+    for same, wrong in gpu_ranks(world)(resume, case, kind, timeout=SECONDS):
+        assert all(same.values()), same
+        assert not wrong
+    for differs, back, left in gpu_ranks(world)(offloading.reattached, case, timeout=SECONDS):
+        assert all(back.values()), back
+        assert differs == left == []

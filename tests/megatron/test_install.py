@@ -155,6 +155,13 @@ def test_optimizer_cpu_offload(ranks: Ranks, tmp_path: Path) -> None:
     assert same(resumed["masters"], through["masters"]) and not resumed["stale"]
 
 
+def test_the_norm_of_masters_in_host_memory(ranks: Ranks) -> None:
+    for norm, expected, offloaded in on(ranks, 2)(
+        installing.norm_of_masters, "--train-iters", "1", "--log-params-norm"
+    ):
+        assert offloaded and norm == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_values_are_hashed_and_masters_normed(ranks: Ranks) -> None:
     flags = ("--log-params-norm", "--check-weight-hash-across-dp-replicas-interval", "1")

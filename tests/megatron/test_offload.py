@@ -1,5 +1,6 @@
-"""Optimizer CPU offload: Megatron's HybridDeviceOptimizer updates copies of masters on the host, and the masters are cast."""
+"""Optimizer CPU offload: masters that Megatron's HybridDeviceOptimizer updates on the host, and that are cast there."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.te import needs_te
 from tests.megatron.test_checkpoints import KINDS, check
-from tests.megatron.training import ALL_LAYERS, FORMATS, MIXED, Case
+from tests.megatron.training import ALL_LAYERS, FORMATS, MIXED, NARROW, Case
 from tests.selection import worlds
 from tests.workers import Ranks
+from zerocast.integrations.megatron.offload import HostMaster
 
 pytestmark = needs_megatron
 PRECISE = pytest.param(True, marks=needs_te)
@@ -28,10 +30,91 @@ SLOW = pytest.mark.slow
 def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fraction: float, streams: bool) -> None:
     case = offloaded(fraction=fraction, streams=streams, overlap=True, experts=True, bucket_size=10_000)
     found = ranks(world)(offloading.train, case)
-    for losses, wrong, ok, _ in found:
+    for losses, wrong, ok, sides in found:
         assert not wrong and ok and losses[2] < losses[0]
-    apart = [one for *_, copies in found for one in copies]
-    assert apart and all(apart)
+        assert sides.offloaded == sides.standing == sides.cast_there
+    assert any(sides.offloaded for *_, sides in found)
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data", formats=("nvfp4", "fp8_block", "fp8_current"))
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=SLOW)])
+@pytest.mark.parametrize("formats", [NARROW, "fp8_block", "fp8_current", "tiles", "delayed"])
+def test_all_is_as_with_masters_on_the_device(ranks: Ranks, world: int, formats: str, fraction: float) -> None:
+    """Losses, masters, moments and the bytes of every parameter, to the bit."""
+    case = offloaded(formats, fraction, in_fp32=formats == "fp8_block")
+    for wrong, sides in ranks(world)(offloading.as_on_the_device, case):
+        assert wrong == []
+        assert sides.offloaded == sides.standing == sides.cast_there > 0
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.2])
+def test_masters_are_made_one_by_one(ranks: Ranks, fraction: float) -> None:
+    for most, hosted, chosen in ranks(2)(offloading.made, offloaded(fraction=fraction, experts=True)):
+        assert hosted == chosen and any(hosted)
+        assert most <= (2 if fraction == 1.0 else 2 + chosen.count(False))
+
+
+@pytest.mark.notices(
+    "a tensor is written that was a master on the GPU before `attach`, under optimizer CPU offload",
+    where="Megatron",
+    answer="raises; it reads NaN",
+)
+def test_a_tensor_that_was_a_master_is_not_taken_for_one(ranks: Ranks) -> None:
+    for sizes, unreadable, said in ranks(2)(offloading.old_tensors, offloaded(in_fp32=True)):
+        assert sizes and set(sizes) == {4}
+        assert unreadable and all("RuntimeError" in error for error in said), said
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("precise", [False, PRECISE], ids=["torch's Adam", "FusedAdam"])
+def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: bool) -> None:
+    case = offloaded(fraction=fraction, precise=precise, streams=True, experts=True, in_fp32=True)
+    for wrong, back, left in ranks(2)(offloading.reattached, case):
+        assert all(back.values()), back
+        assert wrong == left == []
+
+
+@pytest.mark.notices(
+    "a step updates masters in host memory while a save of them is still being written",
+    where="Megatron",
+    answer="the save has a copy",
+)
+def test_a_save_that_goes_on_beside_a_step(ranks: Ranks) -> None:
+    for hosted, changed in ranks(2)(offloading.saved_beside_a_step, offloaded(fraction=0.5)):
+        assert hosted and changed == []
+
+
+def test_masters_for_which_the_device_has_no_memory_when_detached(ranks: Ranks) -> None:
+    for failed, refused, wrong in ranks(2)(offloading.without_room, offloaded(fraction=0.5)):
+        assert "no memory" in failed and "which was detached" in refused
+        assert wrong == []
+
+
+@pytest.mark.notices(
+    "Megatron copies masters on the GPU anew to the host in a load, where a cast reads masters in host memory",
+    where="Megatron",
+    answer="masters stay the tensors that are cast",
+)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_load_leaves_masters_where_plans_read_them(ranks: Ranks, fraction: float) -> None:
+    """Megatron makes new copies in a load."""
+    for right in ranks(2)(offloading.loaded_state, offloaded(fraction=fraction, in_fp32=True)):
+        assert all(right.values()), right
+
+
+@pytest.mark.parametrize(("written", "read"), [("host", "host"), ("host", "GPU"), ("GPU", "host")])
+def test_a_file_of_the_parameter_state(ranks: Ranks, tmp_path: Path, written: str, read: str) -> None:
+    cases = {"host": offloaded(fraction=0.5, precise=False), "GPU": Case(MIXED)}
+    for same, wrong in ranks(2)(offloading.parameter_state, cases[written], cases[read], str(tmp_path / "state")):
+        assert all(same.values()), same
+        assert not wrong
+
+
+def test_a_step_that_raises_after_the_update(ranks: Ranks) -> None:
+    for failed, after, wrong in ranks(2)(offloading.half_a_step, offloaded(experts=True)):
+        assert "no memory" in failed and "raised half-way" in after
+        assert wrong == []
 
 
 @needs_te
@@ -40,8 +123,9 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fracti
 def test_tensors_of_transformer_engine(ranks: Ranks, formats: str, recipe: str | None) -> None:
     """Also in the configuration for delayed scaling, of which Megatron takes flat views of tensors for masters."""
     case = offloaded(formats, 0.5, precise=True, options={"fp8_recipe": recipe}, te=ALL_LAYERS)
-    for losses, wrong, ok, apart in ranks(2)(offloading.train, case):
-        assert not wrong and ok and losses[2] < losses[0] and all(apart)
+    for losses, wrong, ok, sides in ranks(2)(offloading.train, case):
+        assert not wrong and ok and losses[2] < losses[0]
+        assert sides.offloaded == sides.standing == sides.cast_there > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +157,7 @@ def test_masters_that_were_written_by_hand_are_those_of_the_next_step(ranks: Ran
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["values", "state dict"])
 def test_masters_of_a_finetuning_run(ranks: Ranks, with_state: bool) -> None:
-    assert ranks(2)(offloading.finetuned, offloaded(), with_state) == [(True, True, {})] * 2
+    assert ranks(2)(offloading.finetuned, offloaded(), with_state) == [(True, {})] * 2
 
 
 def test_moments_stay_on_their_side_in_a_load(ranks: Ranks) -> None:
@@ -114,3 +198,60 @@ def test_some_operators(ranks: Ranks, tmp_path: Path, where: str) -> None:
     ((outcomes, wrong),) = found
     assert wrong == []
     assert outcomes["load"]
+
+
+DEVICE = torch.device("meta")  # where whatever an operator computes is told from host memory
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda master: master.mul_(0).add_(7),
+        lambda master: master.fill_(7),
+        lambda master: master.copy_(torch.full((3,), 7.0)),
+        lambda master: master.data.copy_(torch.full((3,), 7.0)),
+        lambda master: setattr(master, "data", torch.full((3,), 7.0)),
+        lambda master: master.detach().view(3, 1)[:, 0].zero_().add_(7),
+        lambda master: master[:].fill_(7),
+        lambda master: torch._foreach_copy_([master], [torch.full((3,), 7.0)]),
+        lambda master: torch.full((3,), 7.0, out=master),
+        lambda master: [part.fill_(7) for part in master.chunk(3)],
+    ],
+)
+def test_what_is_written_by_hand_is_in_host_memory(write: Callable[[torch.Tensor], object]) -> None:
+    memory = torch.zeros(3)
+    master = HostMaster(memory, DEVICE)
+    write(master)
+    assert memory.tolist() == [7.0] * 3
+    assert master.memory is memory and isinstance(master, HostMaster)
+
+
+def test_a_master_of_one_element_is_written_too() -> None:
+    memory = torch.zeros(1)
+    HostMaster(memory, DEVICE).fill_(7)
+    assert memory.item() == 7
+
+
+def test_what_reads_a_master_in_host_memory() -> None:
+    memory = torch.arange(4.0)
+    master = HostMaster(memory, DEVICE)
+    assert (master.device, master.dtype, master.shape, master.is_leaf) == (DEVICE, torch.float32, (4,), True)
+    assert torch.equal(master.cpu(), memory) and master.cpu().data_ptr() != memory.data_ptr()
+    assert torch.equal(torch.zeros(4).copy_(master), memory)
+    for computed in (master.clone(), master.norm(), master + 1, torch.zeros_like(master), master.new_zeros(2)):
+        assert type(computed) is torch.Tensor and computed.device == DEVICE
+    part = master[1:3]
+    assert isinstance(part, HostMaster) and torch.equal(part.memory, memory[1:3]) and part.device == DEVICE
+    master.grad = torch.empty(4, device=DEVICE)
+    assert "HostMaster((4,), torch.float32" in repr(master)
+
+
+def test_what_a_master_in_host_memory_refuses() -> None:
+    memory = torch.zeros(3)
+    master = HostMaster(memory, DEVICE)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        master.data_ptr()
+    for values in (torch.ones(1), torch.ones(3).bfloat16()):
+        with pytest.raises(ValueError, match="takes values of that shape and dtype"):
+            master.data = values
+    assert memory.tolist() == [0.0] * 3

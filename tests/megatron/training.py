@@ -50,6 +50,7 @@ FORMATS = {
         "layers.2.*": "nvfp4",
         "layers.3.*": "fp8_block",
     },
+    "tiles": {"layers.[01].*": "mxfp8:block=32x32"},
     "te": {  # of those that TransformerEngine has tensors for
         "layers.0.*": "nvfp4",
         "layers.1.*": "fp8_current",
@@ -78,6 +79,7 @@ class Case:
     experts: bool = False  # the last two layers in buffers and an optimizer of their own
     te: str = ""  # layers whose weights are tensors of TransformerEngine
     fused_adam: bool = False  # TransformerEngine's
+    in_fp32: bool = False  # one of the biases
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
     ddp_options: dict[str, Any] = field(default_factory=dict)
@@ -248,6 +250,8 @@ def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> A
     model.to(device())
     recipe = zerocast.Recipe(FORMATS[case.formats])
     ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
+    if case.in_fp32:
+        model.layers[3].bias.data = model.layers[3].bias.data.float()
     for param in model.layers[2:].parameters() if case.experts else ():
         param.allreduce = False
     if ours is not None:
@@ -283,7 +287,8 @@ def build(case: Case) -> Run:
 
 
 def build_optimizer(case: Case, chunks: list[Any]) -> Any:
-    return get_megatron_optimizer(optimizer_config(case), chunks)
+    with torch.set_grad_enabled(not case.in_fp32):  # by which its HybridDeviceOptimizer takes FP32 parameters
+        return get_megatron_optimizer(optimizer_config(case), chunks)
 
 
 def optimizer_config(case: Case) -> Any:

@@ -77,7 +77,8 @@ class HostAdapter:
         group: the ranks that share the masters.
         names, weights: the quantized weights, the same list on every rank.
         masters: for each weight, the contiguous FP32 master of the elements that this rank owns,
-            the host's own tensor, which is followed to other memory; None where it owns none.
+            on the weights' device or in host memory, the host's own tensor, which is followed to
+            other memory; None where it owns none.
         starts: for each weight, the row-major position of the master's first element; None where
             this rank owns none.
         gather: all-gathers the bytes of the last cast and makes the columnwise copies
@@ -122,8 +123,12 @@ class HostPlan:
         self.plan.freshness.advice = host.advice
         self.plan.freshness.owner = weakref.ref(self)
         self.claim = self.plan.claim(host.owner)
-        self._rounded = [shard.rounded for shard in host.plain if shard.rounded is not None]
-        self._plain_masters = [shard.master for shard in host.plain if shard.master is not None]
+        self._plain: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}  # by where masters lie: a launch each
+        for shard in host.plain:
+            if shard.rounded is not None and shard.master is not None:
+                rounded, masters = self._plain.setdefault(shard.master.device, ([], []))
+                rounded.append(shard.rounded)
+                masters.append(shard.master)
 
     @torch.no_grad()
     def cast(self, *, repeat: bool = False) -> None:
@@ -134,8 +139,8 @@ class HostPlan:
         self.host.before_cast()
         self._follow_masters()
         self.plan.cast(repeat=repeat)
-        if self._rounded:
-            torch._foreach_copy_(self._rounded, self._plain_masters)
+        for rounded, masters in self._plain.values():
+            torch._foreach_copy_(rounded, masters)
 
     def _follow_masters(self) -> None:
         """Look for masters that the host has given other memory (`.data =`), where views of them
