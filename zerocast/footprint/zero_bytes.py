@@ -40,9 +40,10 @@ from zerocast.weight import QuantizedWeight
 
 def zero(
     tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, costs: Mapping[str, int]
-) -> tuple[Bytes, list[Collective]]:
-    """(bytes in memory by purpose, the collectives of a step) of one rank of a ZeroAdamW, or of a
-    ZeroMuon: `costs` are the operations of Muon's parameters by name.
+) -> tuple[Bytes, list[Collective], float]:
+    """(bytes in memory by purpose, the collectives of a step, the operations of Muon on the rank
+    that has most in those of the mean) of one rank of a ZeroAdamW, or of a ZeroMuon: `costs` are
+    the operations of Muon's parameters by name.
     """
     layout = lay_out(tensors, config.bucket_size, ranks, config.grad_dtype, costs)
     buckets = layout.buckets
@@ -66,7 +67,7 @@ def zero(
     gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in layout.gradients]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
     part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
-    return memory, [
+    collectives = [
         gradient_collective(gradients, ranks, config),
         all_reduce("the norm", 1, FP64, ranks),
         *([_exchange(layout, ranks, config)] if costs else []),
@@ -74,6 +75,7 @@ def zero(
         *([all_reduce("choices of scales", 1, choices, ranks)] if choices else []),
         Collective("all-gather", "weights", gathers, part * others, ranks),
     ]
+    return memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0
 
 
 def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
@@ -82,10 +84,9 @@ def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
     return Collective("all-to-all", "gradients for owners", calls, most_sent(layout, ranks) * FP32, ranks)
 
 
-def busiest(tensors: Sequence[Placed], ranks: int, config: ZeroConfig, costs: Mapping[str, int]) -> float:
-    """The operations of Muon on the rank that has most of them, in those of the mean."""
+def _busiest(buckets: Sequence[Bucket], ranks: int, costs: Mapping[str, int]) -> float:
     work: Counter[int] = Counter()
-    for bucket in lay_out(tensors, config.bucket_size, ranks, config.grad_dtype, costs).buckets:
+    for bucket in buckets:
         if bucket.storage.whole:
             for slot in bucket.slots:
                 work[slot.offset // bucket.shard_numel] += costs[slot.name]
