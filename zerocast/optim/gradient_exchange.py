@@ -11,7 +11,7 @@ rank sends nothing, and its matrices are read where they were reduced.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
@@ -101,18 +101,18 @@ class GradientExchange:
         self._rounds = [self._round(by_rank) for by_rank in rounds(layout, group.size, limit)]
         self._most = max((sum(round_.lengths[0]) for round_ in self._rounds), default=0)
 
-    def deliver(self, shard: Tensor) -> Iterator[Tensor]:
-        """The whole gradients of this rank's matrices, f32 and flat, in their order, from this
-        rank's flat `shard` of all gradients. Each is there until the next one is asked for.
+    def deliver(self, shard: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Call `take` with the whole gradient of each of this rank's matrices, f32 and flat, in
+        their order; `shard` is this rank's flat part of all gradients. Collective.
 
-        Collective calls: all ranks ask until there are no more, those without a matrix too.
+        A gradient is there as long as `take` runs, and what that leaves lies beside the next round.
         """
         arrived = shard if self._group.size == 1 else shard.new_empty(self._most)
         for number, round_ in enumerate(self._rounds, 1):
             if self._group.size > 1:
                 self._exchange(round_, shard, arrived, f"{number} of {len(self._rounds)}")
             for spans in round_.matrices:
-                yield _joined(arrived, spans)
+                take(_joined(arrived, spans))
 
     def _exchange(self, round_: _Round, shard: Tensor, arrived: Tensor, what: str) -> None:
         out = arrived[: sum(round_.lengths[0])]

@@ -75,14 +75,17 @@ class MuonStep:
         matrix there are three more of its size in FP32 for as long as it is stepped, and what
         Newton-Schulz takes in bf16; on several ranks also the gradients that were sent together.
         """
-        # the exchange comes first: it goes on where this rank has no matrix left
-        for gradient, matrix in zip(self._exchange.deliver(gradients), self._matrices, strict=True):
-            master = matrix.master.detach()
-            held = master, matrix.muon.state[matrix.master][STATE]
-            before = [tensor.clone() for tensor in held]
-            matrix.step(gradient.view(master.shape) * clip, self._param_groups[matrix.param_group])
-            for now, then in zip(held, before, strict=True):
-                torch.where(skip, then, now, out=now)
+        left = iter(self._matrices)
+        self._exchange.deliver(gradients, lambda gradient: self._step(next(left), gradient, clip, skip))
+        assert next(left, None) is None
+
+    def _step(self, matrix: SteppedMatrix, gradient: Tensor, clip: Tensor, skip: Tensor) -> None:
+        master = matrix.master.detach()
+        held = master, matrix.muon.state[matrix.master][STATE]
+        before = [tensor.clone() for tensor in held]
+        matrix.step(gradient.view(master.shape) * clip, self._param_groups[matrix.param_group])
+        for now, then in zip(held, before, strict=True):
+            torch.where(skip, then, now, out=now)
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
