@@ -112,7 +112,7 @@ def test_the_example(world: int, fmt: str) -> None:
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=lambda formats: FORMATS[formats].values())
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "tiles", "delayed"])
+@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "square", "delayed"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_offloaded_masters_are_cast_as_on_the_device(
     gpu_ranks: Ranks, world: int, formats: str, fraction: float

@@ -39,7 +39,7 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fracti
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=("nvfp4", "fp8_block", "fp8_current"))
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=SLOW)])
-@pytest.mark.parametrize("formats", [NARROW, "fp8_block", "fp8_current", "tiles", "delayed"])
+@pytest.mark.parametrize("formats", [NARROW, "fp8_block", "fp8_current", "square", "delayed"])
 def test_all_is_as_with_masters_on_the_device(ranks: Ranks, world: int, formats: str, fraction: float) -> None:
     """Losses, masters, moments and the bytes of every parameter, to the bit."""
     case = offloaded(formats, fraction, in_fp32=formats == "fp8_block")

@@ -50,7 +50,7 @@ FORMATS = {
         "layers.2.*": "nvfp4",
         "layers.3.*": "fp8_block",
     },
-    "tiles": {"layers.[01].*": "mxfp8:block=32x32"},
+    "square": {"layers.[01].*": "mxfp8:block=32x32"},
     "te": {  # of those that TransformerEngine has tensors for
         "layers.0.*": "nvfp4",
         "layers.1.*": "fp8_current",
