@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 import zerocast
+from tests.devices import gpus
 from tests.megatron import muon, verifying
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import FORMATS, MIXED
@@ -60,6 +61,12 @@ def test_offloaded_masters_leave_no_memory_in_use(ranks: Ranks, whole_matrices: 
     if whole_matrices and muon.WHY_NO_MUON:
         pytest.skip(muon.WHY_NO_MUON)
     for freed, stale, ok in ranks(2)(verifying.offloaded_between_steps, whole_matrices):
+        assert freed and not stale and ok
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=gpus(1))])
+def test_offloaded_masters_leave_no_memory_of_a_gpu_in_use(gpu_ranks: Ranks, world: int) -> None:
+    for freed, stale, ok in gpu_ranks(world)(verifying.offloaded_between_steps, False, timeout=240.0):
         assert freed and not stale and ok
 
 
