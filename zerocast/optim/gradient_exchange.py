@@ -69,11 +69,13 @@ def most_sent(layout: Layout, ranks: int) -> int:
 
 def _up_to(limit: int, matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
     batch: list[Matrix] = []
+    held = 0
     for matrix in matrices:
-        if batch and sum(one.span.numel for one in batch) + matrix.span.numel > limit:
+        if batch and held + matrix.span.numel > limit:
             yield batch
-            batch = []
+            batch, held = [], 0
         batch.append(matrix)
+        held += matrix.span.numel
     if batch:
         yield batch
 
