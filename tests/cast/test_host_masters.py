@@ -13,6 +13,7 @@ from tests.matrices import lcg_matrix
 from tests.sharded import Weight
 from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, quantize_master_weights, verify
+from zerocast.cast import host_masters as host_tables
 from zerocast.cast import partition
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import ONE_PROCESS
@@ -198,3 +199,22 @@ def test_masters_do_not_move_to_the_host_while_changes_are_noted() -> None:
             plan.move_masters([master.clone()])
         plan.cast()
         casts.assert_same_bytes(casts.bytes_of(weight), before)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+        ),
+    ],
+)
+def test_plain_masters_are_rounded_in_pieces(device: str) -> None:
+    """As torch rounds them; the master may be written once the call returns."""
+    master = torch.from_numpy(lcg_matrix(300, 512, 3)).view(-1)
+    expected, rounded = master.bfloat16(), torch.full((master.numel(),), torch.nan, dtype=torch.bfloat16, device=device)
+    with mock.patch.object(host_tables, "PIECE", 1000):
+        host_tables.write_rounded(master, rounded)
+    master.fill_(torch.nan)
+    assert torch.equal(rounded.cpu(), expected)

@@ -34,6 +34,17 @@ def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def write_rounded(master: Tensor, rounded: Tensor) -> None:
+    """Write a master in host memory into a tensor on a device, in that one's dtype, and wait.
+
+    torch alone would round on the host, into memory that is not page-locked.
+    """
+    for there, here in zip(rounded.view(-1).split(PIECE), master.view(-1).split(PIECE), strict=True):
+        there.copy_(here.to(there.device, non_blocking=True))
+    if rounded.is_cuda:
+        torch.cuda.current_stream(rounded.device).synchronize()
+
+
 class HostTable(WeightTable):
     """A table of weights whose masters lie on the host; a plan's other weights are in tables of
     the device. Its rows hold where the weights lie on their device, and own nothing.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerocast import CastPlan, QuantizedWeight, get_format
 from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.host_masters import write_rounded
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
@@ -123,12 +124,9 @@ class HostPlan:
         self.plan.freshness.advice = host.advice
         self.plan.freshness.owner = weakref.ref(self)
         self.claim = self.plan.claim(host.owner)
-        self._plain: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}  # by where masters lie: a launch each
-        for shard in host.plain:
-            if shard.rounded is not None and shard.master is not None:
-                rounded, masters = self._plain.setdefault(shard.master.device, ([], []))
-                rounded.append(shard.rounded)
-                masters.append(shard.master)
+        plain = [(one.rounded, one.master) for one in host.plain if one.rounded is not None and one.master is not None]
+        self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
+        self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
 
     @torch.no_grad()
     def cast(self, *, repeat: bool = False) -> None:
@@ -139,8 +137,11 @@ class HostPlan:
         self.host.before_cast()
         self._follow_masters()
         self.plan.cast(repeat=repeat)
-        for rounded, masters in self._plain.values():
+        if self._plain:
+            rounded, masters = map(list, zip(*self._plain, strict=True))
             torch._foreach_copy_(rounded, masters)
+        for on_device, master in self._plain_of_host:
+            write_rounded(master, on_device)
 
     def _follow_masters(self) -> None:
         """Look for masters that the host has given other memory (`.data =`), where views of them
