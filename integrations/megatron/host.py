@@ -61,10 +61,12 @@ _OF_A_DISTRIBUTED_OPTIMIZER = (
 )
 _OF_A_LAYER_WISE_OPTIMIZER = (
     "dp_cp",
+    "expt_dp",
     "load_state_dict_from_file",
     "model_chunks",
     "optimizer",
     "pg_collection",
+    "reload_model_params",
     "save_state_dict_to_file",
     "use_buffer_param_sync",
 )
@@ -76,6 +78,7 @@ _OF_ITS_PART = (
     "fp32_from_fp32_groups",
 )
 _MANAGED = "is_managed_by_layer_wise_optimizer"  # of a parameter, for the buffer that it lies in
+_TAGS = "tag_params_for_buffer_routing"  # which sets that
 _OF_TRAINING = (
     "get_args",
     "get_megatron_optimizer",
@@ -276,6 +279,27 @@ def layer_wise() -> list[type]:
         return []
 
 
+def lays_out_whole_matrices() -> bool:
+    """True if this megatron-core has a layout in which each matrix lies in the slice of one rank."""
+    return any(hasattr(module(kind.__module__), _TAGS) for kind in layer_wise())
+
+
+def tag_matrices(chunks: Sequence[Any]) -> None:
+    """Let the host know the matrices of models that it has not wrapped yet, for that layout."""
+    getattr(module(LAYER_WISE), _TAGS)(chunks)
+
+
+def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
+    """(module, name, class): the function that wraps models which megatron.training builds of a
+    configuration, and the class that it asks for their layout. Only some releases have it.
+    """
+    names = ("_ddp_wrap", "DistributedOptimizer")
+    with contextlib.suppress(ImportError):
+        found = importlib.import_module(MODEL_BUILDERS)
+        return [(found, *names)] if all(hasattr(found, name) for name in names) else []
+    return []
+
+
 def is_layer_wise(optimizer: Any) -> bool:
     """True for an optimizer whose ranks own whole layers."""
     return isinstance(optimizer, tuple(layer_wise()))
@@ -333,21 +357,36 @@ class OwnedMaster(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Share:
+    """The part of an optimizer that one group of ranks divides.
+
+    `masters` are those that this rank owns, `buffers` hold the parameters of all ranks of `group`,
+    `replica` is (index of the group of ranks, instance) of what the group saves once, and `suffix`
+    tells apart what one optimizer saves of several shares.
+    """
+
+    group: Any
+    buffers: list[Any]
+    masters: Callable[[], Iterator[OwnedMaster]]
+    replica: tuple[int, int]
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
 class Ownership:
     """How one kind of optimizer says what its ranks own, and where it is replaced.
 
-    `masters` are those that this rank owns, `buffers` hold the parameters of all ranks of `group`,
-    `copier` has the methods that copy masters to parameters and back. `replica` is (index of the
-    group of ranks, instance) of what the group saves once. `saves_shards` is true if the optimizer
-    saves a state in parts of parameters, false if by whole parameter. `saves` and `loads` are the
-    names of methods that do so and that not every optimizer has.
+    `shares` are one for each group of ranks, alike on all ranks of a group and in the same order.
+    `copier` has the method that copies masters to parameters. `reads` names those that make masters
+    of parameters, as (owner, name); `read_given` is one that makes them of a state dict. `saves_shards` is
+    true if the optimizer saves a state in parts of parameters, false if by whole parameter. `saves`
+    and `loads` are the names of methods that do so and that not every optimizer has.
     """
 
-    masters: Callable[[Any], Iterator[OwnedMaster]]
-    buffers: Callable[[Any], list[Any]]
-    group: Callable[[Any], Any]
+    shares: Callable[[Any], list[Share]]
     copier: Callable[[Any], Any]
-    replica: Callable[[Any], tuple[int, int]]
+    reads: Callable[[Any], list[tuple[Any, str]]]
+    read_given: Callable[[Any], Callable[[Any], None]]
     check: Callable[[Any], None]
     saves_shards: bool
     saves: tuple[str, ...] = ()
@@ -359,7 +398,18 @@ def ownership(optimizer: Any) -> Ownership:
     return WHOLE_MATRICES if is_layer_wise(optimizer) else SLICES
 
 
-def _slices(optimizer: Any) -> Iterator[OwnedMaster]:
+def shares(optimizer: Any) -> list[Share]:
+    """What each group of ranks divides of an optimizer that `distributed_optimizers` returned."""
+    return ownership(optimizer).shares(optimizer)
+
+
+def _slices(optimizer: Any) -> list[Share]:
+    replica = optimizer.data_parallel_group_idx, optimizer.distributed_optimizer_instance_id
+    masters = functools.partial(_masters_of_slices, optimizer)
+    return [Share(optimizer.data_parallel_group, list(optimizer.buffers), masters, replica)]
+
+
+def _masters_of_slices(optimizer: Any) -> Iterator[OwnedMaster]:
     pairs = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -382,11 +432,26 @@ def _check_slices(optimizer: Any) -> None:
     require(optimizer, _OF_A_DISTRIBUTED_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
 
 
-def _whole_matrices(optimizer: Any) -> Iterator[OwnedMaster]:
-    part = _part(optimizer)
+def _whole_matrices(optimizer: Any) -> list[Share]:
+    """Those of dense layers over the data-parallel ranks, and of experts over ranks with the same."""
+    groups, found = optimizer.pg_collection, []
+    for name, group, saved_by, suffix in (
+        ("buffers", optimizer.dp_cp, groups.mp, ""),
+        ("expert_parallel_buffers", optimizer.expt_dp, groups.tp_ep_pp, "_of_experts"),
+    ):
+        mine = [b for chunk in optimizer.model_chunks for b in getattr(chunk, name) if is_layer_wise_buffer(b)]
+        if mine or not suffix:
+            masters = functools.partial(_masters_of_matrices, optimizer, mine)
+            found.append(Share(group, mine, masters, (saved_by.rank(), 0), suffix))
+    return found
+
+
+def _masters_of_matrices(optimizer: Any, buffers: Sequence[Any]) -> Iterator[OwnedMaster]:
+    part, inside = _part(optimizer), {id(param) for buffer in buffers for param in buffer.params}
     for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
         for param, master in zip(models, mains, strict=True):
-            yield OwnedMaster(param, master.data.view(-1), 0, functools.partial(_flat, param))
+            if id(param) in inside:
+                yield OwnedMaster(param, master.data.view(-1), 0, functools.partial(_flat, param))
 
 
 def _flat(param: Any) -> Tensor:
@@ -410,21 +475,33 @@ def _check_whole_matrices(optimizer: Any) -> None:
     require(_part(optimizer), _OF_ITS_PART, f"the optimizer, a {type(_part(optimizer)).__name__},")
 
 
+def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
+    """Masters of whole matrices from a state dict, as a DistributedOptimizer finds its own there.
+
+    The host's layer-wise optimizer takes none.
+    """
+    kind = module(OPTIMIZER).DistributedOptimizer
+    finder = kind.__new__(kind)
+    finder.model_chunks = optimizer.model_chunks
+    values = finder._build_model_param_to_state_dict_param_map(state_dict)
+    for share in shares(optimizer):
+        for param, master, *_ in share.masters():
+            master.copy_(values[param].view(-1))
+
+
 SLICES = Ownership(
-    masters=_slices,
-    buffers=lambda one: list(one.buffers),
-    group=lambda one: one.data_parallel_group,
+    shares=_slices,
     copier=lambda one: one,
-    replica=lambda one: (one.data_parallel_group_idx, one.distributed_optimizer_instance_id),
+    reads=lambda one: [(one, "_copy_model_params_to_main_params")],
+    read_given=lambda one: one._copy_model_params_to_main_params,
     check=_check_slices,
     saves_shards=True,
 )
 WHOLE_MATRICES = Ownership(
-    masters=_whole_matrices,
-    buffers=lambda one: [b for chunk in one.model_chunks for b in chunk.buffers if is_layer_wise_buffer(b)],
-    group=lambda one: one.dp_cp,
+    shares=_whole_matrices,
     copier=_part,
-    replica=lambda one: (one.pg_collection.mp.rank(), 0),
+    reads=lambda one: [(one, "reload_model_params"), (_part(one), "_copy_model_params_to_main_params")],
+    read_given=lambda one: functools.partial(_read_given_by_name, one),
     check=_check_whole_matrices,
     saves_shards=False,
     saves=("save_state_dict_to_file",),

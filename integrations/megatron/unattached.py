@@ -7,7 +7,7 @@ writes or loads, or prepares to, raises. It is replaced on the optimizer's insta
 classes stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,9 +34,11 @@ _SAVES = ("save_parameter_state", "state_dict")
 
 @dataclass(frozen=True)
 class DetachedState:
-    """The state that a detached attachment leaves to the next one."""
+    """The state that a detached attachment leaves to the next one: delayed scaling by the suffix of
+    a share.
+    """
 
-    delayed: DelayedScaling | None
+    delayed: Mapping[str, DelayedScaling]
     writes: WriteGuard
 
 
@@ -116,7 +118,7 @@ def owns_quantized_weights(optimizer: Any) -> bool:
     inner = [
         one for one in host.distributed_optimizers(optimizer) if host.is_layer_wise(one) or hasattr(one, "buffers")
     ]
-    buffers = [buffer for one in inner for buffer in host.ownership(one).buffers(one)]
+    buffers = [buffer for one in inner for share in host.shares(one) for buffer in share.buffers]
     return any(isinstance(param, QuantizedWeight) for buffer in buffers for param in buffer.params)
 
 

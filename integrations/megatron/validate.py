@@ -118,14 +118,16 @@ def check_adam(config: Any) -> None:
 
 def check_options(options: Any) -> None:
     """ValueError for arguments of megatron.training with which `install` cannot train."""
-    if options.optimizer not in ("adam", "sgd"):
-        refuse_whole_layers(f"--optimizer {options.optimizer}")
-    check_adam(options)
     check_settings([options])
     for name, reason, refuses in OPTIONS:
         if refuses(getattr(options, name, None)):
             raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
-    check_distributed(options)
+    if options.optimizer in ("adam", "sgd"):
+        check_adam(options)
+        check_distributed(options)
+    else:
+        check_layer_wise(options)
+        check_layout_is_known(options)
     formats = [getattr(options, name, None) for name in ("ckpt_format", "ckpt_convert_format")]
     if any(fmt not in (None, "torch_dist") for fmt in formats):
         raise ValueError(
@@ -188,32 +190,44 @@ def refuse_whole_layers(what: str) -> NoReturn:
     )
 
 
+def is_by_layer(config: Any) -> bool:
+    """True for a configuration, or arguments, of an optimizer whose ranks own whole matrices."""
+    return bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
+
+
 def check_layer_wise(config: Any) -> None:
     """ValueError for a configuration of an optimizer other than Adam whose masters are whole on
     every rank.
     """
-    by_layer = getattr(config, "use_layer_wise_distributed_optimizer", False)
-    if not by_layer and not config.optimizer.startswith("dist_"):
+    if not is_by_layer(config) and not config.optimizer.startswith("dist_"):
         raise ValueError(
             f"optimizer={config.optimizer!r} is not supported without use_layer_wise_distributed_optimizer=True, by which a rank "
-            "owns whole matrices: every rank would hold all masters; or take optimizer='adam', or zerocast.ZeroMuon"
+            "owns whole matrices: every rank would hold all masters. In pretrain() that is --use-distributed-optimizer; or take "
+            "optimizer='adam', or zerocast.ZeroMuon"
         )
     scalar = getattr(config, "muon_scalar_optimizer", "adam")
     if scalar != "adam":
         raise ValueError(f"muon_scalar_optimizer={scalar!r} is not supported: what Muon leaves is Adam's: take 'adam'")
 
 
+def check_layout_is_known(options: Any) -> None:
+    """ValueError where megatron.training would lay a model out with matrices that two ranks own."""
+    if not host.lays_out_whole_matrices():
+        raise ValueError(
+            f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix lies in the slice "
+            "of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
+        )
+    if not getattr(options, "use_layer_wise_param_layout", True):
+        raise ValueError(
+            "--no-use-layer-wise-param-layout is not supported: it gathers values of matrices, where bytes are quantized; leave it out"
+        )
+
+
 def check_whole_matrices(chunks: Sequence[Any]) -> None:
     """ValueError unless each quantized weight lies whole in the slice of a bucket that one rank
     sends.
     """
-    named = [item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad]
-    if any(not getattr(param, "allreduce", True) for _, param in named):
-        raise ValueError(
-            "experts are not supported in a LayerWiseDistributedOptimizer, which holds them and all other matrices over two "
-            "groups of ranks: take optimizer='adam', or zerocast.ZeroMuon in place of Megatron's optimizer"
-        )
-    for name, param in named:
+    for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
         if is_te_tensor(param):
             raise ValueError(
                 f"{name} is a {type(param).__name__} under a LayerWiseDistributedOptimizer: take weights of zerocast.quantize_ in "
@@ -226,22 +240,6 @@ def check_whole_matrices(chunks: Sequence[Any]) -> None:
                 "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); a "
                 "weight that Adam updates, such as that of the output layer, stays 'identity'; or take optimizer='adam'"
             )
-
-
-def check_given_values(optimizer: Any, copy: Callable[..., None]) -> Callable[..., None]:
-    """A method that makes masters of the model, or of a state dict, which an optimizer of whole
-    matrices does not take: ValueError before it begins.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        if (kwargs.get("state_dict") or any(args)) and not host.ownership(optimizer).saves_shards:
-            raise ValueError(
-                f"a {type(optimizer).__name__} makes no masters of a state dict: load that into the model, then call "
-                "reload_model_params() without it"
-            )
-        copy(*args, **kwargs)
-
-    return call
 
 
 def has_stepped(optimizer: Any) -> bool:

@@ -1,5 +1,6 @@
 """Megatron's own GPT under its own schedules, with tensor, pipeline and expert parallelism, on the ranks of a pool."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
+from tests.megatron import muon
 from tests.megatron.here import device, groups, host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import NARROW, Case, Run, build_optimizer
@@ -42,6 +44,8 @@ class Parallel:
     instances: int = 1
     experts: int | None = None
     overlap: bool = False
+    muon: bool = False  # whole matrices by layers
+    formats: str = ""  # one of all linear layers, in the place of FORMATS
 
     def sizes(self) -> dict[str, int]:
         return {
@@ -98,10 +102,12 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
         grad_reduce_in_fp32=True,
         num_distributed_optimizer_instances=parallel.instances,
     )
-    case = Case(overlap=parallel.overlap)
+    case = Case(overlap=parallel.overlap, options=muon.SETTINGS if parallel.muon else {})
+    recipe = {"*.linear_*.weight": parallel.formats} if parallel.formats else FORMATS
     with integration.quantized_params():
-        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(FORMATS))
-        ddp = DistributedDataParallel(config, ddp_config, model)
+        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(recipe))
+        full_layout = {"full_param_layout": muon.full_layout(model, ddp_config)} if parallel.muon else {}
+        ddp = DistributedDataParallel(config, ddp_config, model, **full_layout)
         optimizer = build_optimizer(case, [ddp])
     config.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap:
@@ -150,7 +156,11 @@ def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
 
 def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:
     """Losses where there are any, stale bytes in the end, what verify says, and plans."""
-    with groups(**parallel.sizes()), host():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(groups(**parallel.sizes()))
+        stack.enter_context(host())
+        if parallel.muon:
+            stack.enter_context(muon.muon_in_the_host())
         run, attached = _build(parallel)
         losses = [step(run, number) for number in range(4)]
         run.force_sync()

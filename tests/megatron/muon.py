@@ -21,11 +21,12 @@ from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import layout
-from zerocast.integrations.megatron.host import distributed_optimizers, ownership
+from zerocast.integrations.megatron.host import distributed_optimizers, shares
 
 WHY_NO_MUON = WHY_NOT
 if not WHY_NO_MUON:
     import megatron.core.optimizer as factories
+    from megatron.core import parallel_state
 
     try:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -51,7 +52,10 @@ def _begin(optimizer: Any, config: Any = None) -> None:
 
 @contextlib.contextmanager
 def muon_in_the_host() -> Iterator[None]:
-    """Megatron finds an emerging optimizer of the name muon."""
+    """Megatron finds an emerging optimizer of the name muon: its own over that package, where there is one."""
+    if factories.HAVE_EMERGING_OPTIMIZERS:
+        yield
+        return
 
     def arguments(config: Any, *_: Any) -> dict[str, Any]:
         return {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -92,13 +96,21 @@ def wrapped(case: Case, config: Any, model: Any) -> Run:
     ddp_config = DistributedDataParallelConfig(**options)
     for param in model.layers[2:].parameters() if case.experts else ():
         param.allreduce = False
-    tag_params_for_buffer_routing([model])
-    full_layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
-        list(model.parameters()), case.bucket_size, dist.get_world_size(), ddp_config
-    )
-    ddp = DistributedDataParallel(config, ddp_config, model, full_param_layout=full_layout)
+    ddp = DistributedDataParallel(config, ddp_config, model, full_param_layout=full_layout(model, ddp_config))
     settings = Case(overlap=case.overlap, options=SETTINGS | case.options)
     return Run(ddp, training.build_optimizer(settings, [ddp]), case)
+
+
+def full_layout(model: Any, ddp_config: Any) -> Any:
+    """Megatron's layout of a model in which no matrix lies in the slices of two ranks."""
+    tag_params_for_buffer_routing([model])
+    return LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(model.parameters()),
+        ddp_config.bucket_size,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        ddp_config,
+        parallel_state.get_expert_data_parallel_world_size(),
+    )
 
 
 def build_attached(case: Case, **options: Any) -> tuple[Run, Any]:
@@ -130,7 +142,8 @@ def owned(case: Case) -> list[tuple[str, str, int, int]]:
         return [
             (type(one).__name__, names[id(param)], start, master.numel())
             for one in distributed_optimizers(run.optimizer)
-            for param, master, start, _ in ownership(one).masters(one)
+            for share in shares(one)
+            for param, master, start, _ in share.masters()
         ]
 
 

@@ -4,8 +4,7 @@
 on a rank of torchrun over gloo. What megatron.training needs on the CPU besides megatron-core (`host_on_cpu.py`):
 
 * streams, devices and random states of CUDA are the CPU's, and `pretrain` accepts that there is no GPU;
-* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent;
-* 0.18 and later take `typing.override`, which is in Python from 3.12 on.
+* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import importlib
 import multiprocessing
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +23,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import typing_extensions
 from torch import Tensor, nn
 
 from tests.megatron.host_on_cpu import WHY_NOT as NO_CORE
 from tests.megatron.host_on_cpu import cuda_on_cpu
 from tests.megatron.training import Case, Run
 from zerocast.integrations import megatron as integration
-
-if not hasattr(typing, "override"):
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 WHY_NOT = NO_CORE
 try:

@@ -16,7 +16,7 @@ from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.host import distributed_optimizers, ownership
+from zerocast.integrations.megatron.host import distributed_optimizers, shares
 from zerocast.integrations.megatron.primary import is_primary, weight_of
 
 if not WHY_NOT:
@@ -156,12 +156,13 @@ class Run:
         names = {id(param): name for name, param in self.ddp.module.named_parameters()}
         everyone: list[Any] = []
         for one in distributed_optimizers(self.optimizer):
-            owns, mine = ownership(one), {}
-            for param, master, start, _ in owns.masters(one):
-                mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
-            its_ranks: list[Any] = [None] * owns.group(one).size()
-            dist.all_gather_object(its_ranks, mine, group=owns.group(one))
-            everyone += its_ranks
+            for share in shares(one):
+                mine = {}
+                for param, master, start, _ in share.masters():
+                    mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().clone()
+                its_ranks: list[Any] = [None] * share.group.size()
+                dist.all_gather_object(its_ranks, mine, group=share.group)
+                everyone += its_ranks
         whole = {}
         for name, param in self.ddp.module.named_parameters():
             flat = torch.full((param.numel(),), torch.nan)
