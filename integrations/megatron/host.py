@@ -315,6 +315,16 @@ def is_managed_by_layer(param: Any) -> bool:
     return bool(getattr(param, _MANAGED, False))
 
 
+def is_tagged(param: Any) -> bool:
+    """True for a parameter of a model whose matrices the host was told of before it was wrapped."""
+    return hasattr(param, _MANAGED)
+
+
+def is_of_an_expert(param: Any) -> bool:
+    """True for a parameter that ranks with other experts do not have."""
+    return not getattr(param, "allreduce", True)
+
+
 def float16_optimizer() -> type:
     """The class of optimizers that keep a whole FP32 master of each of their parameters."""
     found = module(OPTIMIZER_BASES)

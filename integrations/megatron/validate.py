@@ -233,12 +233,17 @@ def check_whole_matrices(chunks: Sequence[Any]) -> None:
                 f"{name} is a {type(param).__name__} under a LayerWiseDistributedOptimizer: take weights of zerocast.quantize_ in "
                 "layers of Megatron's own there, or optimizer='adam'"
             )
-        if isinstance(param, QuantizedWeight) and not host.is_managed_by_layer(param):
+        if isinstance(param, QuantizedWeight) and not host.is_tagged(param):
             raise ValueError(
                 f"{name} lies in no bucket of whole matrices: before DistributedDataParallel is built call "
                 "tag_params_for_buffer_routing([model]), and give it the full_param_layout of "
-                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); a "
-                "weight that Adam updates, such as that of the output layer, stays 'identity'; or take optimizer='adam'"
+                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or take "
+                "optimizer='adam'"
+            )
+        if host.is_of_an_expert(param) and not host.is_managed_by_layer(param):
+            raise ValueError(
+                f"{name} of an expert is no matrix, and Megatron has no optimizer of Adam's for experts beside a "
+                "LayerWiseDistributedOptimizer: set add_bias_linear=False, or take optimizer='adam'"
             )
 
 

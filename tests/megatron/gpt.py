@@ -45,7 +45,8 @@ class Parallel:
     experts: int | None = None
     overlap: bool = False
     muon: bool = False  # whole matrices by layers
-    formats: str = ""  # one of all linear layers, in the place of FORMATS
+    formats: str = ""  # one for all that `pattern` names, in the place of FORMATS
+    pattern: str = "*.linear_*.weight"
 
     def sizes(self) -> dict[str, int]:
         return {
@@ -103,7 +104,7 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
         num_distributed_optimizer_instances=parallel.instances,
     )
     case = Case(overlap=parallel.overlap, options=muon.SETTINGS if parallel.muon else {})
-    recipe = {"*.linear_*.weight": parallel.formats} if parallel.formats else FORMATS
+    recipe = {parallel.pattern: parallel.formats} if parallel.formats else FORMATS
     with integration.quantized_params():
         zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(recipe))
         full_layout = {"full_param_layout": muon.full_layout(model, ddp_config)} if parallel.muon else {}

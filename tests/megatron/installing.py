@@ -50,7 +50,7 @@ def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]
         integration.uninstall()
 
 
-def _left(trained: Trained) -> dict[str, Any]:
+def left(trained: Trained) -> dict[str, Any]:
     assert trained.run is not None
     run = trained.run
     run.force_sync()
@@ -64,16 +64,16 @@ def _left(trained: Trained) -> dict[str, Any]:
     }
 
 
-def train(*flags: str, recipe: Any = RECIPE) -> dict[str, Any]:
+def train(*flags: str, recipe: Any = RECIPE, **options: Any) -> dict[str, Any]:
     """What a run leaves: losses, stale bytes, masters and formats of its quantized weights."""
     with installed(recipe) as own:
 
         def after(trained: Trained) -> dict[str, Any]:
             (attachment,) = own.attachments
             assert zerocast.verify(attachment).ok
-            return _left(trained)
+            return left(trained)
 
-        return pretrain(*flags, after=after)
+        return pretrain(*flags, after=after, **options)
 
 
 def train_offloaded(*flags: str) -> dict[str, Any]:
@@ -85,14 +85,14 @@ def train_offloaded(*flags: str) -> dict[str, Any]:
 def by_the_flag(*flags: str) -> dict[str, Any]:
     """The same where the script has an extra_args_provider, and no call of install()."""
     try:
-        return pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=_left)
+        return pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=left)
     finally:
         integration.uninstall()
 
 
 def plain(*flags: str) -> dict[str, Any]:
     """The same run without zerocast."""
-    return pretrain(*flags, after=_left)
+    return pretrain(*flags, after=left)
 
 
 def installed_without_a_recipe() -> dict[str, Any]:
@@ -134,7 +134,7 @@ def names_of_layers() -> dict[str, str]:
     """Two pipeline stages: layers count through both."""
     with installed({"decoder.layers.1.mlp.*.weight": "fp8_block"}):
         flags = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--train-iters", "1")
-        return pretrain(*flags, after=_left)["weights"]
+        return pretrain(*flags, after=left)["weights"]
 
 
 def chunks_without_weights() -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def chunks_without_weights() -> list[dict[str, Any]]:
     def after(trained: Trained) -> list[dict[str, Any]]:
         (attachment,) = own.attachments
         assert zerocast.verify(attachment).ok
-        return [_left(replace(trained, run=run)) for run in trained.chunks]
+        return [left(replace(trained, run=run)) for run in trained.chunks]
 
     with installed({"decoder.layers.2.mlp.*.weight": NARROW}) as own:
         flags = (
