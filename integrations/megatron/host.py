@@ -530,6 +530,14 @@ def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
         require(one, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(one).__name__},")
 
 
+def moments_left_out(optimizer: Any) -> list[str]:
+    """The moments of Adam that some checkpoints of a DistributedOptimizer do not hold, which the
+    host chooses by the name of the optimizer beside it, since 0.19.
+    """
+    moments = ("exp_avg", "exp_avg_sq")
+    return [name for name in moments if name not in getattr(optimizer, "optimizer_state_keys", moments)]
+
+
 def check_groups(groups: Iterable[Any]) -> None:
     """RuntimeError unless what these bucket groups do after a gather can be replaced.
 

@@ -254,12 +254,20 @@ def has_stepped(optimizer: Any) -> bool:
 
 
 def check_checkpoint(optimizer: Any, metadata: Any) -> None:
-    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint of too few parameters.
+    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint of too few parameters, and
+    for a `fully_reshardable` one that leaves out moments.
 
-    Megatron would fail an assertion on some ranks alone.
+    Megatron would fail an assertion on some ranks alone; and lose moments.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
-    if kind != "dp_reshardable" or not host.ownership(optimizer).saves_shards:
+    if not host.ownership(optimizer).saves_shards:
+        return
+    if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
+        raise ValueError(
+            f"fully_reshardable checkpoints of Megatron leave out {', '.join(missing)} of what Adam updates beside "
+            f"optimizer={optimizer.config.optimizer!r}: take dp_reshardable"
+        )
+    if kind != "dp_reshardable":
         return
     ranks = optimizer.data_parallel_group.size()
     for buffer in optimizer.buffers:

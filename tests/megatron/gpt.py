@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.megatron import muon
 from tests.megatron.here import device, groups, host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import NARROW, Case, Run, build_optimizer
+from tests.workers import error_of
 from zerocast import verify
 from zerocast.integrations import megatron as integration
 
@@ -106,7 +107,7 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
     case = Case(overlap=parallel.overlap, options=muon.SETTINGS if parallel.muon else {})
     recipe = {parallel.pattern: parallel.formats} if parallel.formats else FORMATS
     with integration.quantized_params():
-        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(recipe))
+        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe({"*embedding*": "identity", **recipe}))
         full_layout = {"full_param_layout": muon.full_layout(model, ddp_config)} if parallel.muon else {}
         ddp = DistributedDataParallel(config, ddp_config, model, **full_layout)
         optimizer = build_optimizer(case, [ddp])
@@ -153,6 +154,16 @@ def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
     done, norm, _ = run.optimizer.step()
     assert done and norm > 0
     return sum(float(found["loss"]) for found in losses)
+
+
+def other_experts(parallel: Parallel) -> str:
+    """What is said where rank 0 has its experts in another format than the ranks that share them."""
+    if dist.get_rank() == 0:
+        parallel = replace(parallel, formats="fp8_block")
+    with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
+        said = error_of(lambda: _build(replace(parallel, pattern="*.experts.*")))
+        dist.barrier()
+        return said
 
 
 def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:

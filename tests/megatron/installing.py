@@ -284,7 +284,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "torch": _with("--ckpt-format", "torch"),
     "whole masters": _with(without=DISTRIBUTED),
     "muon": _with("--optimizer", "muon", without=DISTRIBUTED),
-    "distributed muon": _with("--optimizer", "dist_muon", without=DISTRIBUTED),
     "upcycling": _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
     "masters in half precision": _with(
         "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16"

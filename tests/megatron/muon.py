@@ -1,13 +1,15 @@
 """Megatron's layer-wise optimizer on every rank of a pool: Muon for matrices, Adam for the rest, and the bytes.
 
-Megatron looks Muon up in its registry of emerging optimizers, whose package is on no index. Here torch's Muon is
-registered in that place.
+Megatron looks Muon up in its registry of emerging optimizers. Without that package, emerging_optimizers, torch's Muon is
+registered in that place. Experts are the last two layers, in buffers and over a group of their own; they have no biases, for which
+Megatron has no optimizer beside Muon.
 """
 
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from tests.megatron import checkpoints, training
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
+from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import layout
 from zerocast.integrations.megatron.host import distributed_optimizers, shares
@@ -74,16 +77,20 @@ def host(case: Case) -> Iterator[None]:
         yield
 
 
-def build(case: Case) -> Run:
-    """Inside `host` and `quantized_params`."""
-    torch.manual_seed(7)
-    config = training.configuration()
-    model = training.Model(config)
+def build(case: Case, biases: bool = False) -> Run:
+    """Inside `host` and `quantized_params`. Experts have `biases` to be refused."""
+    chunk = build_chunk(case, biases=biases)
+    return Run(chunk, build_optimizer(case, [chunk]), case)
+
+
+def build_optimizer(case: Case, chunks: list[Any]) -> Any:
+    return training.build_optimizer(Case(overlap=case.overlap, options=SETTINGS | case.options), chunks)
+
+
+def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
+    """A quantized model in its DistributedDataParallel, with the layout of whole matrices."""
+    config, model = training.configuration(), _model(case, seed, biases)
     zerocast.quantize_(model, zerocast.Recipe(FORMATS[case.formats]))
-    return wrapped(case, config, model)
-
-
-def wrapped(case: Case, config: Any, model: Any) -> Run:
     options = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": case.overlap,
@@ -94,11 +101,19 @@ def wrapped(case: Case, config: Any, model: Any) -> Run:
         **case.ddp_options,
     }
     ddp_config = DistributedDataParallelConfig(**options)
-    for param in model.layers[2:].parameters() if case.experts else ():
-        param.allreduce = False
-    ddp = DistributedDataParallel(config, ddp_config, model, full_param_layout=full_layout(model, ddp_config))
-    settings = Case(overlap=case.overlap, options=SETTINGS | case.options)
-    return Run(ddp, training.build_optimizer(settings, [ddp]), case)
+    return DistributedDataParallel(config, ddp_config, model, full_param_layout=full_layout(model, ddp_config))
+
+
+def _model(case: Case, seed: int = 7, biases: bool = False) -> Any:
+    torch.manual_seed(seed)
+    model: Any = training.Model(training.configuration())
+    for layer in model.layers[2:] if case.experts else ():
+        layer.weight.allreduce = False
+        if biases:
+            layer.bias.allreduce = False
+        else:
+            layer.bias = None
+    return model
 
 
 def full_layout(model: Any, ddp_config: Any) -> Any:
@@ -123,8 +138,50 @@ def train(case: Case) -> tuple[list[float], dict[str, int], bool]:
     """Losses by step, the stale bytes in the end, and whether `zerocast.verify` agrees."""
     with host(case):
         run, attachment = build_attached(case)
+        assert len(attachment.plans) == 2 + case.experts
         losses, wrong = training.trained(run)
         return losses, wrong, zerocast.verify(attachment).ok
+
+
+def reduced(case: Case) -> list[tuple[int, bool]]:
+    """(ranks of the group, whether it is the default group) of each all-reduce of a step's casts."""
+    with host(case):
+        run, _ = build_attached(case)
+        run.step(0)
+        groups: list[Any] = []
+        reduce = Group.all_reduce_max
+
+        def record(self: Group, *args: Any) -> Any:
+            groups.append(self)
+            return reduce(self, *args)
+
+        with mock.patch.object(Group, "all_reduce_max", record):
+            run.step(1)
+        return [(group.size, group.handle is parallel_state.get_expert_data_parallel_group()) for group in groups]
+
+
+def train_chunks(case: Case) -> list[dict[str, int]]:
+    """Of two model chunks under one optimizer, after steps and then with masters of a state dict: the stale bytes of each."""
+    with host(case):
+        with integration.quantized_params():
+            chunks = [build_chunk(case, seed) for seed in (1, 2)]
+            optimizer = build_optimizer(case, chunks)
+        attachment = integration.attach(optimizer, chunks)
+        runs, found = [Run(chunk, optimizer, case) for chunk in chunks], []
+        for number in range(case.steps):
+            for run in runs:
+                run.forward_and_backward(number)
+            optimizer.step()
+        for run in runs:
+            run.force_sync()
+            found.append(run.stale_bytes())
+        assert zerocast.verify(attachment).ok
+        values = [_filled(run, 0.25 + number) for number, run in enumerate(runs)]
+        optimizer.reload_model_params(state_dict={f"model{number}": held for number, held in enumerate(values)})
+        for number, run in enumerate(runs):
+            assert all(bool((master == 0.25 + number).all()) for master in run.masters().values())
+            found.append(run.stale_bytes())
+        return found
 
 
 def train_in_megatrons_groups(case: Case) -> dict[str, int]:
@@ -150,8 +207,7 @@ def owned(case: Case) -> list[tuple[str, str, int, int]]:
 def begins_with(case: Case) -> bool:
     """Whether masters are the values before quantization, which one after it would not be."""
     with host(case):
-        torch.manual_seed(7)
-        plain = training.Model(training.configuration())
+        plain = _model(case)
         run, _ = build_attached(case)
         masters = run.masters()
         return all(torch.equal(param.float(), masters[name]) for name, param in plain.named_parameters())
@@ -181,14 +237,53 @@ def detach_and_attach(case: Case) -> tuple[str, str, bool, dict[str, int]]:
         return before, after, all(torch.equal(theirs[name], ours[name]) for name in theirs), run.stale_bytes()
 
 
-def refused(what: str) -> str:
-    """The error for experts, and for a model without the layout of whole matrices."""
-    case = Case("fp8_current", experts=what == "experts")
-    with host(case), integration.quantized_params():
-        if case.experts:
-            return error_of(lambda: build(case))
-        ddp = training.build_chunk(case)
-        return error_of(lambda: training.build_optimizer(Case(options=SETTINGS), [ddp]))
+def _twice(case: Case) -> None:
+    run, _ = build_attached(case)
+    integration.attach(run.optimizer, run.ddp)
+
+
+def _not_laid_out(case: Case) -> None:
+    with integration.quantized_params():
+        build_optimizer(case, [training.build_chunk(case)])
+
+
+def _with_biases(case: Case) -> None:
+    with integration.quantized_params():
+        build(case, biases=True)
+
+
+def _outside(case: Case) -> None:
+    """Experts that are quantized once all is built."""
+    with integration.quantized_params():
+        run = build(replace(case, formats="half"))
+    zerocast.quantize_(run.ddp.module, zerocast.Recipe(FORMATS["other half"]))
+    integration.attach(run.optimizer, run.ddp)
+
+
+def _other_recipes(first: str, second: str) -> Callable[[Case], None]:
+    """Ranks with one recipe of FORMATS each."""
+
+    def mistake(case: Case) -> None:
+        build_attached(replace(case, formats=(first, second)[dist.get_rank()]))
+
+    return mistake
+
+
+MISTAKES: dict[str, Callable[[Case], None]] = {
+    "twice": _twice,
+    "not laid out": _not_laid_out,
+    "experts with biases": _with_biases,
+    "experts that are quantized too late": _outside,
+    "other recipes": _other_recipes("half", "other half"),
+    "experts of other recipes": _other_recipes("mixed", "narrow experts"),
+}
+
+
+def say(name: str) -> str:
+    """The message of a mistake."""
+    case = Case("fp8_current", experts="expert" in name)
+    with host(case):
+        return error_of(lambda: MISTAKES[name](case))
 
 
 def _raise(*_: Any, **__: Any) -> None:
@@ -215,20 +310,21 @@ def broken_step(case: Case) -> tuple[str, list[str]]:
         return broke, [*said, alone]
 
 
-def from_a_state_dict(case: Case) -> tuple[str, dict[str, int]]:
-    """What reading masters of a state dict says, and of the model, after values were loaded into that."""
+def finetuned(case: Case) -> list[dict[str, int]]:
+    """Masters from values that are loaded into the model, and from a state dict without their rounding: stale bytes."""
     with host(case):
-        run, _ = build_attached(case)
-        values = {name: torch.full_like(p, 0.25).detach() for name, p in _plain(run).items()}
-        said = error_of(lambda: run.optimizer.reload_model_params(state_dict={"model": values}))
-        run.ddp.module.load_state_dict(values, strict=False)
+        (run, _), found = build_attached(case), []
+        run.ddp.module.load_state_dict(_filled(run, 0.25), strict=False)
         run.optimizer.reload_model_params()
         assert all(bool((master == 0.25).all()) for master in run.masters().values())
-        return said, run.stale_bytes()
+        found.append(run.stale_bytes())
+        run.optimizer.reload_model_params(state_dict={"model": _filled(run, 0.3, torch.float32)})
+        assert all(bool((master == torch.tensor(0.3)).all()) for master in run.masters().values())
+        return [*found, run.stale_bytes()]
 
 
-def _plain(run: Run) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(p.shape, dtype=p.dtype) for name, p in run.ddp.module.named_parameters()}
+def _filled(run: Run, value: float, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {name: torch.full(p.shape, value, dtype=dtype) for name, p in run.ddp.module.named_parameters()}
 
 
 def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:

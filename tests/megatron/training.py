@@ -43,6 +43,11 @@ FORMATS = {
     "half": {"layers.[01].*": "fp8_current"},
     "other half": {"layers.[23].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
+    "narrow experts": {
+        "layers.0.*": "mxfp4",
+        "layers.1.*": "mxfp8:block=32x32",
+        "layers.[23].*": "nvfp4",
+    },
     "mixed": {
         "layers.0.*": "mxfp4",
         "layers.1.*": "mxfp8:block=32x32",
