@@ -19,7 +19,7 @@ from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Pat
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 
-from . import host, offload, unattached
+from . import offload, ownership, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard
@@ -105,7 +105,7 @@ class OptimizerPlan:
 
     def patches(self) -> Iterator[Patch]:
         """The methods that cast, gather and make masters of the model."""
-        one, guard, owns = self.optimizer, self._guard, host.ownership(self.optimizer)
+        one, guard, owns = self.optimizer, self._guard, ownership.of(self.optimizer)
         copy_model = guard.writing(self._copying_model(), "reading masters from the model", masters=True)
         cast = guard.writing(self.cast, "a cast", masters=False)
         yield Patch(owns.copier(one), "_copy_main_params_to_model_params", cast)

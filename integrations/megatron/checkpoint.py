@@ -19,7 +19,7 @@ from zerocast.quantize import cast_whole
 from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
-from . import host
+from . import host, ownership
 from .primary import is_primary, loaded, weight_of
 
 SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
@@ -110,7 +110,7 @@ def _cast_in(
             state_dict[prefix + name] = loaded(param)
 
 
-def saving_scaling(one: Any, share: host.Share, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
+def saving_scaling(one: Any, share: ownership.Share, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
     """An optimizer's `sharded_state_dict` with an entry for delayed scaling, one object of the
     ranks of a share.
     """
@@ -132,7 +132,7 @@ def saving_scaling(one: Any, share: host.Share, delayed: DelayedScaling, rank: i
 
 
 def loading_scaling(
-    one: Any, share: host.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
+    one: Any, share: ownership.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
 ) -> Callable[..., Any]:
     """An optimizer's `load_state_dict`, then delayed scaling from the same state.
 

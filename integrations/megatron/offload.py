@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerocast.integrations.host_adapter import Patch
 
-from . import host
+from . import host, ownership
 from .primary import is_primary
 
 
@@ -80,7 +80,7 @@ def reading_given_values(optimizer: Any) -> Callable[..., None]:
     """The host's method that makes masters of a state dict, which it leaves out for a
     HybridDeviceOptimizer.
     """
-    read_given = host.ownership(optimizer).read_given(optimizer)
+    read_given = ownership.of(optimizer).read_given(optimizer)
 
     def call(state_dict: Any) -> None:
         inner = optimizer.optimizer

@@ -12,7 +12,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
 from zerocast.integrations.host_adapter import PlainShard
 
-from . import host
+from . import host, ownership
 from .primary import is_primary, is_te_tensor, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
 
@@ -31,7 +31,7 @@ class OptimizerShards:
     """
 
     optimizer: Any
-    share: host.Share
+    share: ownership.Share
     detached: DetachedState | None
     names: list[str] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
@@ -63,7 +63,7 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
     optimizers = host.distributed_optimizers(optimizer)
-    found = [_shards_of(one, share, names, groups) for one in optimizers for share in host.shares(one)]
+    found = [_shards_of(one, share, names, groups) for one in optimizers for share in ownership.shares(one)]
     host.check_groups(group for group in groups if any(map(is_te_tensor, primary_of(group))))
     _check_gathered(chunks, groups)
     _check_owned(found, groups, names)
@@ -83,7 +83,7 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
 
 
 def _shards_of(
-    optimizer: Any, share: host.Share, names: Mapping[int, str], groups: Sequence[Any]
+    optimizer: Any, share: ownership.Share, names: Mapping[int, str], groups: Sequence[Any]
 ) -> OptimizerShards:
     found = OptimizerShards(optimizer, share, state_left_in(optimizer))
     index: dict[int, int] = {}

@@ -16,7 +16,7 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.integrations.host_adapter import Patches
 from zerocast.weight.write_guard import WriteGuard
 
-from . import host
+from . import host, ownership
 
 _BEGIN = (
     "_copy_main_params",
@@ -118,7 +118,7 @@ def owns_quantized_weights(optimizer: Any) -> bool:
     inner = [
         one for one in host.distributed_optimizers(optimizer) if host.is_layer_wise(one) or hasattr(one, "buffers")
     ]
-    buffers = [buffer for one in inner for share in host.shares(one) for buffer in share.buffers]
+    buffers = [buffer for one in inner for share in ownership.shares(one) for buffer in share.buffers]
     return any(isinstance(param, QuantizedWeight) for buffer in buffers for param in buffer.params)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from zerocast import QuantizedWeight
 
-from . import host, unattached
-from .primary import is_te_tensor
+from . import host, ownership, unattached
+from .primary import is_primary
 
 _FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
@@ -63,7 +63,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     distributed = host.distributed_optimizers(optimizer)
     for one in distributed:
         check_settings([getattr(one, name, None) for name in ("ddp_config", "config")])
-    host.check_optimizers(optimizer, distributed)
+    ownership.check_optimizers(optimizer, distributed)
     for one in distributed:
         check_masters(one)
     if not any(map(host.is_layer_wise, distributed)):  # whose configuration names Muon for all of a chain
@@ -219,7 +219,7 @@ def check_layout_is_known(options: Any) -> None:
         )
     if not getattr(options, "use_layer_wise_param_layout", True):
         raise ValueError(
-            "--no-use-layer-wise-param-layout is not supported: it gathers values of matrices, where bytes are quantized; leave it out"
+            "--no-use-layer-wise-param-layout is not supported: it gathers matrices as values, and not their bytes: leave it out"
         )
 
 
@@ -228,17 +228,12 @@ def check_whole_matrices(chunks: Sequence[Any]) -> None:
     sends.
     """
     for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
-        if is_te_tensor(param):
-            raise ValueError(
-                f"{name} is a {type(param).__name__} under a LayerWiseDistributedOptimizer: take weights of zerocast.quantize_ in "
-                "layers of Megatron's own there, or optimizer='adam'"
-            )
-        if isinstance(param, QuantizedWeight) and not host.is_tagged(param):
+        if is_primary(param) and not host.is_tagged(param):
             raise ValueError(
                 f"{name} lies in no bucket of whole matrices: before DistributedDataParallel is built call "
                 "tag_params_for_buffer_routing([model]), and give it the full_param_layout of "
-                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or take "
-                "optimizer='adam'"
+                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or "
+                "take optimizer='adam'"
             )
         if host.is_of_an_expert(param) and not host.is_managed_by_layer(param):
             raise ValueError(
@@ -260,7 +255,7 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
     Megatron would fail an assertion on some ranks alone; and lose moments.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
-    if not host.ownership(optimizer).saves_shards:
+    if not ownership.of(optimizer).saves_shards:
         return
     if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
         raise ValueError(

@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.megatron import checkpoints, training
+from tests.megatron import checkpoints, te, training
+from tests.megatron.here import device
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
 from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import layout
-from zerocast.integrations.megatron.host import distributed_optimizers, shares
+from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.ownership import shares
 
 WHY_NO_MUON = WHY_NOT
 if not WHY_NO_MUON:
@@ -89,8 +91,11 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
 
 def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
     """A quantized model in its DistributedDataParallel, with the layout of whole matrices."""
-    config, model = training.configuration(), _model(case, seed, biases)
-    zerocast.quantize_(model, zerocast.Recipe(FORMATS[case.formats]))
+    config, model, recipe = training.configuration(), _model(case, seed, biases), zerocast.Recipe(FORMATS[case.formats])
+    model.to(device())
+    ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
+    if ours is not None:
+        zerocast.quantize_(model, ours)
     options = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": case.overlap,
@@ -106,13 +111,13 @@ def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
 
 def _model(case: Case, seed: int = 7, biases: bool = False) -> Any:
     torch.manual_seed(seed)
-    model: Any = training.Model(training.configuration())
+    model: Any = training.Model(training.configuration(), case.te)
     for layer in model.layers[2:] if case.experts else ():
         layer.weight.allreduce = False
         if biases:
             layer.bias.allreduce = False
         else:
-            layer.bias = None
+            layer.bias = None  # which a TELinear adds
     return model
 
 
@@ -210,6 +215,7 @@ def begins_with(case: Case) -> bool:
         plain = _model(case)
         run, _ = build_attached(case)
         masters = run.masters()
+        assert not any(tensor.get_high_precision_init_val() is not None for tensor in run.te_tensors.values())
         return all(torch.equal(param.float(), masters[name]) for name, param in plain.named_parameters())
 
 

@@ -11,6 +11,7 @@ from tests.megatron import installing
 from tests.megatron.installing import RECIPE, installed
 from tests.megatron.muon import WHY_NO_MUON, muon_in_the_host
 from tests.megatron.pretraining import WHY_NOT, pretrain
+from tests.megatron.training import NARROW
 from tests.workers import error_of
 from zerocast.integrations.megatron import host, installation
 
@@ -27,6 +28,12 @@ def train(*flags: str, **options: Any) -> dict[str, Any]:
     """What a run leaves, as `installing.train`."""
     with muon_in_the_host():
         return installing.train(*MUON, *flags, **options)
+
+
+def with_the_output_layer(provides_model: bool, *flags: str) -> dict[str, Any]:
+    """Quantized too, which Adam updates; of a model that Megatron builds, or that the script provides."""
+    recipe = {"*embeddings.weight": "identity", "*_*.weight": NARROW}
+    return train(*flags, recipe=recipe, provides_model=provides_model)
 
 
 def begun(*flags: str) -> dict[str, Any]:

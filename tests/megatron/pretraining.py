@@ -234,7 +234,8 @@ def pretrain(
 ) -> Any:
     """`pretrain` with these flags beside FLAGS, in this process, and what is looked at `after` it.
 
-    With `provides_model` the script makes the model, as all did before 0.19. Megatron's globals are as before afterwards; what is installed stays.
+    With `provides_model` the script makes the model, as all did before 0.19. Megatron's globals are as before afterwards; what is
+    installed stays.
     """
     trained = Trained()
     line = ["pretrain_gpt.py", *(flag for flag in (*FLAGS.split(), *ON_CPU.split(), *flags) if flag != without)]

@@ -127,7 +127,7 @@ def _te_parameter(fmt: str, value: Tensor, device: torch.device) -> nn.Parameter
     param: Any = nn.Parameter(made)
     param.zerocast_format = case.fmt
     param._high_precision_init_val = value.to(torch.device("cpu"), copy=True)
-    param.get_high_precision_init_val = MethodType(lambda self: self._high_precision_init_val, param)
+    param.get_high_precision_init_val = MethodType(lambda self: vars(self).get("_high_precision_init_val"), param)
     param.clear_high_precision_init_val = MethodType(
         lambda self: vars(self).pop("_high_precision_init_val", None), param
     )

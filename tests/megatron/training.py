@@ -16,7 +16,8 @@ from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.host import distributed_optimizers, shares
+from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.ownership import shares
 from zerocast.integrations.megatron.primary import is_primary, weight_of
 
 if not WHY_NOT:
