@@ -214,8 +214,8 @@ def check_layout_is_known(options: Any) -> None:
     """ValueError where megatron.training would lay a model out with matrices that two ranks own."""
     if not host.lays_out_whole_matrices():
         raise ValueError(
-            f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix lies in the slice "
-            "of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
+            f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix lies in the "
+            "slice of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
         )
     if not getattr(options, "use_layer_wise_param_layout", True):
         raise ValueError(

@@ -94,6 +94,8 @@ def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
     config, model, recipe = training.configuration(), _model(case, seed, biases), zerocast.Recipe(FORMATS[case.formats])
     model.to(device())
     ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
+    for param in model.layers[2:].parameters() if case.experts else ():
+        param.allreduce = False
     if ours is not None:
         zerocast.quantize_(model, ours)
     options = {
@@ -112,12 +114,8 @@ def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
 def _model(case: Case, seed: int = 7, biases: bool = False) -> Any:
     torch.manual_seed(seed)
     model: Any = training.Model(training.configuration(), case.te)
-    for layer in model.layers[2:] if case.experts else ():
-        layer.weight.allreduce = False
-        if biases:
-            layer.bias.allreduce = False
-        else:
-            layer.bias = None  # which a TELinear adds
+    for layer in model.layers[2:] if case.experts and not biases else ():
+        layer.bias = None
     return model
 
 

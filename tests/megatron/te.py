@@ -64,7 +64,8 @@ class TELinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return _Product.apply(x, self.weight) + self.bias, None
+        y: Tensor = _Product.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias, None
 
 
 class _Product(torch.autograd.Function):
