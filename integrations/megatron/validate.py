@@ -4,7 +4,7 @@ Under them Megatron casts or gathers in its own way.
 """
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,7 +86,10 @@ def check_owns_slices(optimizer: Any) -> None:
         check_whole_matrices(optimizer.model_chunks)
         return
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
-        refuse_whole_layers(type(optimizer).__name__)
+        raise ValueError(
+            f"{type(optimizer).__name__} is not supported: its ranks own whole layers, and of those optimizers only the "
+            "LayerWiseDistributedOptimizer of megatron-core 0.19 is known; or take optimizer='adam', or Muon as zerocast.ZeroMuon"
+        )
     for one in getattr(optimizer, "chained_optimizers", []):
         check_owns_slices(one)
 
@@ -180,14 +183,6 @@ def sharded_otherwise() -> ValueError:
     DistributedDataParallel.
     """
     return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
-
-
-def refuse_whole_layers(what: str) -> NoReturn:
-    """ValueError for an optimizer whose ranks own whole layers."""
-    raise ValueError(
-        f"{what} is not supported here: its ranks own whole layers. Build a LayerWiseDistributedOptimizer of megatron-core in "
-        "quantized_params() in a loop of your own, or take optimizer='adam', or Muon as zerocast.ZeroMuon"
-    )
 
 
 def is_by_layer(config: Any) -> bool:

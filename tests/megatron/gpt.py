@@ -166,6 +166,19 @@ def other_experts(parallel: Parallel) -> str:
         return said
 
 
+def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
+    """By matrix, what an update by Muon reads of its master: of a model without quantized weights, and of one with them."""
+    with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
+        found = []
+        for fmt in ("identity", parallel.formats):
+            run, _ = _build(replace(parallel, formats=fmt))
+            names = {id(param): name for name, param in run.ddp.module.named_parameters()}
+            (part,) = run.optimizer.chained_optimizers[0].chained_optimizers
+            found.append({names[id(param)]: vars(param.main_param) for group in part.float16_groups for param in group})
+            dist.barrier()
+        return found
+
+
 def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:
     """Losses where there are any, stale bytes in the end, what verify says, and plans."""
     with contextlib.ExitStack() as stack:

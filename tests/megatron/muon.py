@@ -314,6 +314,44 @@ def broken_step(case: Case) -> tuple[str, list[str]]:
         return broke, [*said, alone]
 
 
+def broken_refresh(case: Case) -> tuple[str, str, dict[str, int]]:
+    """Of masters written by hand, where the all-reduce of experts fails after that of dense layers: the error; what a forward pass
+    says; stale bytes after another refresh.
+    """
+    with host(case):
+        run, attachment = build_attached(case)
+        run.step(0)
+        for one in distributed_optimizers(run.optimizer):
+            for share in shares(one):
+                for _, master, *_ in share.masters():
+                    master.mul_(1.5)
+        reduce, experts = Group.all_reduce_max, parallel_state.get_expert_data_parallel_group()
+
+        def fail(self: Group, *args: Any) -> Any:
+            return _raise() if self.handle is experts else reduce(self, *args)
+
+        with mock.patch.object(Group, "all_reduce_max", fail):
+            broke = error_of(attachment.refresh)
+        said = error_of(lambda: run.forward(0))
+        attachment.refresh()
+        return broke, said, run.stale_bytes()
+
+
+def wrong_bytes(case: Case) -> list[tuple[str, list[str]]]:
+    """What `zerocast.verify` names where one byte of each weight in turn is wrong on the last rank."""
+    with host(case):
+        (run, attachment), found = build_attached(case), []
+        run.step(0)
+        for name, weight in run.weights.items():
+            data = weight.rowwise_data.view(-1)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                data[5] ^= 1
+            found.append((name, sorted({one.name for one in zerocast.verify(attachment).differences})))
+            attachment.refresh()
+        assert zerocast.verify(attachment).ok
+        return found
+
+
 def finetuned(case: Case) -> list[dict[str, int]]:
     """Masters from values that are loaded into the model, and from a state dict without their rounding: stale bytes."""
     with host(case):

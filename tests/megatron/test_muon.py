@@ -74,6 +74,15 @@ def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
         assert losses[3] < losses[0]
 
 
+def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
+    """By which it orthogonalizes queries, keys and values apart, and over tensor-parallel ranks."""
+    for plain, quantized in ranks(2)(gpt.attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4")):
+        assert plain == quantized
+        assert {name for name, held in quantized.items() if held.get("is_qkv")} == {
+            f"decoder.layers.{number}.self_attention.linear_qkv.weight" for number in range(2)
+        }
+
+
 def test_a_mistake_with_the_experts_of_two_ranks_raises_on_all(ranks: Ranks) -> None:
     said = ranks(4)(gpt.other_experts, gpt.Parallel(expert=2, experts=4, muon=True, formats="nvfp4"))
     assert all(re.match("ValueError: rank 0: weight 0 is fp8_block .* on rank 0 and nvfp4 ", one) for one in said), said
@@ -160,6 +169,18 @@ def test_a_step_that_broke_off_is_neither_used_nor_saved(ranks: Ranks, experts: 
         assert broke.startswith("MemoryError")
         for message in said:
             assert re.search("an optimizer step raised half-way", message), said
+
+
+def test_a_refresh_that_broke_off_between_dense_layers_and_experts(ranks: Ranks) -> None:
+    for broke, said, wrong in ranks(2)(muon.broken_refresh, Case("nvfp4", experts=True)):
+        assert broke.startswith("MemoryError") and "call attachment.refresh(), or load" in said
+        assert not wrong
+
+
+def test_verify_names_what_is_wrong(ranks: Ranks) -> None:
+    for found in ranks(2)(muon.wrong_bytes, Case("mixed", experts=True)):
+        assert len(found) == 4
+        assert all(len(names) == 1 and names[0].endswith(name) for name, names in found), found
 
 
 @EXPERTS
