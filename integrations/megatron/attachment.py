@@ -9,21 +9,23 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerocast import CastPlan, verify
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 
-from . import host, offload, unattached
+from . import host, offload, ownership, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by
 from .primary import TETensors, check_before_forward, is_primary
-from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, masters_from_model
-from .validate import check_given_values, has_stepped, validate
+from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, read_masters
+from .validate import has_stepped, validate
 
 ADVICE = (
     "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
@@ -31,8 +33,8 @@ ADVICE = (
 )
 
 
-class OptimizerPlan(HostPlan):
-    """The casts of one DistributedOptimizer."""
+class SharePlan(HostPlan):
+    """The casts of the part of an optimizer that one group of ranks divides."""
 
     def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
         def before_cast() -> None:
@@ -60,40 +62,89 @@ class OptimizerPlan(HostPlan):
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
-        if shards.detached is None or shards.detached.delayed is None:
+        before = shards.detached.delayed.get(shards.share.suffix) if shards.detached is not None else None
+        if before is None:
             self.plan.delayed.broadcast(shards.group)
         else:
-            self.plan.delayed.load_state_dict(shards.detached.delayed.state_dict())
-            self.plan.delayed.unseeded = shards.detached.delayed.unseeded
+            self.plan.delayed.load_state_dict(before.state_dict())
+            self.plan.delayed.unseeded = before.unseeded
+
+    def read_masters(self) -> None:
+        """Make masters of the model."""
+        self._te_tensors.locate()
+        read_masters(self.shards)
 
     def patches(self) -> Iterator[Patch]:
-        """The methods that cast and gather, and delayed scaling in the optimizer's states."""
-        one, delayed, rank, guard = self.shards.optimizer, self.plan.delayed, self.plan.group.rank, self._guard
-        copier = host.ownership(one).copier(one)
-        copy_model = followed_by(masters_from_model(self.shards, self._te_tensors.locate), self.refresh)
-        for name, method, what, masters in (
-            ("_copy_main_params_to_model_params", self.cast, "a cast", False),
-            ("_copy_model_params_to_main_params", copy_model, "reading masters from the model", True),
-        ):
-            yield Patch(copier, name, check_given_values(one, guard.writing(method, what, masters=masters)))
+        """The methods that gather, and delayed scaling in the optimizer's states."""
+        one, share, delayed, rank = self.shards.optimizer, self.shards.share, self.plan.delayed, self.plan.group.rank
+        yield Patch(one, "sharded_state_dict", saving_scaling(one, share, delayed, rank))
+        is_preparing = lambda: self._guard.is_preparing  # noqa: E731
+        yield Patch(one, "load_state_dict", loading_scaling(one, share, delayed, rank, is_preparing))
+        yield from self.gathers.patches(self.plan.backend)
+        yield Patch(self.plan.freshness, "finish", self.gathers.wait_for)
+
+
+class OptimizerPlan:
+    """The casts of one optimizer: a plan for each group of ranks that divides a part of it."""
+
+    def __init__(self, plans: Sequence[SharePlan], guard: MethodGuard) -> None:
+        self.plans, self.optimizer, self._guard = list(plans), plans[0].shards.optimizer, guard
+
+    def cast(self) -> None:
+        """Cast all masters as they are now; the host gathers the bytes. Collective."""
+        for one in self.plans:
+            one.cast()
+
+    def refresh(self) -> None:
+        """Cast and gather masters that were loaded or written by hand. Collective."""
+        for one in self.plans:
+            one.refresh()
+
+    def leave_memory(self) -> None:
+        """Keep no memory in use that the host has moved masters out of."""
+        for one in self.plans:
+            one.leave_memory()
+
+    def patches(self) -> Iterator[Patch]:
+        """The methods that cast, gather and make masters of the model."""
+        one, guard, owns = self.optimizer, self._guard, ownership.of(self.optimizer)
+        copy_model = guard.writing(self._copying_model(), "reading masters from the model", masters=True)
+        cast = guard.writing(self.cast, "a cast", masters=False)
+        yield Patch(owns.copier(one), "_copy_main_params_to_model_params", cast)
+        for owner, name in owns.reads(one):
+            yield Patch(owner, name, copy_model)
         yield from offload.patches(one)
         if hasattr(one, "offload_to_cpu"):  # masters and moments, while a model generates
             yield Patch(one, "offload_to_cpu", followed_by(one.offload_to_cpu, self.leave_memory))
-        yield Patch(one, "sharded_state_dict", saving_scaling(one, delayed, rank))
-        yield Patch(one, "load_state_dict", loading_scaling(one, delayed, rank, lambda: guard.is_preparing))
-        yield from self.gathers.patches(self.plan.backend)
-        yield Patch(self.plan.freshness, "finish", self.gathers.wait_for)
+        for plan in self.plans:
+            yield from plan.patches()
+
+    def _copying_model(self) -> Callable[..., None]:
+        """The host's method that makes masters of the model or of a state dict, then `refresh`."""
+        read_given = offload.reading_given_values(self.optimizer)
+
+        @torch.no_grad()
+        def copy_model(state_dict: Any = None) -> None:
+            if state_dict is not None:
+                read_given(state_dict)
+            else:
+                for one in self.plans:
+                    one.read_masters()
+            self.refresh()
+
+        return copy_model
 
 
 class Attachment:
     """An attachment to Megatron-Core, as `attach` returns it.
 
-    `plans` are the CastPlans, one an optimizer, also where all its parameters are plain.
+    `plans` are the CastPlans, one for each group of ranks that divides masters of one optimizer,
+    also where all parameters are plain.
     """
 
     def __init__(self, plans: Sequence[OptimizerPlan], guard: MethodGuard) -> None:
-        self.plans: list[CastPlan] = [one.plan for one in plans]
         self._optimizer_plans, self._guard = list(plans), guard
+        self.plans: list[CastPlan] = [one.plan for one in self._share_plans()]
         self._optimizers: list[Any] = []  # while this is attached
         self._patches = Patches()
 
@@ -114,7 +165,7 @@ class Attachment:
         """
         self._check_attached()
         self._guard.check_complete()
-        for one in self._optimizer_plans:
+        for one in self._share_plans():
             yield from one.master_views()
 
     def detach(self) -> None:
@@ -124,17 +175,22 @@ class Attachment:
         and can be read. Collective where gathers overlap: those of the last step are finished
         first.
         """
-        for one in () if self._guard.writes.is_partial else self._optimizer_plans:
-            one.gathers.start_due()
-        delayed = {id(one.shards.optimizer): one.plan.delayed for one in self._optimizer_plans}
+        delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
+        for one in self._share_plans():
+            if not self._guard.writes.is_partial:
+                one.gathers.start_due()
+            delayed[id(one.shards.optimizer)][one.shards.share.suffix] = one.plan.delayed
         try:
             self._patches.close()
         finally:  # also where masters that return from the host find no memory
             for optimizer in self._optimizers:
                 if unattached.owns_quantized_weights(optimizer):
-                    state = unattached.DetachedState(delayed.get(id(optimizer)), self._guard.writes)
+                    state = unattached.DetachedState(delayed[id(optimizer)], self._guard.writes)
                     unattached.refuse(optimizer, state)
             self.plans, self._optimizers, self._optimizer_plans = [], [], []
+
+    def _share_plans(self) -> list[SharePlan]:
+        return [plan for one in self._optimizer_plans for plan in one.plans]
 
     def _check_attached(self) -> None:
         if not self._optimizers:
@@ -153,7 +209,7 @@ class Attachment:
         """Replace the methods of the host; `detach` gives them back."""
         self._optimizers = list({id(one): one for one in (optimizer, *distributed)}.values())
         claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-        claims.update((id(param), one.claim) for one in self._optimizer_plans for param in one.shards.params)
+        claims.update((id(param), one.claim) for one in self._share_plans() for param in one.shards.params)
         modules = [chunk.module for chunk in chunks]
         saves = [Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules]
         for chunk in chunks:
@@ -162,7 +218,7 @@ class Attachment:
         unattached.lift(patches, self._optimizers)
         for one in self._optimizer_plans:
             patches.apply(one.patches())
-        refreshes = {id(one.shards.optimizer): one.refresh for one in self._optimizer_plans}
+        refreshes = {id(one.optimizer): one.refresh for one in self._optimizer_plans}
         patches.apply(self._guard.patches(optimizer, distributed, refreshes, self._after_step(verify_every)))
         patches.apply(saves)
         self._patches = patches.pop_all()
@@ -208,22 +264,31 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
 
 
 def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerPlan], MethodGuard]:
-    """One plan for each optimizer, none where all weights are plain, and their guard.
+    """One plan for each share of each optimizer, none where all weights are plain, and their guard.
     Collective.
+
+    What is wrong with experts raises on all ranks of the dense layers, whose share is the first.
     """
-    again = any(one.detached is not None for one in shards)
-    for one in shards:
-        _check_together(one, again and not one.weights)
+    again, quantized = any(one.detached is not None for one in shards), any(one.weights for one in shards)
     partial = [one.detached.writes for one in shards if one.detached is not None and one.detached.writes.is_partial]
     guard, lock = MethodGuard(*partial[:1]), GatherLock()
-    if not any(one.weights for one in shards):
-        return [], guard
-    plans = []
+    plans: dict[int, list[SharePlan]] = {}  # by optimizer
     for one in shards:
-        te_tensors = TETensors(one.names, one.params, one.weights)
-        patches.callback(te_tensors.release)
-        plans.append(OptimizerPlan(one, te_tensors, Gathers(one.bucket_groups, lock, guard), guard))
-    return plans, guard
+        problem: Exception | None = None
+        try:
+            _check_together(one, again and not one.weights)
+            if quantized:
+                te_tensors = TETensors(one.names, one.params, one.weights)
+                patches.callback(te_tensors.release)
+                gathers = Gathers(one.bucket_groups, lock, guard)
+                plans.setdefault(id(one.optimizer), []).append(SharePlan(one, te_tensors, gathers, guard))
+        except (TypeError, ValueError, RuntimeError) as error:
+            if one.share.group is shards[0].share.group:
+                raise
+            problem = error
+        if one.share.group is not shards[0].share.group:
+            validate_across_ranks(shards[0].group, [], problem, "attaches zerocast to experts")
+    return [OptimizerPlan(some, guard) for some in plans.values()], guard
 
 
 def _check_together(shards: OptimizerShards, may_have_stepped: bool) -> None:

@@ -22,7 +22,16 @@ from zerocast import QuantizedWeight
 from zerocast.integrations.host_adapter import Patch, Patches
 
 from . import host, layout, offload, unattached, validate
-from .primary import check_primary, is_primary, is_te_tensor, move_codes, shares_codes, two_directions
+from .primary import (
+    check_primary,
+    initial_value,
+    is_primary,
+    is_te_tensor,
+    move_codes,
+    release_initial_values,
+    shares_codes,
+    two_directions,
+)
 
 
 class _FourBitMeta(type):
@@ -162,12 +171,8 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
         )
     weight.rebind(rowwise_data=storage.view(weight.rowwise_data.shape))
     host_weight: Any = weight
-    host_weight.get_high_precision_init_val = lambda: _initial(weight)
+    host_weight.get_high_precision_init_val = lambda: initial_value(weight)
     host_weight.clear_high_precision_init_val = lambda: setattr(weight, "high_precision_init_val", None)
-
-
-def _initial(weight: QuantizedWeight) -> Tensor:
-    return weight.dequantize() if weight.high_precision_init_val is None else weight.high_precision_init_val
 
 
 class ConstructionChecks:
@@ -286,6 +291,8 @@ class ConstructionChecks:
                 checked(*args, **kwargs)
             finally:
                 self._is_layer_wise = before
+            for chunk in args[0].model_chunks:
+                release_initial_values(filter(host.is_managed_by_layer, chunk.parameters()))
 
         return init
 
@@ -359,16 +366,16 @@ def _check_other_wrapper(module: Any, **_: Any) -> None:
 
 
 def _starting_from_initial_values(original: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of an optimizer that copies its parameters to FP32, a QuantizedWeight from
-    its value before quantization.
+    """The constructor of an optimizer that copies its parameters to FP32, primary weights from
+    their values before quantization.
     """
 
     @functools.wraps(original)
     def init(one: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         groups = optimizer.param_groups if optimizer else ()
-        weights = [p for group in groups for p in group["params"] if isinstance(p, QuantizedWeight)]
+        weights = [p for group in groups for p in group["params"] if is_primary(p)]
         for weight in weights:
-            vars(weight)["detach"] = functools.partial(_initial, weight)
+            vars(weight)["detach"] = functools.partial(initial_value, weight)
         try:
             original(one, optimizer, *args, **kwargs)
         finally:

@@ -19,7 +19,7 @@ from zerocast.quantize import cast_whole
 from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
-from . import host
+from . import host, ownership
 from .primary import is_primary, loaded, weight_of
 
 SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
@@ -110,9 +110,9 @@ def _cast_in(
             state_dict[prefix + name] = loaded(param)
 
 
-def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
+def saving_scaling(one: Any, share: ownership.Share, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
     """An optimizer's `sharded_state_dict` with an entry for delayed scaling, one object of the
-    ranks that share the masters.
+    ranks of a share.
     """
     method = one.sharded_state_dict
 
@@ -121,18 +121,18 @@ def saving_scaling(one: Any, delayed: DelayedScaling, rank: int) -> Callable[...
         state = delayed.state_dict()
         if entries is not None and state:
             values = {name: {key: t.cpu().clone() for key, t in tensors.items()} for name, tensors in state.items()}
-            index, instance = host.ownership(one).replica(one)
+            index, instance = share.replica
             key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
             replica = (instance, 0, rank)
             sharded = host.module(host.CHECKPOINT_MAPPING).ShardedObject
-            entries[SCALING] = sharded(key, values, (1,), (0,), replica_id=replica)
+            entries[SCALING + share.suffix] = sharded(key, values, (1,), (0,), replica_id=replica)
         return entries
 
     return call
 
 
 def loading_scaling(
-    one: Any, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
+    one: Any, share: ownership.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
 ) -> Callable[..., Any]:
     """An optimizer's `load_state_dict`, then delayed scaling from the same state.
 
@@ -143,7 +143,7 @@ def loading_scaling(
 
     def call(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(state_dict, *args, **kwargs)
-        for name in () if is_preparing() else delayed.load_state_dict(state_dict.get(SCALING, {})):
+        for name in () if is_preparing() else delayed.load_state_dict(state_dict.get(SCALING + share.suffix, {})):
             if rank == 0:
                 logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
         return result

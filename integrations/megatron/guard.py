@@ -11,7 +11,7 @@ from typing import Any
 from zerocast.integrations.host_adapter import Patch
 from zerocast.weight.write_guard import WriteGuard
 
-from . import host
+from . import host, ownership
 from .checkpoint import saving_unpadded
 from .inner_state import copy_group_steps, filling_states, prepare_states, reading_states
 from .validate import check_checkpoint
@@ -52,7 +52,7 @@ class MethodGuard:
         `optimizer` is the one that was given to `attach`, `distributed` are those inside it, and
         `refreshes` cast and gather the weights of each of these, by its id.
         """
-        for one in (one for one in distributed if host.ownership(one).saves_shards):
+        for one in (one for one in distributed if ownership.of(one).saves_shards):
             yield Patch(one, "_set_main_param_and_optimizer_states", filling_states(one))
             yield Patch(one, "_get_main_param_and_optimizer_states", reading_states(one))
             yield Patch(one, "sharded_state_dict", saving_unpadded(one))
@@ -62,7 +62,7 @@ class MethodGuard:
             refreshed = list(refreshes.values()) if loads_all else [refreshes[id(one)]] if id(one) in refreshes else []
             step = self.writing(one.step_with_ready_grads, "an optimizer step", masters=True)
             yield Patch(one, "step_with_ready_grads", followed_by(step, after_step) if one is optimizer else step)
-            owns = host.ownership(one)
+            owns = ownership.of(one)
             yield from (Patch(one, name, self.checked(getattr(one, name))) for name in (*READ, *owns.saves))
             yield Patch(one, "sharded_state_dict", self.saving(one.sharded_state_dict, distributed))
             yield from (

@@ -8,11 +8,8 @@ import copy
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 FP8 = "megatron.core.fp8_utils"
 FP4 = "megatron.core.fp4_utils"
@@ -33,50 +30,8 @@ CHECKPOINTING = "megatron.training.checkpointing"
 ARGUMENTS = "megatron.training.arguments"
 
 _UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 to 0.19"
-_OF_ANY_OPTIMIZER = (
-    "load_parameter_state",
-    "load_state_dict",
-    "save_parameter_state",
-    "sharded_state_dict",
-    "state_dict",
-    "step",
-    "step_with_ready_grads",
-)
-_OF_A_DISTRIBUTED_OPTIMIZER = (
-    "_copy_main_params_to_model_params",
-    "_copy_model_params_to_main_params",
-    "_get_main_param_and_optimizer_states",
-    "_get_model_param_range_map",
-    "_set_main_param_and_optimizer_states",
-    "buffers",
-    "data_parallel_group",
-    "data_parallel_group_idx",
-    "ddp_config",
-    "distributed_optimizer_instance_id",
-    "model_float16_groups",
-    "model_fp32_groups",
-    "model_param_gbuf_map",
-    "optimizer",
-    "shard_fp32_from_float16_groups",
-    "shard_fp32_groups",
-)
-_OF_A_LAYER_WISE_OPTIMIZER = (
-    "dp_cp",
-    "load_state_dict_from_file",
-    "model_chunks",
-    "optimizer",
-    "pg_collection",
-    "save_state_dict_to_file",
-    "use_buffer_param_sync",
-)
-_OF_ITS_PART = (
-    "_copy_main_params_to_model_params",
-    "_copy_model_params_to_main_params",
-    "float16_groups",
-    "fp32_from_float16_groups",
-    "fp32_from_fp32_groups",
-)
 _MANAGED = "is_managed_by_layer_wise_optimizer"  # of a parameter, for the buffer that it lies in
+_TAGS = "tag_params_for_buffer_routing"  # which sets that
 _OF_TRAINING = (
     "get_args",
     "get_megatron_optimizer",
@@ -315,6 +270,27 @@ def layer_wise() -> list[type]:
         return []
 
 
+def lays_out_whole_matrices() -> bool:
+    """True if this megatron-core has a layout with each matrix in the slice of one rank."""
+    return any(hasattr(module(kind.__module__), _TAGS) for kind in layer_wise())
+
+
+def tag_matrices(chunks: Sequence[Any]) -> None:
+    """Let the host know the matrices of models that it has not wrapped yet, for that layout."""
+    getattr(module(LAYER_WISE), _TAGS)(chunks)
+
+
+def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
+    """(module, name, class): the function that wraps models which megatron.training builds of a
+    configuration, and the class that it asks for their layout. Only some releases have it.
+    """
+    names = ("_ddp_wrap", "DistributedOptimizer")
+    with contextlib.suppress(ImportError):
+        found = importlib.import_module(MODEL_BUILDERS)
+        return [(found, *names)] if all(hasattr(found, name) for name in names) else []
+    return []
+
+
 def is_layer_wise(optimizer: Any) -> bool:
     """True for an optimizer whose ranks own whole layers."""
     return isinstance(optimizer, tuple(layer_wise()))
@@ -328,6 +304,16 @@ def is_layer_wise_buffer(buffer: Any) -> bool:
 def is_managed_by_layer(param: Any) -> bool:
     """True for a parameter whose buffer is laid out for ranks that own whole matrices."""
     return bool(getattr(param, _MANAGED, False))
+
+
+def is_tagged(param: Any) -> bool:
+    """True for a parameter of a model whose matrices the host was told of before it was wrapped."""
+    return hasattr(param, _MANAGED)
+
+
+def is_of_an_expert(param: Any) -> bool:
+    """True for a parameter that ranks with other experts do not have."""
+    return not getattr(param, "allreduce", True)
 
 
 def float16_optimizer() -> type:
@@ -360,122 +346,12 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
-class OwnedMaster(NamedTuple):
-    """The elements of a parameter that this rank owns: their FP32 master, the host's tensor, the
-    row-major position of the first one, and the same elements in the host's buffer, which is asked
-    for plain parameters.
+def moments_left_out(optimizer: Any) -> list[str]:
+    """The moments of Adam that some checkpoints of a DistributedOptimizer do not hold, which the
+    host chooses by the name of the optimizer beside it, since 0.19.
     """
-
-    param: Any
-    master: Tensor
-    start: int
-    rounded: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Ownership:
-    """How one kind of optimizer says what its ranks own, and where it is replaced.
-
-    `masters` are those that this rank owns, `buffers` hold the parameters of all ranks of `group`,
-    `copier` has the methods that copy masters to parameters and back. `replica` is (index of the
-    group of ranks, instance) of what the group saves once. `saves_shards` is true if the optimizer
-    saves a state in parts of parameters, false if by whole parameter. `saves` and `loads` are the
-    names of methods that do so and that not every optimizer has.
-    """
-
-    masters: Callable[[Any], Iterator[OwnedMaster]]
-    buffers: Callable[[Any], list[Any]]
-    group: Callable[[Any], Any]
-    copier: Callable[[Any], Any]
-    replica: Callable[[Any], tuple[int, int]]
-    check: Callable[[Any], None]
-    saves_shards: bool
-    saves: tuple[str, ...] = ()
-    loads: tuple[str, ...] = ()
-
-
-def ownership(optimizer: Any) -> Ownership:
-    """The table of facts of an optimizer that `distributed_optimizers` returned."""
-    return WHOLE_MATRICES if is_layer_wise(optimizer) else SLICES
-
-
-def _slices(optimizer: Any) -> Iterator[OwnedMaster]:
-    pairs = (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    )
-    for models, mains in pairs:
-        for model_group, main_group in zip(models, mains, strict=True):
-            for param, master in zip(model_group, main_group, strict=True):
-                ranges = optimizer._get_model_param_range_map(param)
-                rounded = functools.partial(_in_bucket, optimizer, param, ranges["gbuf_world_in_bucket"])
-                yield OwnedMaster(param, master, ranges["param"].start, rounded)
-
-
-def _in_bucket(optimizer: Any, param: Any, place: Any) -> Tensor:
-    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
-    data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
-    return data.view(-1)[place.start : place.end]
-
-
-def _check_slices(optimizer: Any) -> None:
-    require(optimizer, _OF_A_DISTRIBUTED_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-
-
-def _whole_matrices(optimizer: Any) -> Iterator[OwnedMaster]:
-    part = _part(optimizer)
-    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-        for param, master in zip(models, mains, strict=True):
-            yield OwnedMaster(param, master, 0, functools.partial(getattr, param, "data"))
-
-
-def _part(optimizer: Any) -> Any:
-    """The one optimizer in a layer-wise one, which keeps the masters; ValueError for several."""
-    parts = optimizer.chained_optimizers
-    if len(parts) != 1:
-        raise ValueError(
-            f"a {type(optimizer).__name__} of {len(parts)} optimizers is not supported: give it the matrices alone, as "
-            "get_megatron_optimizer does where use_distributed_optimizer=True is set in DistributedDataParallelConfig"
-        )
-    return parts[0]
-
-
-def _check_whole_matrices(optimizer: Any) -> None:
-    require(optimizer, _OF_A_LAYER_WISE_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-    require(_part(optimizer), _OF_ITS_PART, f"the optimizer, a {type(_part(optimizer)).__name__},")
-
-
-SLICES = Ownership(
-    masters=_slices,
-    buffers=lambda one: list(one.buffers),
-    group=lambda one: one.data_parallel_group,
-    copier=lambda one: one,
-    replica=lambda one: (one.data_parallel_group_idx, one.distributed_optimizer_instance_id),
-    check=_check_slices,
-    saves_shards=True,
-)
-WHOLE_MATRICES = Ownership(
-    masters=_whole_matrices,
-    buffers=lambda one: [b for chunk in one.model_chunks for b in chunk.buffers if is_layer_wise_buffer(b)],
-    group=lambda one: one.dp_cp,
-    copier=_part,
-    replica=lambda one: (one.pg_collection.mp.rank(), 0),
-    check=_check_whole_matrices,
-    saves_shards=False,
-    saves=("save_state_dict_to_file",),
-    loads=("load_state_dict_from_file",),
-)
-
-
-def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
-    """RuntimeError unless the optimizers have the names that are read or replaced.
-
-    `optimizer` steps, saves and loads; the distributed ones have shards.
-    """
-    require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-    for one in distributed:
-        ownership(one).check(one)
-        require(one, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(one).__name__},")
+    moments = ("exp_avg", "exp_avg_sq")
+    return [name for name in moments if name not in getattr(optimizer, "optimizer_state_keys", moments)]
 
 
 def check_groups(groups: Iterable[Any]) -> None:

@@ -6,6 +6,7 @@ names; what they do meanwhile:
     add_megatron_arguments         the command line knows `--zerocast-recipe`
     setup_model_and_optimizer      ranks compare their recipes, then, inside `quantized_params()`,
       correct_amax_history_...     the last call before the model is wrapped: it is quantized
+      _ddp_wrap                    under Muon, the layout of whole matrices
       get_megatron_optimizer       the optimizer is attached, before a checkpoint is loaded
       load_checkpoint              masters start from loaded values, not from their rounded weights
     generate_state_dict            quantized weights become plain values, to save and to load
@@ -29,7 +30,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats.recipe import RecipeLike
 from zerocast.integrations.host_adapter import Patch, Patches
 
-from . import host, validate
+from . import host, layout, validate
 from .attachment import Attachment, attach
 from .building import quantized_params
 from .checkpoint import dequantize_
@@ -192,6 +193,8 @@ class Installation:
             finally:
                 options.load_main_params_from_ckpt = before
 
+        if validate.is_by_layer(options):
+            yield from layout.whole_matrices()
         for module in host.model_builders():
             name = "correct_amax_history_if_needed"
             yield Patch(module, name, before_wrapping(getattr(module, name)))

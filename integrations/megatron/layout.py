@@ -12,10 +12,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zerocast.formats.layout import round_up
+from zerocast.integrations.host_adapter import Patch
 
 from . import host
 
@@ -77,6 +78,29 @@ def of_one_width(
         per_bucket_numel_unpadded=unpadded,
         param_indices=[] if param_indices is None else param_indices,
     )
+
+
+def whole_matrices() -> Iterator[Patch]:
+    """The function that wraps models which megatron.training builds of a configuration, with the
+    layout of whole matrices.
+
+    Megatron makes that layout for models that a script provides. For these it computes that of a
+    DistributedOptimizer, whatever the optimizer, and under Muon none.
+    """
+    (kind,) = host.layer_wise()
+    for module, name, lays_out in host.wrappers_of_built_models():
+        wrap = getattr(module, name)
+
+        @functools.wraps(wrap)
+        def call(
+            chunks: Sequence[Any], random_init: Any, ddp_config: Any, *args: Any, wrap: Any = wrap, **kwargs: Any
+        ) -> Any:
+            ddp_config.use_distributed_optimizer = True
+            host.tag_matrices(chunks)
+            return wrap(chunks, random_init, ddp_config, *args, **kwargs)
+
+        yield Patch(module, name, call)
+        yield Patch(module, lays_out, kind)
 
 
 def of_one_owner(partition: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from zerocast import QuantizedWeight
 from zerocast.integrations.host_adapter import Patch, Patches
 
-from . import host
+from . import host, ownership
 from .primary import is_primary
 
 
@@ -294,16 +294,16 @@ def reading_given_values(optimizer: Any) -> Callable[..., None]:
     """The host's method that makes masters of a state dict, which it leaves out for a
     HybridDeviceOptimizer.
     """
-    original: Callable[..., None] = host.ownership(optimizer).copier(optimizer)._copy_model_params_to_main_params
+    read_given = ownership.of(optimizer).read_given(optimizer)
 
     def call(state_dict: Any) -> None:
         inner = optimizer.optimizer
         if not host.offloads(inner):
-            original(state_dict=state_dict)
+            read_given(state_dict)
             return
         optimizer.optimizer = None  # which it asks for its class
         try:
-            original(state_dict=state_dict)
+            read_given(state_dict)
         finally:
             optimizer.optimizer = inner
 

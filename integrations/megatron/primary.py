@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
@@ -48,6 +48,24 @@ def weight_of(param: Any) -> QuantizedWeight:
     view.locate(param)
     weight: QuantizedWeight = view.weight
     return weight
+
+
+def initial_value(param: Any) -> Tensor:
+    """A primary weight's value before quantization where that was kept, else what it holds."""
+    if isinstance(param, QuantizedWeight):
+        return param.dequantize() if param.high_precision_init_val is None else param.high_precision_init_val
+    kept = param.get_high_precision_init_val() if hasattr(param, "get_high_precision_init_val") else None
+    value: Tensor = param.dequantize() if kept is None else kept.to(param.device)
+    return value
+
+
+def release_initial_values(params: Iterable[Any]) -> None:
+    """Free the values before quantization that TransformerEngine keeps on the host, which the host
+    does for a DistributedOptimizer alone.
+    """
+    for param in params:
+        if is_te_tensor(param) and hasattr(param, "clear_high_precision_init_val"):
+            param.clear_high_precision_init_val()
 
 
 def check_primary(param: Any) -> None:

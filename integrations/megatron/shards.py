@@ -1,6 +1,6 @@
 """The facts of a model in Megatron: what each optimizer owns here, and what gathers it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
 from zerocast.integrations.host_adapter import PlainShard
 
-from . import host
-from .offload import memory_of, reading_given_values
+from . import host, ownership
+from .offload import memory_of
 from .primary import is_primary, is_te_tensor, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
 
@@ -22,7 +22,7 @@ _UNKNOWN = "a parameter of another model"
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """The part of one optimizer that this rank owns.
+    """The part of one optimizer's share that this rank owns.
 
     Quantized weights stand in the order of its buffers, the same on every rank.
 
@@ -32,6 +32,7 @@ class OptimizerShards:
     """
 
     optimizer: Any
+    share: ownership.Share
     detached: DetachedState | None
     names: list[str] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
@@ -44,7 +45,7 @@ class OptimizerShards:
     @property
     def group(self) -> Group:
         """The ranks that share the masters."""
-        return Group.of(host.ownership(self.optimizer).group(self.optimizer))
+        return Group.of(self.share.group)
 
     def span(self, index: int) -> Span:
         """The elements that this rank owns of a weight."""
@@ -53,7 +54,8 @@ class OptimizerShards:
 
 
 def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
-    """The shards of every optimizer inside `optimizer`, over the parameters of `chunks`.
+    """The shards of every optimizer inside `optimizer`, one a share of it, over the parameters of
+    `chunks`.
 
     TypeError or ValueError for a byte buffer with something in it that is not cast, for a quantized
     weight that no gather brings and for one that no optimizer owns; RuntimeError for a host without
@@ -61,7 +63,8 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
     """
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
-    found = [_shards_of(one, names, groups) for one in host.distributed_optimizers(optimizer)]
+    optimizers = host.distributed_optimizers(optimizer)
+    found = [_shards_of(one, share, names, groups) for one in optimizers for share in ownership.shares(one)]
     host.check_groups(group for group in groups if any(map(is_te_tensor, primary_of(group))))
     _check_gathered(chunks, groups)
     _check_owned(found, groups, names)
@@ -80,11 +83,12 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
     return {param: name for name, param in names.items()}
 
 
-def _shards_of(optimizer: Any, names: Mapping[int, str], groups: Sequence[Any]) -> OptimizerShards:
-    found, owns = OptimizerShards(optimizer, state_left_in(optimizer)), host.ownership(optimizer)
-    buffers = owns.buffers(optimizer)
+def _shards_of(
+    optimizer: Any, share: ownership.Share, names: Mapping[int, str], groups: Sequence[Any]
+) -> OptimizerShards:
+    found = OptimizerShards(optimizer, share, state_left_in(optimizer))
     index: dict[int, int] = {}
-    for buffer in buffers:
+    for buffer in share.buffers:
         for param in buffer.params:
             name = names.get(id(param), _UNKNOWN)
             if is_primary(param):
@@ -101,14 +105,14 @@ def _shards_of(optimizer: Any, names: Mapping[int, str], groups: Sequence[Any]) 
                 )
             elif param.numel():
                 found.plain[id(param)] = PlainShard(name, param)
-    for param, master, start, rounded in owns.masters(optimizer):
+    for param, master, start, rounded in share.masters():
         if is_primary(param):
             at = index[id(param)]
             found.masters[at], found.starts[at] = memory_of(master), start
         else:
             name = names.get(id(param), _UNKNOWN)
             found.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
-    buckets = {id(bucket) for buffer in buffers for bucket in buffer.buckets}
+    buckets = {id(bucket) for buffer in share.buffers for bucket in buffer.buckets}
     found.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
     return found
 
@@ -182,26 +186,16 @@ def elements_without_owner(shards: OptimizerShards) -> str | None:
     return None
 
 
-def masters_from_model(shards: OptimizerShards, locate: Callable[[], None]) -> Callable[..., None]:
-    """The host's method that makes masters of the model, as at the start of a fine-tuning run.
+@torch.no_grad()
+def read_masters(shards: OptimizerShards) -> None:
+    """Make masters of the model as it is, as at the start of a fine-tuning run.
 
-    The host makes those of a state dict. Those of quantized weights, which `locate` finds, are
-    dequantized.
+    Those of quantized weights are dequantized.
     """
-    read_given = reading_given_values(shards.optimizer)
-
-    @torch.no_grad()
-    def copy_model(state_dict: Any = None) -> None:
-        if state_dict is not None:
-            read_given(state_dict)
-            return
-        locate()
-        for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
-            if master is not None:
-                span = shards.span(i)
-                master.copy_(weight.dequantize().view(-1)[span.start : span.stop].view(master.shape))
-        for part in shards.plain.values():
-            if part.master is not None and part.rounded is not None:
-                part.master.copy_(part.rounded)
-
-    return copy_model
+    for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
+        if master is not None:
+            span = shards.span(i)
+            master.copy_(weight.dequantize().view(-1)[span.start : span.stop].view(master.shape))
+    for part in shards.plain.values():
+        if part.master is not None and part.rounded is not None:
+            part.master.copy_(part.rounded)

@@ -8,7 +8,7 @@ writes or loads, or prepares to, raises. It is replaced on the optimizer's insta
 classes stay as they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.integrations.host_adapter import Patches
 from zerocast.weight.write_guard import WriteGuard
 
-from . import host
+from . import host, ownership
 from .primary import shares_codes
 
 _BEGIN = (
@@ -36,9 +36,11 @@ _SAVES = ("save_parameter_state", "state_dict")
 
 @dataclass(frozen=True)
 class DetachedState:
-    """The state that a detached attachment leaves to the next one."""
+    """The state that a detached attachment leaves to the next one: delayed scaling by the suffix of
+    a share.
+    """
 
-    delayed: DelayedScaling | None
+    delayed: Mapping[str, DelayedScaling]
     writes: WriteGuard
 
 
@@ -122,8 +124,8 @@ def params_of(optimizer: Any) -> Iterator[Any]:
     inner = [
         one for one in host.distributed_optimizers(optimizer) if host.is_layer_wise(one) or hasattr(one, "buffers")
     ]
-    for one in inner:
-        for buffer in host.ownership(one).buffers(one):
+    for share in (share for one in inner for share in ownership.shares(one)):
+        for buffer in share.buffers:
             yield from buffer.params
 
 

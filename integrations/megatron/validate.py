@@ -4,14 +4,14 @@ Under them Megatron casts or gathers in its own way.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from zerocast import QuantizedWeight
 
-from . import host, unattached
-from .primary import check_primary, is_primary, is_te_tensor
+from . import host, ownership, unattached
+from .primary import check_primary, is_primary
 
 _FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
@@ -64,7 +64,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     distributed = host.distributed_optimizers(optimizer)
     for one in distributed:
         check_settings([getattr(one, name, None) for name in ("ddp_config", "config")])
-    host.check_optimizers(optimizer, distributed)
+    ownership.check_optimizers(optimizer, distributed)
     for one in distributed:
         check_masters(one)
     if not any(map(host.is_layer_wise, distributed)):  # whose configuration names Muon for all of a chain
@@ -87,7 +87,10 @@ def check_owns_slices(optimizer: Any) -> None:
         check_whole_matrices(optimizer.model_chunks)
         return
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
-        refuse_whole_layers(type(optimizer).__name__)
+        raise ValueError(
+            f"{type(optimizer).__name__} is not supported: its ranks own whole layers, and of those optimizers only the "
+            "LayerWiseDistributedOptimizer of megatron-core 0.19 is known; or take optimizer='adam', or Muon as zerocast.ZeroMuon"
+        )
     for one in getattr(optimizer, "chained_optimizers", []):
         check_owns_slices(one)
 
@@ -119,14 +122,16 @@ def check_adam(config: Any) -> None:
 
 def check_options(options: Any) -> None:
     """ValueError for arguments of megatron.training with which `install` cannot train."""
-    if options.optimizer not in ("adam", "sgd"):
-        refuse_whole_layers(f"--optimizer {options.optimizer}")
-    check_adam(options)
     check_settings([options])
     for name, reason, refuses in OPTIONS:
         if refuses(getattr(options, name, None)):
             raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
-    check_distributed(options)
+    if options.optimizer in ("adam", "sgd"):
+        check_adam(options)
+        check_distributed(options)
+    else:
+        check_layer_wise(options)
+        check_layout_is_known(options)
     formats = [getattr(options, name, None) for name in ("ckpt_format", "ckpt_convert_format")]
     if any(fmt not in (None, "torch_dist") for fmt in formats):
         raise ValueError(
@@ -193,68 +198,56 @@ def sharded_otherwise() -> ValueError:
     return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
 
 
-def refuse_whole_layers(what: str) -> NoReturn:
-    """ValueError for an optimizer whose ranks own whole layers."""
-    raise ValueError(
-        f"{what} is not supported here: its ranks own whole layers. Build a LayerWiseDistributedOptimizer of megatron-core in "
-        "quantized_params() in a loop of your own, or take optimizer='adam', or Muon as zerocast.ZeroMuon"
-    )
+def is_by_layer(config: Any) -> bool:
+    """True for a configuration, or arguments, of an optimizer whose ranks own whole matrices."""
+    return bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
 
 
 def check_layer_wise(config: Any) -> None:
     """ValueError for a configuration of an optimizer other than Adam whose masters are whole on
     every rank.
     """
-    by_layer = getattr(config, "use_layer_wise_distributed_optimizer", False)
-    if not by_layer and not config.optimizer.startswith("dist_"):
+    if not is_by_layer(config) and not config.optimizer.startswith("dist_"):
         raise ValueError(
             f"optimizer={config.optimizer!r} is not supported without use_layer_wise_distributed_optimizer=True, by which a rank "
-            "owns whole matrices: every rank would hold all masters; or take optimizer='adam', or zerocast.ZeroMuon"
+            "owns whole matrices: every rank would hold all masters. In pretrain() that is --use-distributed-optimizer; or take "
+            "optimizer='adam', or zerocast.ZeroMuon"
         )
     scalar = getattr(config, "muon_scalar_optimizer", "adam")
     if scalar != "adam":
         raise ValueError(f"muon_scalar_optimizer={scalar!r} is not supported: what Muon leaves is Adam's: take 'adam'")
 
 
+def check_layout_is_known(options: Any) -> None:
+    """ValueError where megatron.training would lay a model out with matrices that two ranks own."""
+    if not host.lays_out_whole_matrices():
+        raise ValueError(
+            f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix lies in the "
+            "slice of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
+        )
+    if not getattr(options, "use_layer_wise_param_layout", True):
+        raise ValueError(
+            "--no-use-layer-wise-param-layout is not supported: it gathers matrices as values, and not their bytes: leave it out"
+        )
+
+
 def check_whole_matrices(chunks: Sequence[Any]) -> None:
     """ValueError unless each quantized weight lies whole in the slice of a bucket that one rank
     sends.
     """
-    named = [item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad]
-    if any(not getattr(param, "allreduce", True) for _, param in named):
-        raise ValueError(
-            "experts are not supported in a LayerWiseDistributedOptimizer, which holds them and all other matrices over two "
-            "groups of ranks: take optimizer='adam', or zerocast.ZeroMuon in place of Megatron's optimizer"
-        )
-    for name, param in named:
-        if is_te_tensor(param):
-            raise ValueError(
-                f"{name} is a {type(param).__name__} under a LayerWiseDistributedOptimizer: take weights of zerocast.quantize_ in "
-                "layers of Megatron's own there, or optimizer='adam'"
-            )
-        if isinstance(param, QuantizedWeight) and not host.is_managed_by_layer(param):
+    for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
+        if is_primary(param) and not host.is_tagged(param):
             raise ValueError(
                 f"{name} lies in no bucket of whole matrices: before DistributedDataParallel is built call "
                 "tag_params_for_buffer_routing([model]), and give it the full_param_layout of "
-                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); a "
-                "weight that Adam updates, such as that of the output layer, stays 'identity'; or take optimizer='adam'"
+                "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or "
+                "take optimizer='adam'"
             )
-
-
-def check_given_values(optimizer: Any, copy: Callable[..., None]) -> Callable[..., None]:
-    """A method that makes masters of the model, or of a state dict, which an optimizer of whole
-    matrices does not take: ValueError before it begins.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        if (kwargs.get("state_dict") or any(args)) and not host.ownership(optimizer).saves_shards:
+        if host.is_of_an_expert(param) and not host.is_managed_by_layer(param):
             raise ValueError(
-                f"a {type(optimizer).__name__} makes no masters of a state dict: load that into the model, then call "
-                "reload_model_params() without it"
+                f"{name} of an expert is no matrix, and Megatron has no optimizer of Adam's for experts beside a "
+                "LayerWiseDistributedOptimizer: set add_bias_linear=False, or take optimizer='adam'"
             )
-        copy(*args, **kwargs)
-
-    return call
 
 
 def has_stepped(optimizer: Any) -> bool:
@@ -264,12 +257,20 @@ def has_stepped(optimizer: Any) -> bool:
 
 
 def check_checkpoint(optimizer: Any, metadata: Any) -> None:
-    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint of too few parameters.
+    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint of too few parameters, and
+    for a `fully_reshardable` one that leaves out moments.
 
-    Megatron would fail an assertion on some ranks alone.
+    Megatron would fail an assertion on some ranks alone; and lose moments.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
-    if kind != "dp_reshardable" or not host.ownership(optimizer).saves_shards:
+    if not ownership.of(optimizer).saves_shards:
+        return
+    if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
+        raise ValueError(
+            f"fully_reshardable checkpoints of Megatron leave out {', '.join(missing)} of what Adam updates beside "
+            f"optimizer={optimizer.config.optimizer!r}: take dp_reshardable"
+        )
+    if kind != "dp_reshardable":
         return
     ranks = optimizer.data_parallel_group.size()
     for buffer in optimizer.buffers:

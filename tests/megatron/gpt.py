@@ -1,7 +1,8 @@
 """Megatron's own GPT under its own schedules, with tensor, pipeline and expert parallelism, on the ranks of a pool."""
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
+from tests.megatron import muon
 from tests.megatron.here import device, groups, host
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.training import NARROW, Case, Run, build_optimizer
+from tests.workers import error_of
 from zerocast import verify
 from zerocast.integrations import megatron as integration
 
@@ -42,6 +45,9 @@ class Parallel:
     instances: int = 1
     experts: int | None = None
     overlap: bool = False
+    muon: bool = False  # whole matrices by layers
+    formats: str = ""  # one for all that `pattern` names, in the place of FORMATS
+    pattern: str = "*.linear_*.weight"
 
     def sizes(self) -> dict[str, int]:
         return {
@@ -98,10 +104,12 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
         grad_reduce_in_fp32=True,
         num_distributed_optimizer_instances=parallel.instances,
     )
-    case = Case(overlap=parallel.overlap)
+    case = Case(overlap=parallel.overlap, options=muon.SETTINGS if parallel.muon else {})
+    recipe = {parallel.pattern: parallel.formats} if parallel.formats else FORMATS
     with integration.quantized_params():
-        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe(FORMATS))
-        ddp = DistributedDataParallel(config, ddp_config, model)
+        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe({"*embedding*": "identity", **recipe}))
+        full_layout = {"full_param_layout": muon.full_layout(model, ddp_config)} if parallel.muon else {}
+        ddp = DistributedDataParallel(config, ddp_config, model, **full_layout)
         optimizer = build_optimizer(case, [ddp])
     config.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap:
@@ -148,9 +156,36 @@ def step(run: Run, number: int, sequence: int = SEQUENCE) -> float:
     return sum(float(found["loss"]) for found in losses)
 
 
+def other_experts(parallel: Parallel) -> str:
+    """What is said where rank 0 has its experts in another format than the ranks that share them."""
+    if dist.get_rank() == 0:
+        parallel = replace(parallel, formats="fp8_block")
+    with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
+        said = error_of(lambda: _build(replace(parallel, pattern="*.experts.*")))
+        dist.barrier()
+        return said
+
+
+def attributes(parallel: Parallel) -> list[dict[str, dict[str, Any]]]:
+    """By matrix, what an update by Muon reads of its master: of a model without quantized weights, and of one with them."""
+    with groups(**parallel.sizes()), host(), muon.muon_in_the_host():
+        found = []
+        for fmt in ("identity", parallel.formats):
+            run, _ = _build(replace(parallel, formats=fmt))
+            names = {id(param): name for name, param in run.ddp.module.named_parameters()}
+            (part,) = run.optimizer.chained_optimizers[0].chained_optimizers
+            found.append({names[id(param)]: vars(param.main_param) for group in part.float16_groups for param in group})
+            dist.barrier()
+        return found
+
+
 def train(parallel: Parallel) -> tuple[list[float], dict[str, int], bool, int]:
     """Losses where there are any, stale bytes in the end, what verify says, and plans."""
-    with groups(**parallel.sizes()), host():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(groups(**parallel.sizes()))
+        stack.enter_context(host())
+        if parallel.muon:
+            stack.enter_context(muon.muon_in_the_host())
         run, attached = _build(parallel)
         losses = [step(run, number) for number in range(4)]
         run.force_sync()

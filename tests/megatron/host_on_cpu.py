@@ -3,10 +3,12 @@
 * tensors that it asks of CUDA are made on the CPU, and there are no streams;
 * parameters call themselves by the type string of CUDA tensors, by which its optimizer sorts them;
 * dropout draws from the one generator there is;
-* the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes.
+* the all-gathers of a bucket group run one by one: gloo silently corrupts a coalesced group of several dtypes;
+* megatron.training since 0.18, and emerging_optimizers, take `typing.override`, which is in Python from 3.12 on.
 """
 
 import contextlib
+import typing
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,9 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.overrides import TorchFunctionMode
 
 from zerocast.integrations.megatron import host
+
+if not hasattr(typing, "override"):
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 WHY_NOT = ""
 try:

@@ -57,7 +57,7 @@ def installed(recipe: Any = None, verify_every: int | None = 1) -> Iterator[Any]
         integration.uninstall()
 
 
-def _left(trained: Trained) -> dict[str, Any]:
+def left(trained: Trained) -> dict[str, Any]:
     assert trained.run is not None
     run = trained.run
     run.force_sync()
@@ -71,16 +71,16 @@ def _left(trained: Trained) -> dict[str, Any]:
     }
 
 
-def train(*flags: str, recipe: Any = RECIPE) -> dict[str, Any]:
+def train(*flags: str, recipe: Any = RECIPE, **options: Any) -> dict[str, Any]:
     """What a run leaves: losses, stale bytes, masters and formats of its quantized weights."""
     with installed(recipe) as own:
 
         def after(trained: Trained) -> dict[str, Any]:
             (attachment,) = own.attachments
             assert zerocast.verify(attachment).ok
-            return _left(trained)
+            return left(trained)
 
-        return pretrain(*flags, after=after)
+        return pretrain(*flags, after=after, **options)
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def norm_of_masters(*flags: str) -> tuple[float, float, int]:
         return (
             float(norm),
             float(sum(m.double().square().sum() for m in masters.values()) ** 0.5),
-            _left(trained)["offloaded"],
+            left(trained)["offloaded"],
         )
 
     with cuda_on_cpu(), host_memory(), installed(RECIPE):
@@ -163,14 +163,14 @@ def norm_of_masters(*flags: str) -> tuple[float, float, int]:
 def by_the_flag(*flags: str) -> dict[str, Any]:
     """The same where the script has an extra_args_provider, and no call of install()."""
     try:
-        return pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=_left)
+        return pretrain(*FLAG, *flags, extra_args_provider=integration.add_arguments, after=left)
     finally:
         integration.uninstall()
 
 
 def plain(*flags: str) -> dict[str, Any]:
     """The same run without zerocast."""
-    return pretrain(*flags, after=_left)
+    return pretrain(*flags, after=left)
 
 
 def installed_without_a_recipe() -> dict[str, Any]:
@@ -212,7 +212,7 @@ def names_of_layers() -> dict[str, str]:
     """Two pipeline stages: layers count through both."""
     with installed({"decoder.layers.1.mlp.*.weight": "fp8_block"}):
         flags = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--train-iters", "1")
-        return pretrain(*flags, after=_left)["weights"]
+        return pretrain(*flags, after=left)["weights"]
 
 
 def chunks_without_weights() -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ def chunks_without_weights() -> list[dict[str, Any]]:
     def after(trained: Trained) -> list[dict[str, Any]]:
         (attachment,) = own.attachments
         assert zerocast.verify(attachment).ok
-        return [_left(replace(trained, run=run)) for run in trained.chunks]
+        return [left(replace(trained, run=run)) for run in trained.chunks]
 
     with installed({"decoder.layers.2.mlp.*.weight": NARROW}) as own:
         flags = (
@@ -362,7 +362,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "torch": _with("--ckpt-format", "torch"),
     "whole masters": _with(without=DISTRIBUTED),
     "muon": _with("--optimizer", "muon", without=DISTRIBUTED),
-    "distributed muon": _with("--optimizer", "dist_muon", without=DISTRIBUTED),
     "upcycling": _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
     "masters in half precision": _with(
         "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16"

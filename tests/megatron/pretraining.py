@@ -4,8 +4,7 @@
 on a rank of torchrun over gloo. What megatron.training needs on the CPU besides megatron-core (`host_on_cpu.py`):
 
 * streams, devices and random states of CUDA are the CPU's, and `pretrain` accepts that there is no GPU;
-* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent;
-* 0.18 and later take `typing.override`, which is in Python from 3.12 on.
+* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import importlib
 import multiprocessing
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +23,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import typing_extensions
 from torch import Tensor, nn
 
 from tests.megatron.host_on_cpu import WHY_NOT as NO_CORE
 from tests.megatron.host_on_cpu import cuda_on_cpu
 from tests.megatron.training import Case, Run
 from zerocast.integrations import megatron as integration
-
-if not hasattr(typing, "override"):
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 WHY_NOT = NO_CORE
 try:
@@ -187,7 +181,7 @@ def _model(pre_process: bool = True, post_process: bool = True, config: Any = No
     )
     return GPTModel(
         config or from_args(args),
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=args.num_experts),
         args.padded_vocab_size,
         args.max_position_embeddings,
         pre_process,
@@ -197,14 +191,16 @@ def _model(pre_process: bool = True, post_process: bool = True, config: Any = No
     )
 
 
-def _call(forward: Any, extra_args_provider: Any) -> None:
-    """`pretrain` as the script of this release calls it."""
+def _call(forward: Any, extra_args_provider: Any, provides_model: bool) -> None:
+    """`pretrain` as the script of this release calls it, or as one that provides its model."""
     kind = ModelType.encoder_or_decoder
     if not hasattr(arguments, "parse_and_validate_args"):
         loop.pretrain(_datasets, _model, kind, forward, extra_args_provider=extra_args_provider)
         return
     args = arguments.parse_and_validate_args(extra_args_provider=extra_args_provider)
-    if hasattr(configs, "gpt_config_from_args"):
+    if hasattr(configs, "gpt_config_from_args") and provides_model:
+        loop.pretrain(configs.pretrain_cfg_container_from_args(args), _datasets, kind, forward, _model)
+    elif hasattr(configs, "gpt_config_from_args"):
         config = configs.pretrain_cfg_container_from_args(args, configs.gpt_config_from_args(args))
         loop.pretrain(config, _datasets, kind, forward)
     else:
@@ -233,11 +229,13 @@ def pretrain(
     *flags: str,
     extra_args_provider: Any = None,
     without: str = "",
+    provides_model: bool = False,
     after: Callable[[Trained], Any] | None = None,
 ) -> Any:
     """`pretrain` with these flags beside FLAGS, in this process, and what is looked at `after` it.
 
-    Megatron's globals are as before afterwards; what is installed stays.
+    With `provides_model` the script makes the model, as all did before 0.19. Megatron's globals are as before afterwards; what is
+    installed stays.
     """
     trained = Trained()
     line = ["pretrain_gpt.py", *(flag for flag in (*FLAGS.split(), *ON_CPU.split(), *flags) if flag != without)]
@@ -253,7 +251,7 @@ def pretrain(
         stack.callback(_forget_globals)
         stack.enter_context(mock.patch.dict(os.environ, ranks))
         stack.enter_context(_observed(trained))
-        _call(functools.partial(_forward, trained), extra_args_provider)
+        _call(functools.partial(_forward, trained), extra_args_provider, provides_model)
         return after(trained) if after else None
 
 

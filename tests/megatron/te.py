@@ -64,7 +64,8 @@ class TELinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return _Product.apply(x, self.weight) + self.bias, None
+        y: Tensor = _Product.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias, None
 
 
 class _Product(torch.autograd.Function):
@@ -129,7 +130,7 @@ def parameter(fmt: str, value: Tensor, device: torch.device) -> nn.Parameter:
     param: Any = nn.Parameter(made)
     param.zerocast_format = case.fmt
     param._high_precision_init_val = value.to(torch.device("cpu"), copy=True)
-    param.get_high_precision_init_val = MethodType(lambda self: self._high_precision_init_val, param)
+    param.get_high_precision_init_val = MethodType(lambda self: vars(self).get("_high_precision_init_val"), param)
     param.clear_high_precision_init_val = MethodType(
         lambda self: vars(self).pop("_high_precision_init_val", None), param
     )

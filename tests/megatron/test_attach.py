@@ -126,7 +126,7 @@ def test_detach_gives_the_host_back(ranks: Ranks) -> None:
 
 
 def test_an_attachment_that_fails_half_way_leaves_nothing(ranks: Ranks) -> None:
-    assert ranks(2)(attaching.interrupted) == [[("ValueError: no", False)] * 2] * 2
+    assert ranks(2)(attaching.interrupted) == [[("ValueError: rank 0: no", False), ("ValueError: no", False)]] * 2
 
 
 def test_a_forced_sync_leaves_nothing_stale(ranks: Ranks) -> None:

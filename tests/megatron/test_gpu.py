@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import attaching, delaying, measuring, offloading
+from tests.megatron import attaching, delaying, measuring, muon, offloading
 from tests.megatron.checkpoints import loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
@@ -41,6 +41,27 @@ def test_live_bytes_are_the_cast_of_the_masters(gpu_ranks: Ranks, world: int, fo
 def test_chained_optimizers_with_buffers_of_experts(gpu_ranks: Ranks, world: int, overlap: bool, busbw: bool) -> None:
     for losses, wrong in gpu_ranks(world)(train, Case("mixed", overlap, busbw, experts=True), timeout=SECONDS):
         assert not wrong and losses[2] < losses[0]
+
+
+@pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON or "there is Muon")
+@pytest.mark.shows(
+    host="Megatron-Core", parallel="data, whole matrices", formats=lambda formats: FORMATS[formats].values()
+)
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+@pytest.mark.parametrize("formats", ["fp8_block", "fp8_current", "nvfp4", "mixed"])
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_muon(gpu_ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
+    """By emerging_optimizers where it is installed, else by torch's."""
+    for losses, wrong, verified in gpu_ranks(world)(muon.train, Case(formats, overlap, experts=True), timeout=SECONDS):
+        assert not wrong and verified and losses[2] < losses[0]
+
+
+@pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON or "there is Muon")
+@pytest.mark.parametrize("world", [ONE, TWO])
+def test_muon_resumes(gpu_ranks: Ranks, world: int) -> None:
+    case = Case("delayed", overlap=True, experts=True)
+    for same, wrong in gpu_ranks(world)(muon.resume, case, KINDS[0], timeout=SECONDS):
+        assert all(same.values()) and not wrong
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data, model chunks", formats=FORMATS["mixed"].values())

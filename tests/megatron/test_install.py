@@ -21,9 +21,6 @@ from tests.workers import Ranks
 pytestmark = needs_training
 
 TILES = "mxfp8:block=32x32"
-MUON = (
-    "ValueError: .*--optimizer (dist_)?muon is not supported here: its ranks own whole layers. .* in a loop of your own"
-)
 NOT_CALLED = "RuntimeError: megatron.training.training.setup_model_and_optimizer has not called "
 TABLE = {
     "twice": r"RuntimeError: zerocast is installed in megatron.training already: call uninstall\(\) first",
@@ -42,8 +39,7 @@ TABLE = {
     "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take mxfp8:block=32x32",
     "torch": "ValueError: .*--ckpt-format torch, .* saved as torch_dist alone",
     "whole masters": "ValueError: .*use_distributed_optimizer=False is not supported",
-    "muon": MUON,
-    "distributed muon": MUON,
+    "muon": "ValueError: .*optimizer='muon' is not supported without .* In pretrain.. that is --use-distributed-optimizer",
     "masters in half precision": "ValueError: .*main_params_dtype is not supported: .* leave it at torch.float32",
     "mxfp8 through gradients": "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
     "MXFP8Tensors of blocks": "ValueError: rank 0: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs both directions",

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron import muon
-from tests.megatron.training import FORMATS, Case
+from tests.megatron import gpt, muon, te
+from tests.megatron.training import ALL_LAYERS, FORMATS, Case
 from tests.workers import Ranks
 
 pytestmark = pytest.mark.skipif(bool(muon.WHY_NO_MUON), reason=muon.WHY_NO_MUON)
 SLOW = pytest.mark.slow
+EXPERTS = pytest.mark.parametrize("experts", [False, True], ids=["", "experts"])
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 
 
@@ -24,14 +25,18 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overla
         (2, "fp8_current"),
         (3, "nvfp4"),
         (3, "mixed"),
+        (2, "other half"),
         *(pytest.param(*case, marks=SLOW) for case in [(2, "fp8_block"), (2, "mxfp4"), (2, "nvfp4"), (4, "mxfp4")]),
         *(pytest.param(*case, marks=SLOW) for case in [(1, "nvfp4"), (4, "nvfp4"), (3, "fp8_block"), (3, "half")]),
         *(pytest.param(*case, marks=SLOW) for case in [(4, "mixed"), (2, "delayed"), (4, "fp8_current")]),
     ],
 )
 @OVERLAP
-def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, formats: str, overlap: bool) -> None:
-    for losses, wrong, verified in ranks(world)(muon.train, Case(formats, overlap)):
+@EXPERTS
+def test_live_bytes_are_the_cast_of_the_masters(
+    ranks: Ranks, world: int, formats: str, overlap: bool, experts: bool
+) -> None:
+    for losses, wrong, verified in ranks(world)(muon.train, Case(formats, overlap, experts=experts)):
         assert not wrong and verified and losses[2] < losses[0]
 
 
@@ -40,6 +45,74 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, format
 def test_several_buckets(ranks: Ranks, world: int, busbw: bool) -> None:
     for _, wrong, verified in ranks(world)(muon.train, Case("mixed", True, busbw, bucket_size=10_000)):
         assert not wrong and verified
+
+
+@pytest.mark.shows(host="Megatron-Core", parallel="data, expert, whole matrices", formats=lambda fmt: [fmt])
+@pytest.mark.parametrize(
+    ("world", "fmt"),
+    [
+        (2, "nvfp4"),
+        *(pytest.param(2, fmt, marks=SLOW) for fmt in ("fp8_block", "fp8_current", "mxfp8:block=32x32")),
+        *(pytest.param(4, fmt, marks=SLOW) for fmt in ("nvfp4", "fp8_block", "fp8_current", "mxfp8:block=32x32")),
+    ],
+)
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
+def test_experts_over_two_ranks(ranks: Ranks, world: int, fmt: str, overlap: bool) -> None:
+    """Megatron's GPT: each rank has half of the experts, and shares them with those that have the same."""
+    case = gpt.Parallel(expert=2, experts=4, overlap=overlap, muon=True, formats=fmt)
+    for losses, stale, ok, plans in ranks(world)(gpt.train, case):
+        assert not stale and ok and plans == 3
+        assert losses[3] < losses[0]
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.*", "*output_layer.weight", "*_*.weight"])
+def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
+    """Experts alone; the output layer alone, which Adam updates; both and all other matrices."""
+    recipe = {"expert": 2, "experts": 4, "formats": "nvfp4", "pattern": pattern}
+    for losses, stale, ok, _ in ranks(2)(gpt.train, gpt.Parallel(overlap=True, muon=True, **recipe)):
+        assert not stale and ok
+        assert losses[3] < losses[0]
+
+
+def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
+    """By which it orthogonalizes queries, keys and values apart, and over tensor-parallel ranks."""
+    for plain, quantized in ranks(2)(gpt.attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4")):
+        assert plain == quantized
+        assert {name for name, held in quantized.items() if held.get("is_qkv")} == {
+            f"decoder.layers.{number}.self_attention.linear_qkv.weight" for number in range(2)
+        }
+
+
+def test_a_mistake_with_the_experts_of_two_ranks_raises_on_all(ranks: Ranks) -> None:
+    said = ranks(4)(gpt.other_experts, gpt.Parallel(expert=2, experts=4, muon=True, formats="nvfp4"))
+    assert all(re.match("ValueError: rank 0: weight 0 is fp8_block .* on rank 0 and nvfp4 ", one) for one in said), said
+
+
+@te.needs_te
+@pytest.mark.shows(
+    host="Megatron-Core",
+    parallel="data, whole matrices, TransformerEngine's tensors",
+    formats=lambda formats: FORMATS[formats].values(),
+)
+@pytest.mark.parametrize(
+    "formats", ["te", *(pytest.param(f, marks=SLOW) for f in ("fp8_block", "fp8_current", "nvfp4"))]
+)
+@pytest.mark.parametrize(("world", "layers"), [(2, ALL_LAYERS), (3, "02")])
+@OVERLAP
+def test_tensors_of_transformer_engine(ranks: Ranks, world: int, layers: str, formats: str, overlap: bool) -> None:
+    """Of all layers, or of every second one, with experts among either."""
+    for losses, wrong, verified in ranks(world)(muon.train, Case(formats, overlap, experts=True, te=layers)):
+        assert not wrong and verified and losses[2] < losses[0]
+
+
+@te.needs_te
+def test_what_is_kept_of_tensors_of_transformer_engine(ranks: Ranks) -> None:
+    """Masters start from values before quantization, which are freed; a resumed run is exact; and all ways into masters."""
+    case = Case("te", overlap=True, experts=True, te="02")
+    assert all(ranks(2)(muon.begins_with, Case("te", te=ALL_LAYERS)))
+    for same, wrong in ranks(2)(muon.resume, case, "dp_reshardable"):
+        assert all(same.values()) and not wrong
+    assert ranks(2)(muon.finetuned, case) == [[{}, {}]] * 2
 
 
 def test_each_matrix_has_one_owner_and_starts_from_its_value_before_quantization(ranks: Ranks) -> None:
@@ -52,14 +125,29 @@ def test_each_matrix_has_one_owner_and_starts_from_its_value_before_quantization
     assert all(ranks(2)(muon.begins_with, Case("nvfp4")))
 
 
-@pytest.mark.parametrize("what", ["experts", "not laid out"])
-def test_what_is_refused(ranks: Ranks, what: str) -> None:
-    expected = {
-        "experts": "experts are not supported in a LayerWiseDistributedOptimizer",
-        "not laid out": "lies in no bucket of whole matrices",
-    }
-    for said in ranks(2)(muon.refused, what):
-        assert said.startswith("ValueError: ") and expected[what] in said
+MISTAKES = {
+    "twice": r"RuntimeError: a \w+ is attached already: detach\(\) first",
+    "not laid out": "ValueError: .* lies in no bucket of whole matrices: .* call tag_params_for_buffer_routing",
+    "experts with biases": "ValueError: .*bias of an expert is no matrix, .* set add_bias_linear=False",
+    "experts that are quantized too late": "ValueError: .* is quantized and in no bucket",
+    "other recipes": "ValueError: weight 0 is module.layers.0.weight on rank 0 and module.layers.2.weight on rank 1",
+    "experts of other recipes": "ValueError: rank 0: weight 0 is module.layers.3.weight on rank 0 and module.layers.2.weight on",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.notices(
+    "Muon over a model without Megatron's layout of whole matrices, experts with biases beside it, or ranks with other recipes",
+    where="Megatron",
+    answer="raises on every rank, before the first step",
+)
+def test_mistakes(ranks: Ranks, name: str) -> None:
+    for said in ranks(2)(muon.say, name):
+        assert re.match(MISTAKES[name], said), said
+
+
+def test_every_mistake_is_in_the_table() -> None:
+    assert MISTAKES.keys() == muon.MISTAKES.keys()
 
 
 def test_in_megatrons_own_groups_what_adam_owns_would_be_stale(ranks: Ranks) -> None:
@@ -67,42 +155,67 @@ def test_in_megatrons_own_groups_what_adam_owns_would_be_stale(ranks: Ranks) -> 
         assert wrong and all(name.endswith("bias") for name in wrong)
 
 
-def test_refused_without_an_attachment_and_the_same_with_one_again(ranks: Ranks) -> None:
-    for before, after, same, wrong in ranks(2)(muon.detach_and_attach, Case("nvfp4")):
+@pytest.mark.parametrize("case", [Case("nvfp4"), Case("delayed", experts=True)], ids=["", "experts"])
+def test_refused_without_an_attachment_and_the_same_with_one_again(ranks: Ranks, case: Case) -> None:
+    for before, after, same, wrong in ranks(2)(muon.detach_and_attach, case):
         assert "is not attached: Megatron's own copy would write over" in before
         assert "which was detached: nothing casts its masters" in after
         assert same and not wrong
 
 
-def test_a_step_that_broke_off_is_neither_used_nor_saved(ranks: Ranks) -> None:
-    for broke, said in ranks(2)(muon.broken_step, Case("nvfp4")):
+@EXPERTS
+def test_a_step_that_broke_off_is_neither_used_nor_saved(ranks: Ranks, experts: bool) -> None:
+    for broke, said in ranks(2)(muon.broken_step, Case("nvfp4", experts=experts)):
         assert broke.startswith("MemoryError")
         for message in said:
             assert re.search("an optimizer step raised half-way", message), said
 
 
-def test_masters_from_the_model(ranks: Ranks) -> None:
-    for said, wrong in ranks(2)(muon.from_a_state_dict, Case("fp8_block")):
-        assert "makes no masters of a state dict: load that into the model" in said
+def test_a_refresh_that_broke_off_between_dense_layers_and_experts(ranks: Ranks) -> None:
+    for broke, said, wrong in ranks(2)(muon.broken_refresh, Case("nvfp4", experts=True)):
+        assert broke.startswith("MemoryError") and "call attachment.refresh(), or load" in said
         assert not wrong
+
+
+def test_verify_names_what_is_wrong(ranks: Ranks) -> None:
+    for found in ranks(2)(muon.wrong_bytes, Case("mixed", experts=True)):
+        assert len(found) == 4
+        assert all(len(names) == 1 and names[0].endswith(name) for name, names in found), found
+
+
+@EXPERTS
+def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: bool) -> None:
+    assert ranks(2)(muon.finetuned, Case("fp8_block", experts=experts)) == [[{}, {}]] * 2
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
+def test_two_chunks(ranks: Ranks, overlap: bool) -> None:
+    assert ranks(3)(muon.train_chunks, Case("mixed", overlap, experts=True)) == [[{}] * 4] * 3
+
+
+def test_one_all_reduce_for_each_group_that_has_quantized_weights(ranks: Ranks) -> None:
+    assert ranks(2)(muon.reduced, Case("nvfp4", experts=True)) == [[(2, False), (2, True)]] * 2
+    assert ranks(2)(muon.reduced, Case("other half", experts=True)) == [[(2, True)]] * 2
 
 
 @pytest.mark.parametrize(
     ("formats", "kind"),
-    [("nvfp4", "dp_reshardable"), *(pytest.param(f, "dp_reshardable", marks=SLOW) for f in ("mixed", "delayed"))],
+    [("delayed", "dp_reshardable"), *(pytest.param(f, "dp_reshardable", marks=SLOW) for f in ("mixed", "nvfp4"))],
 )
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
-def test_resume_is_exact(ranks: Ranks, formats: str, kind: str, overlap: bool) -> None:
+@EXPERTS
+def test_resume_is_exact(ranks: Ranks, formats: str, kind: str, overlap: bool, experts: bool) -> None:
     pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
-    for same, wrong in ranks(2)(muon.resume, Case(formats, overlap), kind):
+    for same, wrong in ranks(2)(muon.resume, Case(formats, overlap, experts=experts), kind):
         assert all(same.values()), same
         assert not wrong
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(4, 2, marks=SLOW)])
-def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
+@EXPERTS
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int, experts: bool) -> None:
     pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
-    case, kind = Case("nvfp4"), "dp_reshardable"
+    case, kind = Case("nvfp4", experts=experts), "dp_reshardable"
     written = ranks(before)(muon.saved, case, str(tmp_path), kind)[0]
     for masters, wrong in ranks(after)(muon.loaded, case, str(tmp_path), kind):
         assert all(torch.equal(written[name], masters[name]) for name in written)

@@ -17,7 +17,8 @@ from tests.transformer_engine import tensors
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.host import distributed_optimizers, ownership
+from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.ownership import shares
 from zerocast.integrations.megatron.primary import is_primary, weight_of
 
 if not WHY_NOT:
@@ -44,6 +45,11 @@ FORMATS = {
     "half": {"layers.[01].*": "fp8_current"},
     "other half": {"layers.[23].*": "fp8_current"},
     "delayed": {"layers.[02].*": "fp8_delayed:amax_history_len=3", "layers.[13].*": "fp8_current"},
+    "narrow experts": {
+        "layers.0.*": "mxfp4",
+        "layers.1.*": "mxfp8:block=32x32",
+        "layers.[23].*": "nvfp4",
+    },
     "mixed": {
         "layers.0.*": "mxfp4",
         "layers.1.*": "mxfp8:block=32x32",
@@ -164,12 +170,16 @@ class Run:
         names = {id(param): name for name, param in self.ddp.module.named_parameters()}
         everyone: list[Any] = []
         for one in distributed_optimizers(self.optimizer):
-            owns, mine = ownership(one), {}
-            for param, master, start, _ in owns.masters(one):
-                mine[names.get(id(param), "of another chunk")] = start, of(one, master).detach().cpu().view(-1).clone()
-            its_ranks: list[Any] = [None] * owns.group(one).size()
-            dist.all_gather_object(its_ranks, mine, group=owns.group(one))
-            everyone += its_ranks
+            for share in shares(one):
+                mine = {}
+                for param, master, start, _ in share.masters():
+                    mine[names.get(id(param), "of another chunk")] = (
+                        start,
+                        of(one, master).detach().cpu().view(-1).clone(),
+                    )
+                its_ranks: list[Any] = [None] * share.group.size()
+                dist.all_gather_object(its_ranks, mine, group=share.group)
+                everyone += its_ranks
         whole = {}
         for name, param in self.ddp.module.named_parameters():
             flat = torch.full((param.numel(),), torch.nan)

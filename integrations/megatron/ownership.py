@@ -1,0 +1,233 @@
+"""What ranks own of each kind of Megatron's optimizers: a table of facts, beside `host.py`.
+
+A DistributedOptimizer's ranks own slices of buckets. Those of a LayerWiseDistributedOptimizer own
+whole matrices, of dense layers over all data-parallel ranks and of experts over the ranks with the
+same ones.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import host
+
+_OF_ANY_OPTIMIZER = (
+    "load_parameter_state",
+    "load_state_dict",
+    "save_parameter_state",
+    "sharded_state_dict",
+    "state_dict",
+    "step",
+    "step_with_ready_grads",
+)
+_OF_A_DISTRIBUTED_OPTIMIZER = (
+    "_copy_main_params_to_model_params",
+    "_copy_model_params_to_main_params",
+    "_get_main_param_and_optimizer_states",
+    "_get_model_param_range_map",
+    "_set_main_param_and_optimizer_states",
+    "buffers",
+    "data_parallel_group",
+    "data_parallel_group_idx",
+    "ddp_config",
+    "distributed_optimizer_instance_id",
+    "model_float16_groups",
+    "model_fp32_groups",
+    "model_param_gbuf_map",
+    "optimizer",
+    "shard_fp32_from_float16_groups",
+    "shard_fp32_groups",
+)
+_OF_A_LAYER_WISE_OPTIMIZER = (
+    "dp_cp",
+    "expt_dp",
+    "load_state_dict_from_file",
+    "model_chunks",
+    "optimizer",
+    "pg_collection",
+    "reload_model_params",
+    "save_state_dict_to_file",
+    "use_buffer_param_sync",
+)
+_OF_ITS_PART = (
+    "_copy_main_params_to_model_params",
+    "_copy_model_params_to_main_params",
+    "float16_groups",
+    "fp32_from_float16_groups",
+    "fp32_from_fp32_groups",
+)
+
+
+class OwnedMaster(NamedTuple):
+    """The elements of a parameter that this rank owns: their FP32 master, the host's tensor, the
+    row-major position of the first one, and the same elements in the host's buffer, which is asked
+    for plain parameters.
+    """
+
+    param: Any
+    master: Tensor
+    start: int
+    rounded: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of an optimizer that one group of ranks divides.
+
+    `masters` are those that this rank owns, `buffers` hold the parameters of all ranks of `group`,
+    `replica` is (index of the group of ranks, instance) of what the group saves once, and `suffix`
+    tells apart what one optimizer saves of several shares.
+    """
+
+    group: Any
+    buffers: list[Any]
+    masters: Callable[[], Iterator[OwnedMaster]]
+    replica: tuple[int, int]
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """How one kind of optimizer says what its ranks own, and where it is replaced.
+
+    `shares` are one for each group of ranks, alike on all ranks of a group and in the same order.
+    `copier` has the method that copies masters to parameters. `reads` names those that make masters
+    of parameters, as (owner, name); `read_given` is one that makes them of a state dict.
+    `saves_shards` is true if the optimizer saves a state in parts of parameters, false if by whole
+    parameter. `saves` and `loads` are the names of methods that do so and that not every optimizer
+    has.
+    """
+
+    shares: Callable[[Any], list[Share]]
+    copier: Callable[[Any], Any]
+    reads: Callable[[Any], list[tuple[Any, str]]]
+    read_given: Callable[[Any], Callable[[Any], None]]
+    check: Callable[[Any], None]
+    saves_shards: bool
+    saves: tuple[str, ...] = ()
+    loads: tuple[str, ...] = ()
+
+
+def of(optimizer: Any) -> Ownership:
+    """The table of facts of an optimizer that `distributed_optimizers` returned."""
+    return WHOLE_MATRICES if host.is_layer_wise(optimizer) else SLICES
+
+
+def shares(optimizer: Any) -> list[Share]:
+    """What each group of ranks divides of an optimizer that `distributed_optimizers` returned."""
+    return of(optimizer).shares(optimizer)
+
+
+def _slices(optimizer: Any) -> list[Share]:
+    replica = optimizer.data_parallel_group_idx, optimizer.distributed_optimizer_instance_id
+    masters = functools.partial(_masters_of_slices, optimizer)
+    return [Share(optimizer.data_parallel_group, list(optimizer.buffers), masters, replica)]
+
+
+def _masters_of_slices(optimizer: Any) -> Iterator[OwnedMaster]:
+    pairs = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    for models, mains in pairs:
+        for model_group, main_group in zip(models, mains, strict=True):
+            for param, master in zip(model_group, main_group, strict=True):
+                ranges = optimizer._get_model_param_range_map(param)
+                rounded = functools.partial(_in_bucket, optimizer, param, ranges["gbuf_world_in_bucket"])
+                yield OwnedMaster(param, master, ranges["param"].start, rounded)
+
+
+def _in_bucket(optimizer: Any, param: Any, place: Any) -> Tensor:
+    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+    data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
+    return data.view(-1)[place.start : place.end]
+
+
+def _check_slices(optimizer: Any) -> None:
+    host.require(optimizer, _OF_A_DISTRIBUTED_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+
+
+def _whole_matrices(optimizer: Any) -> list[Share]:
+    """Dense layers over the data-parallel ranks, and experts over the ranks with the same ones."""
+    groups, found = optimizer.pg_collection, []
+    for name, group, saved_by, suffix in (
+        ("buffers", optimizer.dp_cp, groups.mp, ""),
+        ("expert_parallel_buffers", optimizer.expt_dp, groups.tp_ep_pp, "_of_experts"),
+    ):
+        mine = [b for chunk in optimizer.model_chunks for b in getattr(chunk, name) if host.is_layer_wise_buffer(b)]
+        if mine or not suffix:
+            masters = functools.partial(_masters_of_matrices, optimizer, mine)
+            found.append(Share(group, mine, masters, (saved_by.rank(), 0), suffix))
+    return found
+
+
+def _masters_of_matrices(optimizer: Any, buffers: Sequence[Any]) -> Iterator[OwnedMaster]:
+    part, inside = _part(optimizer), {id(param) for buffer in buffers for param in buffer.params}
+    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        for param, master in zip(models, mains, strict=True):
+            if id(param) in inside:
+                yield OwnedMaster(param, master, 0, functools.partial(getattr, param, "data"))
+
+
+def _part(optimizer: Any) -> Any:
+    """The one optimizer in a layer-wise one, which keeps the masters; ValueError for several."""
+    parts = optimizer.chained_optimizers
+    if len(parts) != 1:
+        raise ValueError(
+            f"a {type(optimizer).__name__} of {len(parts)} optimizers is not supported: give it the matrices alone, as "
+            "get_megatron_optimizer does where use_distributed_optimizer=True is set in DistributedDataParallelConfig"
+        )
+    return parts[0]
+
+
+def _check_whole_matrices(optimizer: Any) -> None:
+    host.require(optimizer, _OF_A_LAYER_WISE_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+    host.require(_part(optimizer), _OF_ITS_PART, f"the optimizer, a {type(_part(optimizer)).__name__},")
+
+
+def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
+    """Masters of whole matrices from a state dict, as a DistributedOptimizer finds its own there.
+
+    The host's layer-wise optimizer takes none.
+    """
+    kind = host.module(host.OPTIMIZER).DistributedOptimizer
+    finder = kind.__new__(kind)
+    finder.model_chunks = optimizer.model_chunks
+    values = finder._build_model_param_to_state_dict_param_map(state_dict)
+    for share in shares(optimizer):
+        for param, master, *_ in share.masters():
+            master.copy_(values[param].view(master.shape))
+
+
+SLICES = Ownership(
+    shares=_slices,
+    copier=lambda one: one,
+    reads=lambda one: [(one, "_copy_model_params_to_main_params")],
+    read_given=lambda one: one._copy_model_params_to_main_params,
+    check=_check_slices,
+    saves_shards=True,
+)
+WHOLE_MATRICES = Ownership(
+    shares=_whole_matrices,
+    copier=_part,
+    reads=lambda one: [(one, "reload_model_params"), (_part(one), "_copy_model_params_to_main_params")],
+    read_given=lambda one: functools.partial(_read_given_by_name, one),
+    check=_check_whole_matrices,
+    saves_shards=False,
+    saves=("save_state_dict_to_file",),
+    loads=("load_state_dict_from_file",),
+)
+
+
+def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
+    """RuntimeError unless the optimizers have the names that are read or replaced.
+
+    `optimizer` steps, saves and loads; the distributed ones have shards.
+    """
+    host.require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
+    for one in distributed:
+        of(one).check(one)
+        host.require(one, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(one).__name__},")
