@@ -1,6 +1,7 @@
 """CastPlan on one process: what it notices, what it leaves alone, and where it writes when things have moved."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from tests import casts
 from tests.matrices import lcg_matrix
 from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
+from zerocast.cast import partition
 from zerocast.distributed.group import ONE_PROCESS
 
 SHAPE = (32, 64)
@@ -120,6 +122,23 @@ def test_data_that_a_master_cannot_have(backend: str, data: torch.Tensor, messag
     plan.cast()
     plan.post_all_gather()
     casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(casts.cast_whole("nvfp4", 2 * kept.view(16, 32))))
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_each_of_several_masters_in_one_storage_is_followed(backend: str, on_host: bool) -> None:
+    """The second one of two parameters moves, as when a model is moved piece by piece."""
+    flat = torch.from_numpy(lcg_matrix(32, 32, 0)).view(-1)
+    masters = [torch.nn.Parameter(flat[:512]), torch.nn.Parameter(flat[512:])]
+    weights = [QuantizedWeight.empty((16, 32), "nvfp4") for _ in masters]
+    with mock.patch.object(partition, "lies_on_host", return_value=on_host):
+        plan = CastPlan(weights, masters, [0, 0], ONE_PROCESS, backend=backend)
+        plan.cast()
+        masters[1].data = torch.from_numpy(lcg_matrix(16, 32, 5)).view(-1)
+        plan.cast()
+        plan.post_all_gather()
+    for weight, master in zip(weights, masters, strict=True):
+        whole = casts.cast_whole("nvfp4", master.detach().view(16, 32))
+        casts.assert_same_bytes(casts.bytes_of(weight), casts.bytes_of(whole))
 
 
 def test_masters_may_be_other_tensors_at_every_cast(backend: str) -> None:

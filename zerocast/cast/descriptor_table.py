@@ -134,7 +134,7 @@ class DescriptorTable:
         holds the shard's first element.
         """
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
-        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add(master)
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.add_to_masters(master)
         data = shard.shard_data
         tensors: tuple[Tensor, ...] = () if data is None else data if isinstance(data, tuple) else (data,)
         if shard.weight.format.backward:
@@ -144,6 +144,12 @@ class DescriptorTable:
             base, offset = BUFFER_COLUMNS[name]
             row[base], row[offset] = self.buffers[name].add(tensor)
             row[offset] -= first
+
+    def add_to_masters(self, master: Tensor) -> tuple[int, int]:
+        """(base index, offset) of a master. A view stays where its base is; others, that lie in one
+        storage too, may be given their own (`.data =`).
+        """
+        return self.masters.add(master, follow=not master._is_view())
 
     def add_pieces(self, other: "DescriptorTable", pieces: Callable[[Span, Span], Sequence[Span]]) -> None:
         """Append `pieces(owned span, the exchange blocks in it that are owned in whole)` of each
@@ -172,7 +178,7 @@ class DescriptorTable:
         ]
         self._end = max((offset + numel for offset, numel, _ in owned), default=0)
         self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
-        self._first = [tensor for storages in (self.masters, *self.buffers.values()) for tensor in storages.first]
+        self._first = [tensor for storages in (self.masters, *self.buffers.values()) for tensor in storages.followed]
         self._addresses = [tensor.data_ptr() for tensor in self._first]
 
     def moved(self) -> bool:

@@ -143,7 +143,7 @@ class HostTable(WeightTable):
             row[Column.SHARED_AMAX] = shared
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         if shard.master is not None:
-            base, offset = table.masters.add(shard.master)
+            base, offset = table.add_to_masters(shard.master)
             row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + span.start - shard.span.start
         for name, known in self._state.items():
             if shard.weight.state.half(self.key.is_backward).get(name) is not None:

@@ -12,25 +12,27 @@ class StorageTable:
     """Collects the storages behind the tensors of one role; a stage gets them as a list of flat
     tensors.
 
-    `dtype` is the role's, uint8 for data of any kind. `first` holds the tensor that first brought
-    each storage: when its address has changed, the storage moved.
+    `dtype` is the role's, uint8 for data of any kind. `followed` holds the tensors whose addresses
+    tell that something moved: the first of each storage, and those that `add` was asked to follow.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.tensors: list[Tensor] = []
-        self.first: list[Tensor] = []
+        self.followed: list[Tensor] = []
         self._index: dict[int, int] = {}
 
-    def add(self, tensor: Tensor) -> tuple[int, int]:
+    def add(self, tensor: Tensor, follow: bool = False) -> tuple[int, int]:
         """(base index, offset in elements of `dtype`) of a contiguous tensor."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
-        if key not in self._index:
+        is_new = key not in self._index
+        if is_new:
             self._index[key] = len(self.tensors)
             flat = torch.empty(0, dtype=self.dtype, device=tensor.device)
             self.tensors.append(flat.set_(storage, 0, (storage.nbytes() // self.dtype.itemsize,), (1,)))
-            self.first.append(tensor)
+        if is_new or follow:
+            self.followed.append(tensor)
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
     def add_whole(self, tensor: Tensor) -> tuple[int, int]:
@@ -38,7 +40,7 @@ class StorageTable:
         can lie beside it.
         """
         self.tensors.append(tensor)
-        self.first.append(tensor)
+        self.followed.append(tensor)
         return len(self.tensors) - 1, 0
 
 
