@@ -7,6 +7,7 @@ import torch
 
 from tests.cast import test_shared_amax
 from tests.devices import gpu_params, gpus
+from tests.optim import test_muon
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, check
 from tests.optim.test_gathered_scales import WHOLE
 from zerocast import ZeroConfig
@@ -25,6 +26,13 @@ RUNS = {
         specs=WHOLE, options=(ADAM,), steps=3, config=ZeroConfig(bucket_size=40_000, deterministic=True)
     ),
     "small buckets": Run(config=ZeroConfig(bucket_size=1, deterministic=True), steps=3),
+    "Muon": dataclasses.replace(test_muon.RUN, max_norm=0.1),
+    "Muon, a matrix a round": dataclasses.replace(
+        test_muon.RUN, config=ZeroConfig(bucket_size=1, deterministic=True), accumulate=2
+    ),
+    "Muon, ranks without a matrix": dataclasses.replace(
+        test_muon.RUN, specs=test_muon.SPECS[:3] + test_muon.SPECS[5:6]
+    ),
 }
 
 

@@ -26,7 +26,7 @@ from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, verify
 from zerocast.optim import EMA, Checkpoints, full_state_dict, load, load_masters, save
-from zerocast.optim.bucket import fill_buckets
+from zerocast.optim.bucket import lay_out
 from zerocast.optim.muon_step import newton_schulz_flops
 
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
@@ -430,7 +430,7 @@ def test_balance(world: int) -> None:
     """Every matrix has one owner. No rank works more than 4/3 of what the busiest must, and buffers have little padding."""
     named = llama_8b()
     costs = {name: newton_schulz_flops(tuple(p.shape), 5) for name, p, _ in named}
-    buckets = fill_buckets(named, ZeroConfig().bucket_size, world, None, costs)
+    buckets, _ = lay_out(named, ZeroConfig().bucket_size, world, None, costs)
     loads, farthest = [0] * world, 0
     for bucket in buckets:
         before = loads.copy()

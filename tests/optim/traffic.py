@@ -44,3 +44,24 @@ def recorded(log: list[Any] | None = None) -> Iterator[list[Any]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+@contextlib.contextmanager
+def sent_in_exchanges() -> Iterator[list[int]]:
+    """Within, the bytes that this rank sends to others are appended for every all-to-all of unequal parts."""
+    log: list[int] = []
+    original = dist.all_to_all_single
+
+    def call(
+        out: Tensor, full: Tensor, arriving: Any = None, sent: Any = None, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if sent is not None:
+            assert sum(sent) == full.numel() and sum(arriving) == out.numel()
+            log.append((full.numel() - sent[dist.get_rank(group)]) * full.itemsize)
+        return original(out, full, arriving, sent, group=group, **kwargs)
+
+    dist.all_to_all_single = call
+    try:
+        yield log
+    finally:
+        dist.all_to_all_single = original

@@ -12,9 +12,9 @@ class AdamUpdate:
     """One step for the masters of a plan that take it, which are views of one flat FP32 tensor.
 
     Attributes:
-        grad: flat, an element for each of that tensor, FP32 or bf16.
-        exp_avg, exp_avg_sq: the moments, likewise, written in place; they may end where masters
-            begin that take no step.
+        grad: flat, an element for each of that tensor as far as masters take the step, FP32 or
+            bf16; what lies behind is not read.
+        exp_avg, exp_avg_sq: the moments, likewise, written in place.
         scalars: f32 `[g, 8]`, a row a parameter group, in the order of
             `zerocast/backends/README.md`.
         clip: f32[1], what gradients are multiplied by.

@@ -126,14 +126,13 @@ class WeightTable(DescriptorTable):
             self.cut_rows.partial_cast(packed, skip)
 
     def _flat_master(self, update: AdamUpdate) -> Tensor:
-        """The one tensor that all masters are views of; those of the update lie alike, and moments
-        end where masters begin that take none.
+        """The one tensor that all masters are views of; those of the update lie alike as far as
+        masters take it.
         """
         assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
         (master,) = self.masters.tensors
-        moments = update.exp_avg, update.exp_avg_sq
-        assert update.grad.numel() == master.numel(), update.grad.shape
-        assert all(t.numel() >= self._end for t in moments), [t.shape for t in moments]
+        taken = update.grad, update.exp_avg, update.exp_avg_sq
+        assert all(t.numel() >= self._end for t in taken), [t.shape for t in taken]
         return master
 
     @cached_property

@@ -211,12 +211,25 @@ class Group:
         what = what or _described(full)
         return self._start("reduce-scatter", what, reduce_scatter, out, full, dist.ReduceOp.AVG, async_op=async_op)
 
-    def all_to_all(self, out: Tensor, full: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
-        """Send slice r of `full` to rank r; `out` receives the slices for this rank, by sender."""
+    def all_to_all(
+        self,
+        out: Tensor,
+        full: Tensor,
+        async_op: bool = False,
+        what: str = "",
+        lengths: tuple[list[int], list[int]] | None = None,
+    ) -> Flight | None:
+        """Send slice r of `full` to rank r; `out` receives the slices for this rank, by sender.
+
+        Slices are equal, or `lengths` are the elements of those that arrive and of those that are
+        sent, which may be 0. Ranks give lengths that fit, as nothing here compares them.
+        """
         if self.size == 1:
             out.copy_(full)
             return None
-        return self._start("all-to-all", what or _described(full), dist.all_to_all_single, out, full, async_op=async_op)
+        what, (arriving, sent) = what or _described(full), lengths or (None, None)
+        exchange = dist.all_to_all_single
+        return self._start("all-to-all", what, exchange, out, full, arriving, sent, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, what: str = "") -> None:
         """Overwrite the tensor on every rank with that of rank 0 of this group."""

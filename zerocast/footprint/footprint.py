@@ -9,7 +9,7 @@ from zerocast.footprint.fsdp_bytes import fsdp
 from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import Parameter
 from zerocast.footprint.weight_bytes import amax_bytes
-from zerocast.footprint.zero_bytes import busiest, zero
+from zerocast.footprint.zero_bytes import zero
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits
 from zerocast.optim import ZeroConfig
@@ -115,9 +115,10 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
             alike[parameter.shape, parameter.linear] = _on_meta(parameter, spec)
     made = [(one.name, alike[one.shape, one.linear], one.unit) for one in parameters]
     costs = {one.name: newton_schulz_flops(one.shape, NS_STEPS) for one in parameters if _is_of_muon(one, setup)}
+    busiest = 0.0
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in made]
-        memory, collectives = zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config, costs)
+        memory, collectives, busiest = zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config, costs)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
         memory, collectives = fsdp(made, shards, setup.ranks // shards, setup.config)
@@ -131,7 +132,7 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         memory,
         collectives,
         2 * amax_bytes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
-        busiest([(name, tensor, 0) for name, tensor, _ in made], setup.ranks, setup.config, costs) if costs else 0.0,
+        busiest,
     )
 
 

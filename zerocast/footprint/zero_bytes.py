@@ -5,7 +5,9 @@ completes parameters in reverse order of registration (../optim/README.md). Stag
 gradients of this rank. Columnwise copies are those of all weights where they are kept, else the
 largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
 the norm of gradients. Muon has one moment, FP32, and its parameters lie in buckets of their own,
-padded so that ranks own them in whole; what it takes beside a matrix while it steps it is left out.
+padded so that ranks own them in whole; their gradients are cut evenly, and sent to the owners in
+the step, by the rank that sends most of them as many bytes as are counted. What a step takes for
+that, and beside a matrix while it is updated, is left out: activations are gone then.
 """
 
 from collections import Counter
@@ -31,17 +33,20 @@ from zerocast.footprint.weight_bytes import (
 )
 from zerocast.formats.layout import GradientMessage, amax_counts, exchange_unit
 from zerocast.optim import ZeroConfig
-from zerocast.optim.bucket import Bucket, FlatBuffer, Slot, fill_buckets, flat_numel
+from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, Slot, flat_numel, lay_out
+from zerocast.optim.gradient_exchange import most_sent, rounds
 from zerocast.weight import QuantizedWeight
 
 
 def zero(
     tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, costs: Mapping[str, int]
-) -> tuple[Bytes, list[Collective]]:
-    """(bytes in memory by purpose, the collectives of a step) of one rank of a ZeroAdamW, or of a
-    ZeroMuon: `costs` are the operations of Muon's parameters by name.
+) -> tuple[Bytes, list[Collective], float]:
+    """(bytes in memory by purpose, the collectives of a step, the operations of Muon on the rank
+    that has most in those of the mean) of one rank of a ZeroAdamW, or of a ZeroMuon: `costs` are
+    the operations of Muon's parameters by name.
     """
-    buckets = fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype, costs)
+    layout = lay_out(tensors, config.bucket_size, ranks, config.grad_dtype, costs)
+    buckets = layout.buckets
     shard, cut = flat_numel(buckets), flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
     weights = quantized(tensor for _, tensor, _ in tensors)
     computed = quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
@@ -55,26 +60,33 @@ def zero(
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
         "moments": 2 * cut * config.moment_dtype.itemsize + (shard - cut) * FP32,
-        "gradients": shard * FP32 + kept,
-        "buckets": _in_flight(tensors, buckets, ranks, stage, config),
+        "gradients": flat_numel(layout.gradients) * FP32 + kept,
+        "buckets": _in_flight(tensors, layout.gradients, ranks, stage, config),
     }
     others, choices = ranks - 1, choice_bytes(quantized(tensor for _, tensor, _ in tensors))
-    gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in buckets]
+    gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in layout.gradients]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
     part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
-    return memory, [
+    collectives = [
         gradient_collective(gradients, ranks, config),
         all_reduce("the norm", 1, FP64, ranks),
+        *([_exchange(layout, ranks, config)] if costs else []),
         all_reduce("amaxes", 1, reduced, ranks),
         *([all_reduce("choices of scales", 1, choices, ranks)] if choices else []),
         Collective("all-gather", "weights", gathers, part * others, ranks),
     ]
+    return memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0
 
 
-def busiest(tensors: Sequence[Placed], ranks: int, config: ZeroConfig, costs: Mapping[str, int]) -> float:
-    """The operations of Muon on the rank that has most of them, in those of the mean."""
+def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
+    """How reduced gradients reach the owners of matrices."""
+    calls = len(rounds(layout, ranks, config.bucket_size)) if ranks > 1 else 0
+    return Collective("all-to-all", "gradients for owners", calls, most_sent(layout, ranks) * FP32, ranks)
+
+
+def _busiest(buckets: Sequence[Bucket], ranks: int, costs: Mapping[str, int]) -> float:
     work: Counter[int] = Counter()
-    for bucket in fill_buckets(tensors, config.bucket_size, ranks, config.grad_dtype, costs):
+    for bucket in buckets:
         if bucket.storage.whole:
             for slot in bucket.slots:
                 work[slot.offset // bucket.shard_numel] += costs[slot.name]

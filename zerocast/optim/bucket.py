@@ -5,11 +5,11 @@ its masters and of its bytes. Parameters start at multiples of `ALIGNMENT` eleme
 multiples of it: no block row of 16, no byte and no vector load is ever cut.
 
 Parameters that one rank is to own in whole lie in buckets of their own, whose cuts fall between
-them (`whole.py`).
+them (`whole.py`). Their gradients lie in others, which are cut evenly: `Layout` has both.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -169,44 +169,21 @@ def _storage_of(
     return Storage(code, fmt.elements_per_byte, columnwise, grad_dtype, tuple(scales))
 
 
-def fill_buckets(
-    parameters: Iterable[tuple[str, Tensor, int]],
-    bucket_size: int,
-    ranks: int,
-    grad_dtype: torch.dtype | None,
-    costs: Mapping[str, int] | None = None,
-) -> list[Bucket]:
-    """Buckets for (name, parameter, param group) in registration order, in the order in which a
-    backward pass completes them.
+class Layout(NamedTuple):
+    """Where the parameters of an optimizer lie on each rank.
 
-    `costs` names the parameters of which one rank owns all, and says what the update of each takes
-    there. Their buckets lie behind the others in the flat FP32 tensors.
+    `buckets`: masters, the state of their updates and bytes. `gradients`: reduced gradients. The
+    two are one, at the same places of the flat FP32 tensors, but for parameters that ranks own in
+    whole, which lie behind the others. A bucket of theirs holds about one for each rank and would
+    keep back as many gradients; so gradients are cut evenly whoever owns the parameter, in buckets
+    of the usual size, and go to the owner when all of them are reduced (`gradient_exchange.py`).
     """
-    costs = costs or {}
-    filling: dict[Storage, list[Slot]] = {}
-    complete: list[_Unplaced] = []
-    last: dict[Storage, int] = {}
-    whole: dict[Storage, list[Whole[Slot]]] = {}
-    for order, (name, parameter, param_group) in enumerate(reversed(list(parameters))):
-        storage = storage_of(parameter, grad_dtype, name in costs)
-        slot = Slot(name, parameter, param_group, 0)
-        if storage.whole:
-            size = round_up(slot.numel, ALIGNMENT)
-            whole.setdefault(storage, []).append(Whole(order, slot, size, costs[name]))
-            continue
-        slots = filling.setdefault(storage, [])
-        if slots and _end(slots) + slot.numel > bucket_size:
-            complete.append(_Unplaced.cut(last[storage], storage, slots, ranks))
-            slots = filling[storage] = []
-        slots.append(replace(slot, offset=_end(slots)))
-        last[storage] = order
-    complete += [_Unplaced.cut(last[storage], storage, slots, ranks) for storage, slots in filling.items()]
-    complete += _dealt(whole, bucket_size, ranks)
-    complete.sort(key=lambda bucket: bucket.order)
-    starts, start = {}, 0
-    for bucket in sorted(complete, key=lambda bucket: bucket.storage.whole):  # stable
-        starts[bucket.order], start = start, start + bucket.shard_numel
-    return [Bucket(b.storage, b.slots, b.shard_numel, ranks, starts[b.order]) for b in complete]
+
+    buckets: list[Bucket]
+    gradients: list[Bucket]
+
+
+_Member = tuple[int, Slot]  # when a backward pass completes it, and a slot that has no offset yet
 
 
 class _Unplaced(NamedTuple):
@@ -222,14 +199,91 @@ class _Unplaced(NamedTuple):
         return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * ALIGNMENT) // ranks)
 
 
-def _dealt(whole: Mapping[Storage, Sequence[Whole[Slot]]], bucket_size: int, ranks: int) -> Iterator[_Unplaced]:
+def lay_out(
+    parameters: Iterable[tuple[str, Tensor, int]],
+    bucket_size: int,
+    ranks: int,
+    grad_dtype: torch.dtype | None,
+    costs: Mapping[str, int],
+) -> Layout:
+    """The layout of (name, parameter, param group) in registration order; buckets are in the order
+    in which a backward pass completes them.
+
+    `costs` names the parameters of which one rank owns all, and says what the update of each takes
+    there.
+    """
+    cut: list[_Member] = []
+    whole: list[_Member] = []
+    for order, (name, parameter, param_group) in enumerate(reversed(list(parameters))):
+        (whole if name in costs else cut).append((order, Slot(name, parameter, param_group, 0)))
+    evenly = _cut(cut, bucket_size, ranks, lambda parameter: storage_of(parameter, grad_dtype))
+    gradients = _cut(whole, bucket_size, ranks, lambda parameter: _gradient_storage(parameter, grad_dtype))
+    owned = list(_dealt(whole, bucket_size, ranks, grad_dtype, costs))
+    return Layout(_started(evenly, owned, ranks), _started(evenly, gradients, ranks))
+
+
+def fill_buckets(
+    parameters: Iterable[tuple[str, Tensor, int]], bucket_size: int, ranks: int, grad_dtype: torch.dtype | None
+) -> list[Bucket]:
+    """The buckets of parameters that all ranks share."""
+    return lay_out(parameters, bucket_size, ranks, grad_dtype, {}).buckets
+
+
+def _gradient_storage(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
+    """Gradients of one dtype lie together, however their parameters are stored."""
+    dtype = grad_dtype or parameter.dtype
+    return Storage(dtype, 1, 0, dtype)
+
+
+def _cut(
+    members: Iterable[_Member], bucket_size: int, ranks: int, storage_of: Callable[[Tensor], Storage]
+) -> list[_Unplaced]:
+    """Buckets that are cut evenly, filled up to `bucket_size` elements."""
+    filling: dict[Storage, list[Slot]] = {}
+    complete: list[_Unplaced] = []
+    last: dict[Storage, int] = {}
+    for order, slot in members:
+        storage = storage_of(slot.parameter)
+        slots = filling.setdefault(storage, [])
+        if slots and _end(slots) + slot.numel > bucket_size:
+            complete.append(_Unplaced.cut(last[storage], storage, slots, ranks))
+            slots = filling[storage] = []
+        slots.append(replace(slot, offset=_end(slots)))
+        last[storage] = order
+    return complete + [_Unplaced.cut(last[storage], storage, slots, ranks) for storage, slots in filling.items()]
+
+
+def _started(first: list[_Unplaced], behind: list[_Unplaced], ranks: int) -> list[Bucket]:
+    """The buckets in the order of a backward pass; the flat tensors hold those of `behind` last."""
+    starts, start = {}, 0
+    for bucket in (*sorted(first, key=_order), *sorted(behind, key=_order)):
+        starts[bucket.order], start = start, start + bucket.shard_numel
+    complete = sorted((*first, *behind), key=_order)
+    return [Bucket(b.storage, b.slots, b.shard_numel, ranks, starts[b.order]) for b in complete]
+
+
+def _dealt(
+    members: Iterable[_Member],
+    bucket_size: int,
+    ranks: int,
+    grad_dtype: torch.dtype | None,
+    costs: Mapping[str, int],
+) -> Iterator[_Unplaced]:
     """The buckets of parameters that ranks own in whole."""
-    filled = [(storage, batch) for storage, members in whole.items() for batch in batches(members, bucket_size, ranks)]
+    whole: dict[Storage, list[Whole[Slot]]] = {}
+    for order, slot in members:
+        storage = storage_of(slot.parameter, grad_dtype, whole=True)
+        whole.setdefault(storage, []).append(Whole(order, slot, round_up(slot.numel, ALIGNMENT), costs[slot.name]))
+    filled = [(storage, batch) for storage, alike in whole.items() for batch in batches(alike, bucket_size, ranks)]
     loads = [0] * ranks
     for storage, batch in sorted(filled, key=lambda pair: pair[1][-1].order):
         places, shard_numel = deal(batch, loads)
         slots = tuple(replace(member.item, offset=offset) for offset, member in places)
         yield _Unplaced(batch[-1].order, storage, slots, shard_numel)
+
+
+def _order(bucket: _Unplaced) -> int:
+    return bucket.order
 
 
 def _end(slots: list[Slot]) -> int:

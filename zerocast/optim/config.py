@@ -13,8 +13,9 @@ class ZeroConfig:
 
     Attributes:
         bucket_size: elements a bucket, before padding; a larger parameter gets a bucket of its own.
-            Of matrices that ZeroMuon's ranks own in whole it is the least, and a bucket holds about
-            one for each rank.
+            Of the masters and bytes of matrices that ZeroMuon's ranks own in whole it is the least,
+            and a bucket holds about one for each rank; their gradients are cut as all others, and
+            a rank is sent as many elements at a time.
         overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass.
             Changes no bit.
         deterministic: add gradients in rank order and take the norm in logical order, so that a run

@@ -3,6 +3,7 @@ them that belong to each parameter.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -36,14 +37,18 @@ class FlatMasters:
 
     def _initialise(self, bucket: Bucket) -> None:
         """Rank 0's initial values become everyone's, as in DistributedDataParallel; one bucket
-        at a time.
+        at a time, or what one rank owns of it in whole.
         """
-        full = torch.zeros(bucket.numel, dtype=torch.float32, device=self.master.device)
-        for slot in bucket.slots:
-            full[slot.offset : slot.offset + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
-        self._group.broadcast(full, "the initial values of a bucket")
-        shard = bucket.shard(self._group.rank)
-        self.master[bucket.start : bucket.start + bucket.shard_numel].copy_(full[shard.start : shard.stop])
+        shard, size = bucket.shard(self._group.rank), bucket.shard_numel if bucket.storage.whole else bucket.numel
+        for part, slots in groupby(bucket.slots, lambda slot: slot.offset // size):
+            full, first = torch.zeros(size, dtype=torch.float32, device=self.master.device), part * size
+            for slot in slots:
+                start = slot.offset - first
+                full[start : start + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
+            self._group.broadcast(full, "the initial values of a bucket")
+            mine = Span(first, first + size).intersect(shard)
+            start = bucket.start + mine.start - shard.start
+            self.master[start : start + mine.numel].copy_(full[mine.start - first : mine.stop - first])
         for slot in bucket.slots:
             if isinstance(slot.parameter, QuantizedWeight):
                 slot.parameter.high_precision_init_val = None

@@ -16,32 +16,31 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.distributed.group import Group
-from zerocast.optim.bucket import Bucket
+from zerocast.optim.bucket import Bucket, Layout
 from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.gradient_exchange import GradientExchange, owned_matrices
 
 ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 STATE = "momentum_buffer"
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """One matrix, or one of a stack: its parameter group, where its gradient starts in this rank's
-    shard, its f32 `[m, n]` master, a view of the flat masters, and torch's Muon for it, whose
-    momentum is one of the flat momentum.
+class SteppedMatrix:
+    """One matrix, or one of a stack: its parameter group, its f32 `[m, n]` master, a view of the
+    flat masters, and torch's Muon for it, whose momentum is one of the flat momentum.
     """
 
     param_group: int
-    start: int
     master: nn.Parameter
     muon: torch.optim.Muon
 
     @staticmethod
-    def of(param_group: int, start: int, master: Tensor, momentum_buffer: Tensor) -> "Matrix":
+    def of(param_group: int, master: Tensor, momentum_buffer: Tensor) -> "SteppedMatrix":
         """A matrix whose master and momentum lie there."""
         parameter = nn.Parameter(master)
         muon = torch.optim.Muon([parameter])
         muon.state[parameter][STATE] = momentum_buffer
-        return Matrix(param_group, start, parameter, muon)
+        return SteppedMatrix(param_group, parameter, muon)
 
     def step(self, gradient: Tensor, group: Mapping[str, Any]) -> None:
         """One step with an f32 `[m, n]` gradient and the hyper-parameters of a parameter group."""
@@ -53,35 +52,40 @@ class Matrix:
 
 class MuonStep:
     """One step of all matrices of this rank, one after the other, with the hyper-parameters that
-    their groups have then.
+    their groups have then. `limit`: elements of gradients that a rank is sent at a time.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        layout: Layout,
         masters: FlatMasters,
         param_groups: Sequence[Mapping[str, Any]],
         group: Group,
+        limit: int,
     ) -> None:
         self._param_groups = param_groups
-        self._matrices = [m for b in buckets if b.storage.whole for m in _matrices(b, masters, group)]
+        self._exchange = GradientExchange(layout, group, limit)
+        self._matrices = [m for b in layout.buckets if b.storage.whole for m in _matrices(b, masters, group)]
 
     def __call__(self, gradients: Tensor, clip: Tensor, skip: Tensor) -> None:
-        """Step with this rank's flat f32 `gradients` times `clip`, f32[1]; nothing changes where
-        `skip`, bool[1], holds True.
+        """Step with this rank's flat f32 shard of the `gradients` times `clip`, f32[1]; nothing
+        changes where `skip`, bool[1], holds True. Collective calls, of ranks without a matrix too.
 
         The host waits for a learning rate that is a tensor on a device, as torch's does. Beside a
         matrix there are three more of its size in FP32 for as long as it is stepped, and what
-        Newton-Schulz takes in bf16.
+        Newton-Schulz takes in bf16; on several ranks also the gradients that were sent together.
         """
-        for matrix in self._matrices:
-            master = matrix.master.detach()
-            held = master, matrix.muon.state[matrix.master][STATE]
-            before = [tensor.clone() for tensor in held]
-            part = gradients[matrix.start : matrix.start + master.numel()]
-            matrix.step(part.view(master.shape) * clip, self._param_groups[matrix.param_group])
-            for now, then in zip(held, before, strict=True):
-                torch.where(skip, then, now, out=now)
+        left = iter(self._matrices)
+        self._exchange.deliver(gradients, lambda gradient: self._step(next(left), gradient, clip, skip))
+        assert next(left, None) is None
+
+    def _step(self, matrix: SteppedMatrix, gradient: Tensor, clip: Tensor, skip: Tensor) -> None:
+        master = matrix.master.detach()
+        held = master, matrix.muon.state[matrix.master][STATE]
+        before = [tensor.clone() for tensor in held]
+        matrix.step(gradient.view(master.shape) * clip, self._param_groups[matrix.param_group])
+        for now, then in zip(held, before, strict=True):
+            torch.where(skip, then, now, out=now)
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
@@ -96,15 +100,12 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
     return flops
 
 
-def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[Matrix]:
-    """The matrices of a bucket that this rank owns."""
-    for slot in bucket.slots:
-        span, views = masters.owned(bucket, slot)
-        if not span.numel:
+def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[SteppedMatrix]:
+    """The matrices of a bucket that this rank owns, in the order of `owned_matrices`."""
+    for owner, (slot, where) in owned_matrices(bucket):
+        if owner != group.rank:
             continue
+        span, views = masters.owned(bucket, slot)
         assert span.numel == slot.numel, slot.name
-        _, start = bucket.owned(slot, group.rank)
-        shape = torch.Size(slot.shape[-2:])
-        master, momentum = (views[name].view(-1, *shape).unbind() for name in ("master", STATE))
-        for number, pair in enumerate(zip(master, momentum, strict=True)):
-            yield Matrix.of(slot.param_group, start + number * shape.numel(), *pair)
+        master, momentum = (views[name][where.start : where.stop].view(slot.shape[-2:]) for name in ("master", STATE))
+        yield SteppedMatrix.of(slot.param_group, master, momentum)

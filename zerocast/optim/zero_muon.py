@@ -41,11 +41,13 @@ class ZeroMuon(ZeroOptimizer):
 
     The update is made by torch.optim.Muon itself: momentum and decay in FP32, Newton-Schulz in
     bf16. It needs the whole matrix, so a rank owns a weight in whole or has nothing of it: masters,
-    momentum, gradients and the cast are there, and other ranks get its bytes. Weights are dealt to
-    ranks so that memory and Newton-Schulz's work are spread (`zerocast.optim.whole`); with fewer
-    matrices than ranks some own none, and buffers are padded, which is logged. AdamW's parameters
-    are cut as in ZeroAdamW. A matrix is orthogonalized by one rank, whichever it is: with the same
-    reduced gradients any number of ranks makes the same bits.
+    momentum and the cast are there, and other ranks get its bytes. Gradients are reduced as in
+    ZeroAdamW, a part of each on every rank; a step sends them to the owners in FP32
+    (`zerocast.optim.gradient_exchange`). Weights are dealt to ranks so that memory and
+    Newton-Schulz's work are spread (`zerocast.optim.whole`); with fewer matrices than ranks some
+    own none, and buffers are padded, which is logged. AdamW's parameters are cut as in ZeroAdamW.
+    A matrix is orthogonalized by one rank, whichever it is: with the same reduced gradients any
+    number of ranks makes the same bits.
 
     A gradient that is not finite skips the step, and everything else is as in ZeroAdamW, but that
     no CUDA graph holds a step: `capture` raises. Raises ValueError for a group without "use_muon",

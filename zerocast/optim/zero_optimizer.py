@@ -1,8 +1,9 @@
 """ZeroOptimizer: FP32 master shards, whose weights are cast and gathered after each step.
 
 One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
-for non-finite values, the update of this rank's shard, cast, all-gather of bytes, columnwise
-copies. Only the device knows whether a step is skipped, so nothing here waits for it on the host.
+for non-finite values, the update of this rank's shard (for which gradients of matrices go to the
+ranks that own them in whole), cast, all-gather of bytes, columnwise copies. Only the device knows
+whether a step is skipped, so nothing here waits for it on the host.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.averages import Averages
-from zerocast.optim.bucket import fill_buckets
+from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
 from zerocast.optim.flat_masters import FlatMasters
@@ -123,18 +124,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             take_off(parameter)
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
                 parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
-        buckets = fill_buckets(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
+        layout = lay_out(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
+        buckets, gradients = layout.buckets, layout.gradients
         self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
         self._claim = take_over(named, f"a {self.NAME}")
         self._weights = ShardedWeights(buckets, self._masters, group, config, self._claim)
         self._plan = self._weights.plan
         names = [name for name, _, _ in named]
-        order = LogicalOrder(buckets, names, group, device) if config.deterministic else None
-        norms = ParameterNorms(buckets, reduction_group, order, device)
-        self._reducer = GradientReducer(buckets, reduction_group, stage, config, device, norms)
+        order = LogicalOrder(gradients, names, group, device) if config.deterministic else None
+        norms = ParameterNorms(gradients, reduction_group, order, device)
+        self._reducer = GradientReducer(gradients, reduction_group, stage, config, device, norms)
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         flat = self._reducer.gradients.flat
-        muon = MuonStep(buckets, self._masters, self.param_groups, group)
+        muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
         self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group, muon)
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported = 0
