@@ -14,26 +14,40 @@ from typing import Any
 from . import host
 from .section import NAME
 
-OF_MODEL_SPECS = ("Optimizers", "quantized")
-OF_TRAIN_SPECS = (
-    "FusedOptimizers",
-    "JobConfig",
-    "MasterWeightConverter",
-    "build_optimizers",
-    "with_fused_optimizers",
-    "with_tensor_parallelism",
-)
-
 if host.HAS_MODEL_SPECS:
     from .trainer import Optimizers, quantized
 
-    __all__ = [*OF_MODEL_SPECS]
+    __all__ = ["Optimizers", "quantized"]
+    OF_THE_OTHER_SHAPE = [
+        "FusedOptimizers",
+        "JobConfig",
+        "MasterWeightConverter",
+        "build_optimizers",
+        "with_fused_optimizers",
+        "with_tensor_parallelism",
+    ]
+    INSTEAD = (
+        "up to 0.2, whose models are TrainSpecs. This one has ModelSpecs: call "
+        "zerocast.integrations.torchtitan.quantized(config, recipe) in a config registry"
+    )
 else:
     from .converter import MasterWeightConverter
     from .job_config import JobConfig
     from .train_spec import FusedOptimizers, build_optimizers, with_fused_optimizers, with_tensor_parallelism
 
-    __all__ = [*OF_TRAIN_SPECS]
+    __all__ = [
+        "FusedOptimizers",
+        "JobConfig",
+        "MasterWeightConverter",
+        "build_optimizers",
+        "with_fused_optimizers",
+        "with_tensor_parallelism",
+    ]
+    OF_THE_OTHER_SHAPE = ["Optimizers", "quantized"]
+    INSTEAD = (
+        "from 0.3 on, whose models are ModelSpecs. This one has TrainSpecs and model converters: list "
+        f"{NAME} in model.converters, as integrations/torchtitan/README.md shows"
+    )
     host.register_model_converter(MasterWeightConverter, NAME)
     host.register_train_spec(
         "llama3_zerocast", with_tensor_parallelism(with_fused_optimizers(host.get_train_spec("llama3")))
@@ -42,14 +56,6 @@ else:
 
 def __getattr__(name: str) -> Any:
     """ImportError for a name that is for torchtitan of the other shape."""
-    if name in OF_MODEL_SPECS:
-        raise ImportError(
-            f"{name} is for torchtitan from 0.3 on, whose models are ModelSpecs. This one has TrainSpecs and model converters: "
-            f"list {NAME} in model.converters, as integrations/torchtitan/README.md shows"
-        )
-    if name in OF_TRAIN_SPECS:
-        raise ImportError(
-            f"{name} is for torchtitan up to 0.2, whose models are TrainSpecs. This one has ModelSpecs: call "
-            "zerocast.integrations.torchtitan.quantized(config, recipe) in a config registry"
-        )
+    if name in OF_THE_OTHER_SHAPE:
+        raise ImportError(f"{name} is for torchtitan {INSTEAD}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

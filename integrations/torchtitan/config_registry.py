@@ -2,7 +2,6 @@
 zerocast.integrations.torchtitan --config llama3_8b --zerocast.recipe ...`.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,7 @@ def __getattr__(name: str) -> Callable[[], Any]:
     """The function of one of torchtitan's config registries, quantized by the recipe that the
     command line gives; AttributeError where none has it.
     """
-    if not name.startswith("_"):
-        for registry in host.registries(name):
-            function = getattr(importlib.import_module(registry), name, None)
-            if callable(function):
-                return lambda: quantized(function())
-    raise AttributeError(f"no config registry of torchtitan has {name!r}")
+    function = None if name.startswith("_") else host.find_configuration(name)
+    if function is None:
+        raise AttributeError(f"no config registry of torchtitan has {name!r}")
+    return lambda: quantized(function())

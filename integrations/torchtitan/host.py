@@ -27,7 +27,7 @@ def seam(module: str, name: str) -> Any:
 
 
 def _module(name: str) -> Any:
-    """torchtitan's module, or None where it has none of that name; ImportError as `seam`."""
+    """The module of torchtitan, or None where it has none of that name; ImportError as `seam`."""
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(
             "torchtitan is not installed: integrations/torchtitan/README.md says which version runs with which torch"
@@ -45,14 +45,21 @@ def _module(name: str) -> Any:
         ) from error
 
 
-def registries(first: str) -> list[str]:
-    """The modules of torchtitan's own config registries, those of models whose name begins
-    `first` before the others.
+def find_configuration(name: str) -> Any:
+    """The function `name` of torchtitan's own config registries, or None. Registries that cannot be
+    imported are left out, as torchtitan does; ImportError for that of a model that `name` begins
+    with.
     """
-    models: list[str] = sorted(
-        seam("models", "_supported_models"), key=lambda model: (not first.startswith(model), model)
-    )
-    return [f"torchtitan.models.{model}.config_registry" for model in models]
+    for model in sorted(seam("models", "_supported_models"), key=lambda model: (not name.startswith(model), model)):
+        try:
+            registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+        except ImportError:
+            if name.startswith(model):
+                raise
+            continue
+        if callable(function := getattr(registry, name, None)):
+            return function
+    return None
 
 
 HAS_MODEL_SPECS = _module("protocols.model_spec") is not None

@@ -66,10 +66,10 @@ class _Enabled:
 
 
 def prepare_between(parallelize_fn: Any, section: Zerocast) -> Any:
-    """`parallelize_fn` of a ModelSpec, which prepares the weights that the section's recipe matches.
+    """`parallelize_fn` of a ModelSpec, with the weights prepared that the section's recipe matches.
 
-    As torchtitan calls it, and raises as `prepare_model`; RuntimeError for a function that builds no
-    policy of activation checkpointing, as flux's. Slices of parts of blocks raise at the first
+    As torchtitan calls it, and raises as `prepare_model`; RuntimeError for a function that builds
+    no policy of activation checkpointing, as flux's. Slices of parts of blocks raise at the first
     gather.
     """
 

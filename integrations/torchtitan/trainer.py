@@ -1,4 +1,5 @@
-"""quantized: a configuration of torchtitan's Trainer, whose weights are gathered as quantized bytes.
+"""quantized: makes a configuration of torchtitan's Trainer one whose weights are gathered as
+quantized bytes.
 
 torchtitan 0.3 makes a configuration in Python, lets the command line change it, and builds the
 Trainer that its class belongs to. So the way in is a class of configurations: torchtitan's own with
@@ -41,13 +42,13 @@ class Optimizers(DelayedStates):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(host.OptimizersContainer.Config):  # type: ignore[misc,name-defined]
+    class Config(host.OptimizersContainer.Config):  # type: ignore[misc]
         """torchtitan's, with one more implementation."""
 
         implementation: Implementation = "fused"
         """
-        As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures the
-        amaxes of the next cast.
+        As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures
+        the amaxes of the next cast.
         """
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
@@ -63,7 +64,10 @@ class Optimizers(DelayedStates):
         return FusedAdamW if self._is_fused and name == "AdamW" else super()._resolve_optimizer_factory(name)
 
 
-class Quantizing:
+_Host: Any = host.Trainer
+
+
+class Quantizing(_Host):  # type: ignore[misc]
     """What a Trainer of torchtitan does besides for a configuration that `quantized` made."""
 
     def __init__(self, config: Any) -> None:
@@ -78,20 +82,20 @@ class Quantizing:
         """As torchtitan's, and refuses what is not supported. A seed checkpoint holds masters, on
         one rank, and shards nothing.
         """
-        parallel_dims = super().init_distributed()  # type: ignore[misc]
-        config: Any = self.config  # type: ignore[attr-defined]
+        parallel_dims = super().init_distributed()
+        config = self.config
         if not config.checkpoint.create_seed_checkpoint:
             validate_trainer(config, parallel_dims)
         return parallel_dims
 
 
 @functools.cache
-def config_class(plain: Any) -> Any:
-    """A class of configurations like `plain` with zerocast's section, and so of command lines."""
+def config_class(base: Any) -> Any:
+    """A class of configurations like `base` with zerocast's section, and so of command lines."""
 
-    class QuantizedTrainer(Quantizing, plain._owner):  # type: ignore[misc]
+    class QuantizedTrainer(Quantizing, base._owner):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
-        class Config(plain):  # type: ignore[misc,valid-type]
+        class Config(base):  # type: ignore[misc]
             zerocast: Section = field(default_factory=Section)
 
     return QuantizedTrainer.Config
@@ -108,16 +112,16 @@ def quantized(
     quantized bytes; `config` stays as it is.
 
     For a function of a config registry: the command line then has `--zerocast.recipe` and
-    `--zerocast.verify_every` too, and `--optimizer.implementation` takes `zerocast`. The recipe maps
-    patterns of parameter names to formats; without one the command line must give it.
+    `--zerocast.verify_every` too, and `--optimizer.implementation` takes `zerocast`. The recipe
+    maps patterns of parameter names to formats; without one the command line must give it.
     `verify_every` compares all gathered bytes with an unsharded cast after every so many optimizer
     steps and raises VerificationError if any differ. `implementation` is
-    `optimizer.implementation`: with `zerocast` AdamW measures the amaxes of the next cast in its own
-    pass. CUDA graphs are disabled, since a gather reads on the host what all ranks sent.
+    `optimizer.implementation`: with `zerocast` AdamW measures the amaxes of the next cast in its
+    own pass. CUDA graphs are disabled, since a gather reads on the host what all ranks sent.
 
-    Raises TypeError for what is no Trainer.Config, ValueError for one that is quantized already, and
-    for `implementation` where the optimizers are not torchtitan's container. What depends on the
-    command line or on the model is checked when the Trainer is built.
+    Raises TypeError for what is no Trainer.Config, ValueError for one that is quantized already,
+    and for `implementation="zerocast"` where the optimizers are not torchtitan's container. What
+    depends on the command line or on the model is checked when the Trainer is built.
     """
     if not isinstance(config, host.Trainer.Config):
         raise TypeError(
@@ -141,5 +145,6 @@ def quantized(
                 f"implementation='zerocast' is for torchtitan's OptimizersContainer, these are {type(optimizer)}"
             )
         optimizer = dataclasses.replace(optimizer, implementation=implementation)
+    kind: Any = type(config)
     training = dataclasses.replace(config.training, disable_cuda_graphs=True)
-    return host.derive(config, config_class(type(config)), training=training, optimizer=optimizer, zerocast=section)
+    return host.derive(config, config_class(kind), training=training, optimizer=optimizer, zerocast=section)

@@ -78,8 +78,8 @@ def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
     ):
         if degree > 1:
             yield (
-                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan deals out the experts of a weight, and FSDP2 "
-                "gathers them over other ranks than the rest"
+                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan deals out the experts of a weight, "
+                "and FSDP2 gathers them over other ranks than the rest"
             )
     if parallel_dims.pp > 1:
         yield (

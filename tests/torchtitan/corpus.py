@@ -18,6 +18,7 @@ from zerocast.integrations.torchtitan import JobConfig, with_tensor_parallelism
 
 __all__ = ["JobConfig"]
 
+
 def dataloader(dp_world_size: int, dp_rank: int, tokenizer: None, job_config: Any) -> ParallelAwareDataloader:
     training = job_config.training
     return ParallelAwareDataloader(
