@@ -80,7 +80,7 @@ PARALLEL |= {name: "data, tensor" for name in CASES if name.startswith("tensor")
 
 
 @pytest.mark.shows(
-    host="torchtitan 0.3",
+    host="torchtitan",
     parallel=lambda name: PARALLEL.get(name, "data"),
     formats=lambda name: CASES[name][1].formats,
     ranks=lambda name: CASES[name][0],

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
+import torch
+from torch.distributed.tensor import debug
 
 from tests.torchtitan.host_on_cpu import device_of, importable, process_on_cpu
 from tests.torchtitan.text import Text
@@ -28,15 +28,15 @@ with importable():
         from torchtitan.components.tokenizer import BaseTokenizer
         from torchtitan.components.validate import Validator
         from torchtitan.config import ConfigManager
-        from torchtitan.distributed import ParallelDims
         from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
         from torchtitan.models.llama3.config_registry import llama3_debugmodel
     except ImportError as error:
         WHY_NOT = f"this is not torchtitan 0.3: {error}"
     else:
-        from zerocast.integrations.torchtitan import quantized
+        if not hasattr(torch.distributed, "set_timeout"):
+            WHY_NOT = "torchtitan 0.3 trains with torch 2.14 and newer: it calls torch.distributed.set_timeout"
 
-        _from_config = ParallelDims.from_config
+        from zerocast.integrations.torchtitan import quantized
 
         class Numbers(ParallelAwareDataloader):
             """The text of tests, without a tokenizer: bytes are tokens."""
@@ -62,8 +62,6 @@ with importable():
             encode = decode = get_vocab_size = lambda self, *given: 0
 
 
-# the default, spmd_types, needs the FSDP2 of torch 2.14
-BACKEND = "spmd_types" if hasattr(dist, "_is_spmd_types_available") else "partial_dtensor"
 needs_model_specs = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 MIXED = "layers.0.*=nvfp4,layers.1.attention.*=mxfp8:block=32x32,layers.1.feed_forward.*=mxfp8,lm_head.*=fp8_block"
 ALL = "layers.*={0},lm_head.*={0}"
@@ -117,7 +115,6 @@ class Case:
             "--training.local_batch_size=2",
             "--training.seq_len=64",
             "--debug.seed=7",
-            f"--parallelism.spmd_backend={BACKEND}",
         ]
         recipe = [f"--zerocast.recipe={entries}"] if self.recipe else []
         return [*given, *recipe, *self.options]
@@ -128,21 +125,11 @@ class Case:
             return ConfigManager().parse_args(self.arguments(folder))
 
 
-_dims: dict[str, Any] = {}
-
-
-def _same_dims(parallelism: Any, world_size: int) -> Any:
-    """One ParallelDims, and so one mesh, for equal degrees: torch keeps the mesh that a process's first model had in its caches of
-    DTensors, and FSDP2 asks for the same object.
-    """
-    return _dims.setdefault(repr(parallelism), _from_config(parallelism, world_size))
-
-
 @contextlib.contextmanager
 def trainer(case: Case, folder: str) -> Iterator[Any]:
     """A Trainer of this case, ended as torchtitan's `main` ends it."""
-    same = mock.patch.object(ParallelDims, "from_config", _same_dims)
-    with process_on_cpu(), device_of(metrics, torchtitan.trainer), importable(), same:
+    debug._clear_sharding_prop_cache()  # it has the mesh of this process's last Trainer, and FSDP2 asks for the same object
+    with process_on_cpu(), device_of(metrics, torchtitan.trainer), importable():
         made = case.config(folder).build()
         record_losses(made)
         try:
