@@ -126,10 +126,17 @@ class Case:
 
 
 @contextlib.contextmanager
-def trainer(case: Case, folder: str) -> Iterator[Any]:
-    """A Trainer of this case, ended as torchtitan's `main` ends it."""
+def trainer_on_cpu() -> Iterator[None]:
+    """Within, one Trainer of torchtitan 0.3 runs on this rank of the default gloo group."""
     debug._clear_sharding_prop_cache()  # it has the mesh of this process's last Trainer, and FSDP2 asks for the same object
     with process_on_cpu(), device_of(metrics, torchtitan.trainer), importable():
+        yield
+
+
+@contextlib.contextmanager
+def trainer(case: Case, folder: str) -> Iterator[Any]:
+    """A Trainer of this case, ended as torchtitan's `main` ends it."""
+    with trainer_on_cpu():
         made = case.config(folder).build()
         record_losses(made)
         try:
