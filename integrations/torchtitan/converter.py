@@ -15,7 +15,7 @@ from torch import nn
 
 from . import host
 from .section import prepare_model, recipe_of
-from .validate import validate
+from .validate import validate_job
 
 _Host: Any = host.QuantizationConverter
 
@@ -34,10 +34,10 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
         self._sliced = parallel_dims.tp > 1
         if not self.enabled:
             return
-        validate(job_config, parallel_dims)
+        validate_job(job_config, parallel_dims)
         super().__init__(job_config, parallel_dims)
         self._section = job_config.quantize.linear.zerocast
-        recipe_of(self._section.recipe)
+        recipe_of(self._section)
 
     def convert(self, model: nn.Module) -> None:
         """Make FP32 masters of the weights that the recipe matches. Raises as `prepare_model`."""

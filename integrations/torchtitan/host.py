@@ -1,7 +1,9 @@
 """The names of torchtitan that this integration is built on; nothing else here knows where they
 are.
 
-Detected by being there, never by version: torchtitan 0.3 has other ones.
+Two shapes of it are known, each detected by being there, never by version. Up to 0.2 a model is a
+TrainSpec, and a JobConfig lists model converters. From 0.3 on a model is a ModelSpec, and functions
+in Python make the Trainer's configuration.
 """
 
 import importlib
@@ -15,36 +17,60 @@ def seam(module: str, name: str) -> Any:
     ImportError if torchtitan is not installed or cannot be imported with this torch, with the
     reason; RuntimeError that names what is missing if it has another shape.
     """
+    found = _module(module)
+    if not hasattr(found, name):
+        raise RuntimeError(
+            f"torchtitan has no {name} in torchtitan.{module}: it has another shape than those that zerocast knows, of 0.2.2 and "
+            "0.3.0. integrations/torchtitan/README.md says what was tried"
+        )
+    return getattr(found, name)
+
+
+def _module(name: str) -> Any:
+    """The module of torchtitan, or None where it has none of that name; ImportError as `seam`."""
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(
             "torchtitan is not installed: integrations/torchtitan/README.md says which version runs with which torch"
         )
     try:
-        found = importlib.import_module(f"torchtitan.{module}")
+        return importlib.import_module(f"torchtitan.{name}")
     except ModuleNotFoundError as error:
-        if error.name != f"torchtitan.{module}":
-            raise ImportError(f"torchtitan is there and needs {error.name}, which is not installed") from error
-        raise _other_shape(module, name) from error
+        if error.name == f"torchtitan.{name}":
+            return None
+        raise ImportError(f"torchtitan is there and needs {error.name}, which is not installed") from error
     except ImportError as error:
         raise ImportError(
-            f"torchtitan.{module} is there and cannot be imported: {error}. Each torchtitan is made for some torch: "
+            f"torchtitan.{name} is there and cannot be imported: {error}. Each torchtitan is made for some torch: "
             "integrations/torchtitan/README.md says which run together"
         ) from error
-    if not hasattr(found, name):
-        raise _other_shape(module, name)
-    return getattr(found, name)
 
 
-def _other_shape(module: str, name: str) -> RuntimeError:
-    return RuntimeError(
-        f"torchtitan has no {name} in torchtitan.{module}: it has another shape than the one that zerocast knows, of 0.2.2. "
-        "integrations/torchtitan/README.md has the lines for 0.3"
-    )
+def find_configuration(name: str) -> Any:
+    """The function `name` of torchtitan's own config registries, or None. Registries that cannot be
+    imported are left out, as torchtitan does; ImportError for that of a model that `name` begins
+    with.
+    """
+    for model in sorted(seam("models", "_supported_models"), key=lambda model: (not name.startswith(model), model)):
+        try:
+            registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+        except ImportError:
+            if name.startswith(model):
+                raise
+            continue
+        if callable(function := getattr(registry, name, None)):
+            return function
+    return None
 
 
-QuantizationConverter = seam("components.quantization", "QuantizationConverter")
-register_model_converter = seam("protocols.model_converter", "register_model_converter")
+HAS_MODEL_SPECS = _module("protocols.model_spec") is not None
 OptimizersContainer = seam("components.optimizer", "OptimizersContainer")
-build_optimizers = seam("components.optimizer", "build_optimizers")
-get_train_spec = seam("protocols.train_spec", "get_train_spec")
-register_train_spec = seam("protocols.train_spec", "register_train_spec")
+if HAS_MODEL_SPECS:
+    Trainer = seam("trainer", "Trainer")
+    derive = seam("config.override", "derive")
+    has_quantization = seam("components.quantization.utils", "has_quantization")
+else:
+    QuantizationConverter = seam("components.quantization", "QuantizationConverter")
+    register_model_converter = seam("protocols.model_converter", "register_model_converter")
+    build_optimizers = seam("components.optimizer", "build_optimizers")
+    get_train_spec = seam("protocols.train_spec", "get_train_spec")
+    register_train_spec = seam("protocols.train_spec", "register_train_spec")

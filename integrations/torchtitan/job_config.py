@@ -8,22 +8,7 @@ can come from TOML or from the command line.
 from dataclasses import dataclass, field
 from typing import Literal
 
-
-@dataclass
-class Zerocast:
-    """The section `quantize.linear.zerocast` of a job."""
-
-    recipe: list[str] = field(default_factory=list)
-    """
-    Comma separated list of pattern=format, as `layers.*.feed_forward.*=nvfp4`: glob patterns on
-    names of parameters, of which the first that matches gives the format (nvfp4, fp8_block,
-    fp8_current, fp8_delayed, mxfp8, identity). What none of them matches stays as it is.
-    """
-
-    verify_every: int = 0
-    """Compare all gathered bytes with an unsharded cast of the masters after every so many
-    optimizer steps; 0 for never
-    """
+from .section import Zerocast
 
 
 @dataclass

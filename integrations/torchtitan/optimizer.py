@@ -1,12 +1,11 @@
-"""The optimizer container: FusedAdamW in torchtitan's container, which checkpoints delayed scaling
-too.
+"""The optimizer container: torchtitan's own, whose AdamW may be FusedAdamW, and which checkpoints
+delayed scaling too.
 
 torchtitan's container is an optimizer itself, whose step runs the steps of those inside. The hooks
 of torch run for both, so the container says that its step leaves the amaxes that FusedAdamW
 measured.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,16 +20,14 @@ PREFIX = "zerocast."
 _Host: Any = host.OptimizersContainer
 
 
-class FusedOptimizers(_Host):  # type: ignore[misc]
-    """One FusedAdamW for each model part, with the state of torchtitan's AdamW under the same keys.
-
-    The state of fp8_delayed weights stands beside it as
+class DelayedStates(_Host):  # type: ignore[misc]
+    """torchtitan's container with the state of fp8_delayed weights beside that of optimizers, as
     `zerocast.<weight>.{scale,amax_history,cast_scale}`.
     """
 
-    def __init__(self, model_parts: list[nn.Module], options: Mapping[str, Any]) -> None:
-        super().__init__(model_parts, fsdp2.FusedAdamW, dict(options))
-        for manager in managers_behind(parameter for part in model_parts for parameter in part.parameters()):
+    def leave_amaxes(self) -> None:
+        """The optimizers inside are FusedAdamW, which measure the amaxes of the next cast."""
+        for manager in managers_behind(parameter for part in self.model_parts for parameter in part.parameters()):
             manager.measuring.add(self)
 
     @torch.no_grad()
@@ -52,29 +49,6 @@ class FusedOptimizers(_Host):  # type: ignore[misc]
             for name, field, _ in _delayed([part]):
                 saved.setdefault(name, {})[field] = state_dict[f"{PREFIX}{name}.{field}"]
             fsdp2.load_state_dict(part, saved)
-
-
-def build_optimizers(
-    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
-) -> Any:
-    """Replaces torchtitan's `build_optimizers` and also takes `implementation="zerocast"`.
-
-    ValueError for that with another optimizer than AdamW, with a step in the backward pass or with
-    TorchFT.
-    """
-    if optimizer_config.implementation != "zerocast":
-        return host.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
-    for wrong, what in (
-        (optimizer_config.name != "AdamW", f"optimizer.name={optimizer_config.name}"),
-        (optimizer_config.early_step_in_backward, "optimizer.early_step_in_backward"),
-        (ft_manager is not None and ft_manager.enabled, "TorchFT"),
-    ):
-        if wrong:
-            raise ValueError(
-                f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {what}"
-            )
-    options = {name: getattr(optimizer_config, name) for name in ("lr", "eps", "weight_decay")}
-    return FusedOptimizers(model_parts, options | {"betas": (optimizer_config.beta1, optimizer_config.beta2)})
 
 
 def _apart(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The section `quantize.linear.zerocast` of a JobConfig: its name, how its recipe is read, and
-what it makes of a model.
+"""zerocast's section of a configuration of torchtitan: its name, how its recipe is read, and what
+it makes of a model.
 """
 
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,21 +10,41 @@ from torch.distributed.device_mesh import DeviceMesh
 import zerocast
 from zerocast.fsdp2 import prepare
 
-NAME = "quantize.linear.zerocast"
+from . import host
+
+NAME = "zerocast" if host.HAS_MODEL_SPECS else "quantize.linear.zerocast"
 
 
-def recipe_of(entries: list[str]) -> zerocast.Recipe:
-    """The recipe of entries `pattern=format`. Raises as `Recipe.parse`."""
-    return zerocast.Recipe.parse(entries, f"{NAME}.recipe")
+@dataclass
+class Zerocast:
+    """The section, `zerocast` of a Trainer.Config and `quantize.linear.zerocast` of a JobConfig."""
+
+    recipe: list[str] = field(default_factory=list)
+    """
+    Comma separated list of pattern=format, as `layers.*.feed_forward.*=nvfp4`: glob patterns on
+    names of parameters, of which the first that matches gives the format (nvfp4, fp8_block,
+    fp8_current, fp8_delayed, mxfp8, identity). What none of them matches stays as it is.
+    """
+
+    verify_every: int = 0
+    """Compare all gathered bytes with an unsharded cast of the masters after every so many
+    optimizer steps; 0 for never
+    """
 
 
-def prepare_model(model: nn.Module, section: Any, weight_mesh: DeviceMesh | None = None) -> None:
+def recipe_of(section: Zerocast) -> zerocast.Recipe:
+    """The recipe of the section's entries `pattern=format`. Raises as `Recipe.parse`."""
+    recipe = zerocast.Recipe.parse(section.recipe, f"{NAME}.recipe")
+    return zerocast.Recipe(dict(recipe.patterns), share_amax=getattr(section, "share_amax", ()))
+
+
+def prepare_model(model: nn.Module, section: Zerocast, weight_mesh: DeviceMesh | None = None) -> None:
     """Make FP32 masters of the weights that the recipe matches.
 
     Raises as `zerocast.fsdp2.prepare`, and ValueError for experts whose products torchtitan takes
     one by one.
     """
-    recipe = recipe_of(section.recipe)
+    recipe = recipe_of(section)
     for module_name, module in model.named_modules():
         for name, _ in module.named_parameters(module_name, recurse=False):
             if not getattr(module, "use_grouped_mm", True) and recipe.format_of(name).element is not None:

@@ -6,29 +6,60 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import host
-from .optimizer import build_optimizers
-from .section import NAME
+from .optimizer import DelayedStates
+from .section import NAME, recipe_of
+from .train_spec import build_optimizers
 
 
-def validate(job_config: Any, parallel_dims: Any) -> None:
-    """RuntimeError for a JobConfig without zerocast's section; ValueError for what is not
-    supported, with the reason.
+def validate_job(job_config: Any, parallel_dims: Any) -> None:
+    """Of the model converter: RuntimeError for a JobConfig without zerocast's section; ValueError
+    for what is not supported, with the reason.
     """
     if not hasattr(job_config.quantize.linear, "zerocast"):
         raise RuntimeError(
             f"the converter {NAME} finds no such section in torchtitan's JobConfig: launch with "
             "--job.custom_config_module=zerocast.integrations.torchtitan"
         )
-    for problem in _problems(job_config, parallel_dims):
+    for problem in _of_job(job_config, parallel_dims):
         raise ValueError(problem)
 
 
-def _problems(job_config: Any, parallel_dims: Any) -> Iterator[str]:
+def validate_trainer(config: Any, parallel_dims: Any) -> None:
+    """Of a configuration that `quantized` made: ValueError for what is not supported, with the
+    reason.
+    """
+    for problem in _of_trainer(config, parallel_dims):
+        raise ValueError(problem)
+
+
+def _of_job(job_config: Any, parallel_dims: Any) -> Iterator[str]:
     yield from _of_converters(job_config.model.converters)
     yield from _of_parallelism(parallel_dims)
+    yield from _of_shards(parallel_dims)
     yield from _of_slices(job_config, parallel_dims)
     yield from _of_training(job_config)
     yield from _of_optimizers(job_config)
+
+
+def _of_trainer(config: Any, parallel_dims: Any) -> Iterator[str]:
+    if host.has_quantization(config.model_spec.model):
+        yield (
+            "torchtitan's converters have replaced products in this model's configuration, and zerocast quantizes the weights of "
+            "the same products: choose one of the two"
+        )
+    yield from _of_parallelism(parallel_dims)
+    yield from _of_training(config)
+    if config.compile.enable_async_tensor_parallel:
+        yield ASYNC.format("compile")
+    if not config.training.disable_cuda_graphs:
+        yield (
+            "training.disable_cuda_graphs=False is not supported with zerocast: a gather of quantized weights reads on the host "
+            "what all ranks sent, which a CUDA graph cannot"
+        )
+    yield from _of_delayed(config)
+
+
+ASYNC = "{}.enable_async_tensor_parallel is not supported with zerocast: it takes plain products of a compiled graph"
 
 
 def _of_converters(converters: list[str]) -> Iterator[str]:
@@ -43,18 +74,21 @@ def _of_converters(converters: list[str]) -> Iterator[str]:
 def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
     for degree, name in (
         (parallel_dims.ep, "expert_parallel_degree"),
-        (parallel_dims.etp, "expert_tensor_parallel_degree"),
+        (getattr(parallel_dims, "etp", 1), "expert_tensor_parallel_degree"),
     ):
         if degree > 1:
             yield (
-                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan deals out the experts of a weight after its "
-                "converters ran, and FSDP2 gathers them over other ranks than the rest"
+                f"parallelism.{name}={degree} is not supported with {NAME}: torchtitan deals out the experts of a weight, "
+                "and FSDP2 gathers them over other ranks than the rest"
             )
     if parallel_dims.pp > 1:
         yield (
             f"parallelism.pipeline_parallel_degree={parallel_dims.pp} is not supported with {NAME}: torchtitan copies the model "
             "for each stage, and a prepared weight is not copied"
         )
+
+
+def _of_shards(parallel_dims: Any) -> Iterator[str]:
     if not parallel_dims.fsdp_enabled:
         yield (
             f"{NAME} quantizes what FSDP2 gathers, and torchtitan shards nothing with data_parallel_shard_degree="
@@ -74,18 +108,18 @@ def _of_slices(job_config: Any, parallel_dims: Any) -> Iterator[str]:
             "register zerocast.integrations.torchtitan.with_tensor_parallelism(spec)"
         )
     if job_config.parallelism.enable_async_tensor_parallel:
-        yield "parallelism.enable_async_tensor_parallel is not supported with zerocast: it takes plain products of a compiled graph"
+        yield ASYNC.format("parallelism")
 
 
-def _of_training(job_config: Any) -> Iterator[str]:
-    if job_config.training.dtype != "float32":
-        yield f"parameters are FP32 masters: training.dtype is float32, got {job_config.training.dtype}"
-    if job_config.optimizer.early_step_in_backward:
+def _of_training(config: Any) -> Iterator[str]:
+    if config.training.dtype != "float32":
+        yield f"parameters are FP32 masters: training.dtype is float32, got {config.training.dtype}"
+    if getattr(config.optimizer, "early_step_in_backward", False):
         yield (
             "optimizer.early_step_in_backward is not supported with zerocast: masters would change under a backward pass that "
             "still gathers them"
         )
-    if job_config.checkpoint.enable and job_config.checkpoint.last_save_in_hf:
+    if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
         yield (
             "checkpoint.last_save_in_hf is not supported with zerocast: sharded states hold wrapped masters, by which a load in "
             "place is noticed, and safetensors cannot read them: the save would fail after the last step. Save torchtitan's own "
@@ -95,7 +129,8 @@ def _of_training(job_config: Any) -> Iterator[str]:
 
 def _of_optimizers(job_config: Any) -> Iterator[str]:
     ours = job_config.optimizer.implementation == "zerocast"
-    if ours and host.get_train_spec(job_config.model.name).build_optimizers_fn is not build_optimizers:
+    build_optimizers_fn = host.get_train_spec(job_config.model.name).build_optimizers_fn
+    if ours and build_optimizers_fn is not build_optimizers:
         yield (
             f"optimizer.implementation=zerocast needs a TrainSpec with zerocast's optimizers, and {job_config.model.name} has its "
             "own: llama3_zerocast is registered, others register zerocast.integrations.torchtitan.with_fused_optimizers(spec)"
@@ -107,4 +142,12 @@ def _of_optimizers(job_config: Any) -> Iterator[str]:
         yield (
             f"{delayed[0]} has scales to checkpoint, which the optimizers of optimizer.implementation=zerocast do, not those of "
             f"{job_config.optimizer.implementation}"
+        )
+
+
+def _of_delayed(config: Any) -> Iterator[str]:
+    delayed = [f"{pattern}={fmt}" for pattern, fmt in recipe_of(config.zerocast).patterns if fmt.name == "fp8_delayed"]
+    if delayed and not issubclass(config.optimizer._owner, DelayedStates):
+        yield (
+            f"{delayed[0]} has scales to checkpoint, which zerocast's optimizers do, not {config.optimizer._owner.__qualname__}"
         )

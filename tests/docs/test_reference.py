@@ -16,14 +16,15 @@ ELSEWHERE = {f"zerocast.{name}": f"zerocast.optim.{name}" for name in ("ZeroAdam
 
 
 def public_names(package: str) -> list[str]:
-    """`__all__`, without importing a host."""
+    """`__all__`, without importing a host; each of them, where a package has another for another shape of its host."""
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
-    (names,) = (
+    names = [
         ast.literal_eval(node.value)
-        for node in tree.body
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    return [f"{package}.{name}" for name in names]
+    ]
+    assert names
+    return [f"{package}.{name}" for each in names for name in each]
 
 
 def entries() -> list[str]:

@@ -13,10 +13,10 @@ from tests.torchtitan.training import Case, complaints, trainer
 SAVING = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
 
 
-def run(case: Case, folder: str, resume: int = -1) -> tuple[list[float], dict[str, str], list[str]]:
+def run(case: Any, folder: str, resume: int = -1, make: Any = trainer) -> tuple[list[float], dict[str, str], list[str]]:
     """Losses, digests of everything, and complaints about gathered bytes, of a run that saves and may go on from a step."""
     load = (f"--checkpoint.load_step={resume}",) if resume >= 0 else ()
-    with trainer(case.having(*SAVING, *load), folder) as made:
+    with make(case.having(*SAVING, *load), folder) as made:
         made.train()
         return made.losses, contents(made), complaints(made, "at the end")
 
@@ -39,9 +39,9 @@ def exported(case: Case, folder: str) -> list[str]:
         return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
 
 
-def loaded_masters(case: Case, folder: str, step: int) -> dict[str, str]:
+def loaded_masters(case: Any, folder: str, step: int, make: Any = trainer) -> dict[str, str]:
     """Digests of the masters that a run of this case starts with when it loads that step; data may be cut for other ranks."""
-    with trainer(case.having(*SAVING, "--checkpoint.exclude_from_loading=dataloader"), folder) as made:
+    with make(case.having(*SAVING, "--checkpoint.exclude_from_loading=dataloader"), folder) as made:
         made.checkpointer.load(step=step)
         return masters(made)
 

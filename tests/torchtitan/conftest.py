@@ -3,3 +3,4 @@
 from tests.workers import preload
 
 preload("tests.torchtitan.training")
+preload("tests.torchtitan.trainer_on_cpu")

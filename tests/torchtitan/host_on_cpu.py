@@ -72,28 +72,45 @@ _set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor
 
 
 @contextlib.contextmanager
-def host_on_cpu() -> Iterator[None]:
-    """Within, the real Trainer runs on this rank of the default gloo group."""
+def process_on_cpu() -> Iterator[None]:
+    """Within, a Trainer of any torchtitan finds its environment on this rank of the default gloo group, and what it changes of the
+    process is put back.
+    """
     assert dist.get_backend() == "gloo"
     here = {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    nothing = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
-    monitor = mock.Mock(device_name="cpu", get_peak_stats=lambda: nothing)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, here))
         stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))
-        stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
-        stack.enter_context(
-            mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda seconds: None))
-        )
-        stack.enter_context(mock.patch.object(metrics.utils, "get_peak_flops", return_value=1.0))
+        stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", _divide))
+        stack.callback(logging.getLogger().setLevel, logging.getLogger().level)
+        stack.callback(gc.enable)
+        stack.callback(dist.distributed_c10d._set_pg_timeout, timedelta(seconds=COLLECTIVE_SECONDS), dist.group.WORLD)
+        yield
+
+
+@contextlib.contextmanager
+def device_of(metrics: Any, trainer: Any) -> Iterator[None]:
+    """Within, torchtitan's modules find a device without memory statistics, and rank 0 sleeps no longer than the others."""
+    nothing = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
+    monitor = mock.Mock(device_name="cpu", get_peak_stats=lambda: nothing)
+    with (
+        mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor),
+        mock.patch.object(trainer, "time", mock.Mock(wraps=time, sleep=lambda seconds: None)),
+        mock.patch.object(metrics.utils, "get_peak_flops", return_value=1.0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def host_on_cpu() -> Iterator[None]:
+    """Within, the real Trainer of torchtitan 0.2 runs on this rank of the default gloo group."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_on_cpu())
+        stack.enter_context(device_of(metrics, torchtitan.train))
         for model in (llama, deepseek):
             stack.enter_context(mock.patch.object(model, "apply_cp_to_attention_module", gathered_attention))
         stack.enter_context(mock.patch.object(deepseek_args, "has_cuda_capability", return_value=True))
         stack.enter_context(mock.patch.object(torch, "histc", _histogram))
         ordered = functools.partial(experts.generate_permute_indices, use_cpu=True)
         stack.enter_context(mock.patch.object(experts, "generate_permute_indices", ordered))
-        stack.enter_context(mock.patch.object(FSDPModule, "set_gradient_divide_factor", _divide))
-        stack.callback(logging.getLogger().setLevel, logging.getLogger().level)
-        stack.callback(gc.enable)
-        stack.callback(dist.distributed_c10d._set_pg_timeout, timedelta(seconds=COLLECTIVE_SECONDS), dist.group.WORLD)
         yield

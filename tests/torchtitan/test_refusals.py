@@ -198,3 +198,9 @@ def test_the_host_is_as_it_was() -> None:
     assert host_optimizer.build_optimizers.__module__ == "torchtitan.components.optimizer"
     assert model_converter._registry_model_converter_cls[NAME] is integration.MasterWeightConverter
     assert not hasattr(JobConfig().quantize.linear, "zerocast")
+
+
+def test_names_of_the_other_shape() -> None:
+    with pytest.raises(ImportError, match=r"quantized is for torchtitan from 0.3 on.*list quantize.linear.zerocast in"):
+        from zerocast.integrations.torchtitan import quantized  # noqa: F401
+    assert not hasattr(integration, "nothing")

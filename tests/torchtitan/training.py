@@ -94,13 +94,14 @@ def record_losses(made: Any) -> None:
     made.metrics_processor.log = recorded
 
 
-def train(case: Case, folder: str) -> tuple[list[float], list[str], list[str]]:
+def train(case: Any, folder: str, make: Any = trainer) -> tuple[list[float], list[str], list[str]]:
     """Losses by step, gathered bytes that are not the unsharded cast of the masters, and what `zerocast.verify` finds."""
-    with trainer(case, folder) as run:
+    with make(case, folder) as run:
         run.train()
         (model,) = run.model_parts
-        found = [str(difference) for difference in zerocast.verify(model).differences]
-        return run.losses, complaints(run, case.recipe), found
+        report = zerocast.verify(model)
+        assert report.weights == len(models.masters(model)) > 0
+        return run.losses, complaints(run, case.recipe), [str(difference) for difference in report.differences]
 
 
 def complaints(made: Any, when: str) -> list[str]:
@@ -120,10 +121,10 @@ def amaxes_are_measured(case: Case, folder: str) -> bool:
         return all(len(group.amaxes.measured) == len(group.weights) for group in groups)
 
 
-def refused(case: Case, folder: str) -> str:
+def refused(case: Any, folder: str, make: Any = trainer) -> str:
     """The ValueError of a run."""
     try:
-        with trainer(case, folder) as run:
+        with make(case, folder) as run:
             run.train()
             return ""
     except ValueError as error:

@@ -135,8 +135,7 @@ def prepare(
             continue
         _check(model, name, parameter, sharded)
         check_weight(unfit, name, parameter, fmt, _local(parameter).shape)
-        sliced = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-        weight = chosen.setdefault(parameter, manager.weight(name, fmt, sliced, one_direction))
+        weight = chosen.setdefault(parameter, manager.weight(name, fmt, one_direction))
         if weight.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
         weight.shared_amax = shared.get(weight.name)
@@ -307,8 +306,13 @@ def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Par
         value = DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
-        return nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return nn.Parameter(MasterParameter(value, weight, manager), requires_grad=parameter.requires_grad)
+    else:
+        value = MasterParameter(value, weight, manager)
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for name, said in vars(parameter).items():  # hosts write on parameters, as how they are sliced
+        if not hasattr(new, name):
+            setattr(new, name, said)
+    return new
 
 
 class PickledHook:

@@ -50,9 +50,8 @@ class FSDPWeight:
         freed        sharded again; `unsharded` stays, and the next gather fills the same
                      storage, which autograd or a compiled graph may have saved
 
-    `sliced` says that tensor parallelism gives a rank a slice of it, which FSDP2 shards. With
-    `one_direction` a weight with codes of its own in each direction sends only those that the pass
-    reads.
+    With `one_direction` a weight with codes of its own in each direction sends only those that the
+    pass reads.
     """
 
     master: Tensor  # f32, this rank's rows, plain
@@ -63,9 +62,9 @@ class FSDPWeight:
     param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
 
     def __init__(
-        self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness, sliced: bool, one_direction: bool
+        self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness, one_direction: bool
     ) -> None:
-        self.name, self.format, self.record, self.freshness, self.sliced = name, fmt, record, freshness, sliced
+        self.name, self.format, self.record, self.freshness = name, fmt, record, freshness
         self._may_send_one = one_direction
         self.shared_amax: SharedAmax | None = None
         self.presentation: Presentation = AS_QUANTIZED_WEIGHT
@@ -155,6 +154,11 @@ class FSDPWeight:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, or of the slice that tensor parallelism gives this rank."""
         return tuple(self.param()._orig_size)
+
+    @property
+    def sliced(self) -> bool:
+        """True where tensor parallelism gives this rank a slice, which FSDP2 shards."""
+        return tuple(self.param().sharded_param.shape) != self.shape
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,150 @@
+"""quantized: makes a configuration of torchtitan's Trainer one whose weights are gathered as
+quantized bytes.
+
+torchtitan 0.3 makes a configuration in Python, lets the command line change it, and builds the
+Trainer that its class belongs to. So the way in is a class of configurations: torchtitan's own with
+zerocast's section and optimizers, belonging to torchtitan's own Trainer with the weights prepared
+(`parallelize.py`). What is not supported is refused once the command line has been read.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+from torch import nn
+
+import zerocast
+from zerocast.formats.recipe import RecipeLike
+from zerocast.fsdp2 import FusedAdamW
+
+from . import host
+from .optimizer import DelayedStates
+from .parallelize import prepare_between
+from .section import Zerocast, recipe_of
+from .validate import validate_trainer
+
+Implementation = Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16", "zerocast"]
+
+
+@dataclass
+class Section(Zerocast):
+    """The section `zerocast` of a Trainer.Config."""
+
+    share_amax: Annotated[Any, tyro.conf.Suppress] = ()
+    """As `zerocast.Recipe` takes it, from Python alone"""
+
+
+class Optimizers(DelayedStates):
+    """torchtitan's container, which also takes `implementation="zerocast"`: FusedAdamW for AdamW,
+    in every parameter group that has it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(host.OptimizersContainer.Config):  # type: ignore[misc]
+        """torchtitan's, with one more implementation."""
+
+        implementation: Implementation = "fused"
+        """
+        As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures
+        the amaxes of the next cast.
+        """
+
+    def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
+        self._is_fused = config.implementation == "zerocast"
+        super().__init__(config, model_parts=model_parts)
+        if self._is_fused:
+            self.leave_amaxes()
+
+    def _build_impl_kwargs(self, config: Any) -> dict[str, Any]:
+        return {} if self._is_fused else dict(super()._build_impl_kwargs(config))
+
+    def _resolve_optimizer_factory(self, name: str) -> Any:
+        return FusedAdamW if self._is_fused and name == "AdamW" else super()._resolve_optimizer_factory(name)
+
+
+_Host: Any = host.Trainer
+
+
+class Quantizing(_Host):  # type: ignore[misc]
+    """What a Trainer of torchtitan does besides for a configuration that `quantized` made."""
+
+    def __init__(self, config: Any) -> None:
+        recipe_of(config.zerocast)
+        spec = config.model_spec
+        parallelize_fn = prepare_between(spec.parallelize_fn, config.zerocast)
+        super().__init__(
+            dataclasses.replace(config, model_spec=dataclasses.replace(spec, parallelize_fn=parallelize_fn))
+        )
+
+    def init_distributed(self) -> Any:
+        """As torchtitan's, and refuses what is not supported. A seed checkpoint holds masters, on
+        one rank, and shards nothing.
+        """
+        parallel_dims = super().init_distributed()
+        config = self.config
+        if not config.checkpoint.create_seed_checkpoint:
+            validate_trainer(config, parallel_dims)
+        return parallel_dims
+
+
+@functools.cache
+def config_class(base: Any) -> Any:
+    """A class of configurations like `base` with zerocast's section, and so of command lines."""
+
+    class QuantizedTrainer(Quantizing, base._owner):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(base):  # type: ignore[misc]
+            zerocast: Section = field(default_factory=Section)
+
+    return QuantizedTrainer.Config
+
+
+def quantized(
+    config: Any,
+    recipe: RecipeLike | None = None,
+    *,
+    verify_every: int = 0,
+    implementation: Implementation | None = None,
+) -> Any:
+    """The configuration `config` of torchtitan's Trainer, with weights that FSDP2 gathers as
+    quantized bytes; `config` stays as it is.
+
+    For a function of a config registry: the command line then has `--zerocast.recipe` and
+    `--zerocast.verify_every` too, and `--optimizer.implementation` takes `zerocast`. The recipe
+    maps patterns of parameter names to formats; without one the command line must give it.
+    `verify_every` compares all gathered bytes with an unsharded cast after every so many optimizer
+    steps and raises VerificationError if any differ. `implementation` is
+    `optimizer.implementation`: with `zerocast` AdamW measures the amaxes of the next cast in its
+    own pass. CUDA graphs are disabled, since a gather reads on the host what all ranks sent.
+
+    Raises TypeError for what is no Trainer.Config, ValueError for one that is quantized already,
+    and for `implementation="zerocast"` where the optimizers are not torchtitan's container. What
+    depends on the command line or on the model is checked when the Trainer is built.
+    """
+    if not isinstance(config, host.Trainer.Config):
+        raise TypeError(
+            f"a configuration of torchtitan is a Trainer.Config, as its config registries make them, got {config!r}"
+        )
+    if hasattr(config, "zerocast"):
+        raise ValueError(f"this configuration is quantized already, with {config.zerocast}: weights are prepared once")
+    section = Section(verify_every=verify_every)
+    if recipe is not None:
+        recipe = zerocast.Recipe.of(recipe)
+        section.recipe = [f"{pattern}={fmt}" for pattern, fmt in recipe.patterns]
+        section.share_amax = recipe.share_amax
+        if recipe.default.element is not None:
+            section.recipe.append(f"*={recipe.default}")
+    optimizer = config.optimizer
+    if type(optimizer) is host.OptimizersContainer.Config:
+        optimizer = host.derive(optimizer, Optimizers.Config)
+    if implementation is not None:
+        if implementation == "zerocast" and not isinstance(optimizer, Optimizers.Config):
+            raise ValueError(
+                f"implementation='zerocast' is for torchtitan's OptimizersContainer, these are {type(optimizer)}"
+            )
+        optimizer = dataclasses.replace(optimizer, implementation=implementation)
+    kind: Any = type(config)
+    training = dataclasses.replace(config.training, disable_cuda_graphs=True)
+    return host.derive(config, config_class(kind), training=training, optimizer=optimizer, zerocast=section)
