@@ -58,7 +58,8 @@ class Sides(NamedTuple):
 def _sides(run: Run, attached: Any) -> Sides:
     copies = [copy for one in run.optimizer.chained_optimizers for copy in seams.host_copies(one.optimizer).values()]
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
-    plain = [shard.master for one in attached._optimizer_plans for shard in one.host.plain]
+    plans = [plan for one in attached._optimizer_plans for plan in one.plans]
+    plain = [shard.master for plan in plans for shard in plan.host.plain]
     read = [shard.master for shard in shards if shard.on_host]
     read += [master for master in plain if master is not None and any(master is copy for copy in copies)]
     standing = sum(isinstance(master, HostMaster) for _, master in _masters(run))
