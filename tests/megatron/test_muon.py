@@ -74,6 +74,13 @@ def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
         assert losses[3] < losses[0]
 
 
+def test_what_adam_updates_may_be_offloaded(ranks: Ranks) -> None:
+    case = Case("nvfp4", experts=True, options={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
+    found = ranks(2)(muon.offloaded, case)
+    assert {name for hosted, *_ in found for name in hosted} == {"layers.0.bias", "layers.1.bias"}
+    assert all(not wrong and ok for _, wrong, ok in found), found
+
+
 def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
     """By which it orthogonalizes queries, keys and values apart, and over tensor-parallel ranks."""
     for plain, quantized in ranks(2)(gpt.attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4")):
