@@ -102,7 +102,7 @@ def test_a_mistake_with_the_experts_of_two_ranks_raises_on_all(ranks: Ranks) -> 
     formats=lambda formats: FORMATS[formats].values(),
 )
 @pytest.mark.parametrize(
-    "formats", ["te", *(pytest.param(f, marks=SLOW) for f in ("fp8_block", "fp8_current", "nvfp4"))]
+    "formats", ["te", "tiles", *(pytest.param(f, marks=SLOW) for f in ("fp8_block", "fp8_current", "nvfp4"))]
 )
 @pytest.mark.parametrize(("world", "layers"), [(2, ALL_LAYERS), (3, "02")])
 @OVERLAP

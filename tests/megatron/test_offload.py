@@ -119,7 +119,7 @@ def test_a_step_that_raises_after_the_update(ranks: Ranks) -> None:
 
 @needs_te
 @needs_four_bits  # older releases have no seam for these tensors
-@pytest.mark.parametrize(("formats", "recipe"), [("fp8_current", "delayed"), ("te", None)])
+@pytest.mark.parametrize(("formats", "recipe"), [("fp8_current", "delayed"), ("te", None), ("tiles", None)])
 def test_tensors_of_transformer_engine(ranks: Ranks, formats: str, recipe: str | None) -> None:
     """Also in the configuration for delayed scaling, of which Megatron takes flat views of tensors for masters."""
     case = offloaded(formats, 0.5, precise=True, options={"fp8_recipe": recipe}, te=ALL_LAYERS)
