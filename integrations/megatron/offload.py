@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerocast import QuantizedWeight
 from zerocast.integrations.host_adapter import Patch, Patches
@@ -56,6 +56,7 @@ class HostMaster(Tensor):
             return master.memory
 
         memories = tree_map_only(HostMaster, memory_of, (args, kwargs))
+        given = {id(leaf) for leaf in tree_leaves(memories)}
         device = next(iter(masters.values())).device
 
         def placed(result: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class HostMaster(Tensor):
                 return result
             master = masters.get(result.untyped_storage().data_ptr())
             if master is None:
-                return result.to(device)
+                return result if id(result) in given else result.to(device)  # as it is where it was written
             return master if result is master.memory else HostMaster(result, device)
 
         return tree_map_only(Tensor, placed, func(*memories[0], **memories[1]))
@@ -269,9 +270,31 @@ def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 def patches(optimizer: Any) -> Iterator[Patch]:
-    """The method of a DistributedOptimizer that says what all ranks save alike."""
+    """The methods of a DistributedOptimizer that say what all ranks save alike, and that bring back
+    to the device what `offload_to_cpu` moved.
+    """
     if host.offloads(optimizer.optimizer):
         yield Patch(optimizer, "state_dict", _without_settings(optimizer))
+        if hasattr(optimizer, "restore_from_cpu"):
+            yield Patch(optimizer, "restore_from_cpu", _leaving_hosted_moments(optimizer))
+
+
+def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
+    """The host's method that moves all moments to the device, those that a step reads on the host
+    too, without these.
+    """
+    method = optimizer.restore_from_cpu
+
+    def call() -> None:
+        inner = optimizer.optimizer
+        state, hosted = inner.state, host.host_copies(inner)
+        inner.state = {master: held for master, held in state.items() if master not in hosted}
+        try:
+            method()
+        finally:
+            inner.state = state
+
+    return call
 
 
 def _without_settings(optimizer: Any) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import layout
 from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.offload import HostMaster
 from zerocast.integrations.megatron.ownership import shares
 
 WHY_NO_MUON = WHY_NOT
@@ -144,6 +145,23 @@ def train(case: Case) -> tuple[list[float], dict[str, int], bool]:
         assert len(attachment.plans) == 2 + case.experts
         losses, wrong = training.trained(run)
         return losses, wrong, zerocast.verify(attachment).ok
+
+
+def offloaded(case: Case) -> tuple[list[str], dict[str, int], bool]:
+    """Under optimizer CPU offload: parameters with masters in host memory, stale bytes after steps with a detached moment between
+    them, and whether `zerocast.verify` agrees.
+    """
+    with host(case):
+        run, attachment = build_attached(case)
+        names = {id(param): name for name, param in run.ddp.module.named_parameters()}
+        owned = [
+            one for part in distributed_optimizers(run.optimizer) for share in shares(part) for one in share.masters()
+        ]
+        hosted = [names[id(param)] for param, master, *_ in owned if isinstance(master, HostMaster)]
+        wrong = training.trained(run)[1]
+        attachment.detach()
+        attachment = integration.attach(run.optimizer, run.ddp)
+        return hosted, wrong | training.trained(run)[1], zerocast.verify(attachment).ok
 
 
 def reduced(case: Case) -> list[tuple[int, bool]]:

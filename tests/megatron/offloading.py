@@ -364,6 +364,29 @@ def moments_on_the_host(case: Case) -> tuple[set[bool], set[bool]]:
     return found
 
 
+def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
+    """Of the host's offload_to_cpu and restore_from_cpu between steps: what of an offloaded master's state is moved to the device,
+    and how many tensors of the others' state are; stale bytes after the next step.
+    """
+    with case.host():
+        run, _ = build_attached(case)
+        run.step(0)
+        run.optimizer.offload_to_cpu()
+        moved: list[Tensor] = []
+        with mock.patch.object(Tensor, "cuda", lambda tensor: moved.append(tensor) or tensor):
+            run.optimizer.restore_from_cpu()
+        hosted, others = [], 0
+        for one in run.optimizer.chained_optimizers:
+            for master, state in one.optimizer.state.items():
+                names = [name for name, value in state.items() if any(value is tensor for tensor in moved)]
+                if master in seams.host_copies(one.optimizer):
+                    hosted += names
+                else:
+                    others += len(names)
+        run.step(1)
+        return hosted, others, run.stale_bytes()
+
+
 def saved_alike(case: Case) -> list[set[str]]:
     """The keys of the parameter groups that all ranks save alike."""
     with case.host():

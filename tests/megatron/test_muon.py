@@ -74,6 +74,13 @@ def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
         assert losses[3] < losses[0]
 
 
+def test_what_adam_updates_may_be_offloaded(ranks: Ranks) -> None:
+    case = Case("nvfp4", experts=True, options={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
+    found = ranks(2)(muon.offloaded, case)
+    assert {name for hosted, *_ in found for name in hosted} == {"layers.0.bias", "layers.1.bias"}
+    assert all(not wrong and ok for _, wrong, ok in found), found
+
+
 def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
     """By which it orthogonalizes queries, keys and values apart, and over tensor-parallel ranks."""
     for plain, quantized in ranks(2)(gpt.attributes, gpt.Parallel(tensor=2, muon=True, formats="nvfp4")):
@@ -95,7 +102,7 @@ def test_a_mistake_with_the_experts_of_two_ranks_raises_on_all(ranks: Ranks) -> 
     formats=lambda formats: FORMATS[formats].values(),
 )
 @pytest.mark.parametrize(
-    "formats", ["te", *(pytest.param(f, marks=SLOW) for f in ("fp8_block", "fp8_current", "nvfp4"))]
+    "formats", ["te", "tiles", *(pytest.param(f, marks=SLOW) for f in ("fp8_block", "fp8_current", "nvfp4"))]
 )
 @pytest.mark.parametrize(("world", "layers"), [(2, ALL_LAYERS), (3, "02")])
 @OVERLAP

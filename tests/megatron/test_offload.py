@@ -119,7 +119,7 @@ def test_a_step_that_raises_after_the_update(ranks: Ranks) -> None:
 
 @needs_te
 @needs_four_bits  # older releases have no seam for these tensors
-@pytest.mark.parametrize(("formats", "recipe"), [("fp8_current", "delayed"), ("te", None)])
+@pytest.mark.parametrize(("formats", "recipe"), [("fp8_current", "delayed"), ("te", None), ("tiles", None)])
 def test_tensors_of_transformer_engine(ranks: Ranks, formats: str, recipe: str | None) -> None:
     """Also in the configuration for delayed scaling, of which Megatron takes flat views of tensors for masters."""
     case = offloaded(formats, 0.5, precise=True, options={"fp8_recipe": recipe}, te=ALL_LAYERS)
@@ -163,6 +163,13 @@ def test_masters_of_a_finetuning_run(ranks: Ranks, with_state: bool) -> None:
 def test_moments_stay_on_their_side_in_a_load(ranks: Ranks) -> None:
     """Megatron tells the two sides apart by the class of Adam, which without TransformerEngine is the same."""
     assert ranks(2)(offloading.moments_on_the_host, offloaded(fraction=0.5)) == [({True}, {False})] * 2
+
+
+def test_moments_stay_on_their_side_when_masters_return_from_the_host(ranks: Ranks) -> None:
+    """Megatron's restore_from_cpu asks no HybridDeviceOptimizer which moments a step reads on the host."""
+    for hosted, others, wrong in ranks(2)(offloading.restored, offloaded(fraction=0.5)):
+        assert hosted == [] and others > 0
+        assert not wrong
 
 
 def test_a_checkpoint_names_no_class(ranks: Ranks) -> None:
@@ -244,6 +251,17 @@ def test_what_reads_a_master_in_host_memory() -> None:
     assert isinstance(part, HostMaster) and torch.equal(part.memory, memory[1:3]) and part.device == DEVICE
     master.grad = torch.empty(4, device=DEVICE)
     assert "HostMaster((4,), torch.float32" in repr(master)
+
+
+def test_a_tensor_that_a_master_in_host_memory_is_copied_to_stays_on_the_host() -> None:
+    """torch drops what such an operator returns, so that a copy of it on the device would be memory for nothing."""
+    master, written = HostMaster(torch.arange(4.0), DEVICE), torch.zeros(4)
+    for operator, args in (
+        (torch.ops.aten.copy_.default, (written, master)),
+        (torch.ops.aten.add_.Tensor, (written, master)),
+    ):
+        assert HostMaster.__torch_dispatch__(operator, (HostMaster,), args) is written
+    assert written.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_what_a_master_in_host_memory_refuses() -> None:
