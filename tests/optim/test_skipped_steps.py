@@ -12,7 +12,7 @@ from tests import casts
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.undistributed import Undistributed
-from zerocast import ZeroConfig
+from zerocast import ZeroAdamW, ZeroConfig
 
 OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
 LIBRARY_ORDER = ZeroConfig(bucket_size=4096)
@@ -155,3 +155,31 @@ def log_on_ranks() -> int:
 
 def test_rank_0_speaks(ranks):
     assert ranks(2)(log_on_ranks) == [1, 0]
+
+
+def warnings_of_rows(rows: list[int]) -> list[str]:
+    """What a rank logs unasked where that many steps in a row are skipped, each row followed by a good step."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("zerocast").addHandler(handler)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = ZeroAdamW([("bias", weight)])
+    for skipped in rows:
+        for value in [float("nan")] * skipped + [1.0]:
+            weight.grad = torch.full_like(weight, value)
+            optimizer.step()
+    logging.getLogger("zerocast").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.notices(
+    "20 steps in a row are skipped, or 200", where="ZeroAdamW", answer="warns, though `skipped_steps` is not read"
+)
+def test_rows_of_skipped_steps_are_told(ranks):
+    assert warnings_of_rows([19, 19]) == []
+    (long,) = warnings_of_rows([21])
+    assert long.startswith("the last 20 steps were all skipped")
+    first, rank_1 = ranks(2)(warnings_of_rows, [201])
+    assert [text.split(" were")[0] for text in first] == ["the last 20 steps", "the last 200 steps"]
+    assert rank_1 == []

@@ -98,14 +98,24 @@ def test_delayed_scales_are_those_of_the_cast(fmt: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("fmt", casts.FORMATS)
-def test_masters_that_are_not_finite_are_counted(fmt: str, value: float) -> None:
-    """They are cast like any other value, the same on every rank, which is no difference; the report names them."""
+@pytest.mark.notices(
+    "masters are NaN or Inf when `zerocast.verify` looks",
+    where=("CastPlan", "ZeroAdamW"),
+    answer="it fails and names them, unless `allow_nonfinite`",
+)
+def test_masters_that_are_not_finite_fail(fmt: str, value: float) -> None:
+    """They are cast as the format says, which is no difference; the report names them and fails, unless told otherwise."""
     weight, master = QuantizedWeight.empty(SHAPE, fmt), torch.randn(SHAPE[0] * SHAPE[1])
     master[[5, 77]] = value
     plan = CastPlan([weight], [master], [0])
     plan.cast()
     plan.post_all_gather()
     report = verify(plan)
+    assert not report.ok and not report.differences
+    with pytest.raises(VerificationError, match="the master of weight 0 has 2 elements that are NaN or Inf"):
+        report.raise_for_differences()
+    report = verify(plan, allow_nonfinite=True)
+    report.raise_for_differences()
     assert report.ok
     assert report.not_finite == (("weight 0", 2),)
     assert "the master of weight 0 has 2 elements that are NaN or Inf" in str(report)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
+from zerocast.distributed.late_copy import LateCopy
 from zerocast.weight.freshness import debugging
 
 DIGESTS = 128  # bf16 has every integer up to 256
@@ -94,11 +95,8 @@ class SameCall:
 
     def __init__(self, group: Group, slots: Tensor) -> None:
         self._group, self._slots, self._call = group, slots, ""
-        self._announced = self._sent = False
-        self._is_late = slots.is_cuda
-        if self._is_late:
-            self._pinned = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
-            self._arrived = torch.cuda.Event()
+        self._announced = False
+        self._late = LateCopy(slots)
 
     def announce(self, call: str) -> None:
         """Before a cast, store the digest of this rank's call, a verb phrase.
@@ -114,29 +112,26 @@ class SameCall:
     def reduced(self) -> None:
         """After the all-reduce, check on a CPU; a GPU may be capturing a graph and checks later."""
         self._announced = False
-        if not self._is_late:
+        if not self._late.is_late:
             self._check(self._slots)
 
     def send(self) -> None:
         """After a cast on a GPU, start copying the numbers to the host."""
         self._announced = False
-        if self._is_late:
-            self._pinned.copy_(self._slots, non_blocking=True)
-            self._arrived.record()
-            self._sent = True
+        if self._late.is_late:
+            self._late.send()
 
     def forget(self) -> None:
         """Skip the check of the numbers sent so far."""
-        self._sent = False
+        self._late.forget()
 
     def check_sent(self) -> None:
         """Before the next cast, check the numbers that were sent; the device has had a step of
         work since.
         """
-        if self._sent:
-            self._arrived.synchronize()
-            self._sent = False
-            self._check(self._pinned)
+        numbers = self._late.take()
+        if numbers is not None:
+            self._check(numbers)
 
     def _check(self, slots: Tensor) -> None:
         """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""

@@ -37,6 +37,7 @@ from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
 from zerocast.optim.sharded_weights import ShardedWeights
+from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import ZeroState
 from zerocast.optim.validate import (
     OTHER_GROUPS,
@@ -139,7 +140,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
         self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group, muon)
         self._reducer.gradients.apply_clip = self._device.apply_clip
-        self._reported = 0
+        self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
         self._clipped = ""  # to what, since the last step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
@@ -205,6 +206,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         says to what a graph clips.
         """
         self._plan.guard.check_complete()
+        self._skipped.before_step()
         check_gradients()
         if listed_parameters(self.param_groups) != self._listed:
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
@@ -233,6 +235,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bytes are verified.
         """
         self.averages.after_step()
+        self._skipped.after_step()
         self._plan.freshness.change()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
@@ -421,7 +424,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._state.check(state_dict)
         with self.overwriting():
             self._state.load(state_dict)
-            self._caller.number = int(self._device.count) + 1
+            taken = int(self._device.count)
+            self._caller.number = taken + 1
+            self._skipped.restart(taken)
             self._weights.recast()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 
 class VerificationError(RuntimeError):
-    """Live bytes differ from the cast of their masters; the message is the report."""
+    """Live bytes differ from the cast of their masters, or masters are not finite; the message is
+    the report.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class VerifyReport:
         differences: every buffer that differs on any rank.
         without_masters: quantized weights that were not compared, since some masters have no owner
             here.
-        not_finite: (name, number of NaN and Inf) of masters; these are cast like any other value
-            and are no difference.
+        not_finite: (name, number of NaN and Inf) of masters. They are cast as formats say, so their
+            bytes are no difference.
+        allow_nonfinite: masters that are not finite are reported and nothing else.
     """
 
     weights: int
@@ -58,9 +61,10 @@ class VerifyReport:
     differences: tuple[Difference, ...]
     without_masters: tuple[str, ...] = ()
     not_finite: tuple[tuple[str, int], ...] = ()
+    allow_nonfinite: bool = False
 
     @staticmethod
-    def of(parts: "Sequence[VerifyReport]", without: tuple[str, ...]) -> "VerifyReport":
+    def of(parts: "Sequence[VerifyReport]", without: tuple[str, ...], allow_nonfinite: bool = False) -> "VerifyReport":
         """Merge reports into one; `ranks` is their largest number of ranks, 1 of no report."""
         return VerifyReport(
             sum(part.weights for part in parts),
@@ -69,22 +73,24 @@ class VerifyReport:
             tuple(difference for part in parts for difference in part.differences),
             (*without, *(name for part in parts for name in part.without_masters)),
             tuple(found for part in parts for found in part.not_finite),
+            allow_nonfinite,
         )
 
     @property
     def ok(self) -> bool:
-        """True if no buffer differs on any rank."""
-        return not self.differences
+        """True if no buffer differs on any rank, and masters are finite or may be otherwise."""
+        return not self.differences and (self.allow_nonfinite or not self.not_finite)
 
     def __str__(self) -> str:
         what = f"{self.weights:,} weights, {self.nbytes:,} bytes on each of {self.ranks} ranks"
-        found = "all are what the masters cast to" if self.ok else f"{len(self.differences)} buffers differ"
+        differ = f"{len(self.differences)} buffers differ"
+        found = differ if self.differences else "all are what the masters cast to"
         masters = [
             f"the master of {name} has {count:,} elements that are NaN or Inf" for name, count in self.not_finite
         ]
         return "\n".join([f"{what}: {found}", *map(str, self.differences), *masters])
 
     def raise_for_differences(self) -> None:
-        """Raise VerificationError, with the report as its message, if any buffer differs."""
-        if self.differences:
+        """Raise VerificationError, with the report as its message, unless the report is `ok`."""
+        if not self.ok:
             raise VerificationError(str(self))

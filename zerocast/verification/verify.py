@@ -34,7 +34,7 @@ UNDETERMINED = ("scale", "amax_history")
 
 
 @torch.no_grad()
-def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
+def verify(model_or_optimizer: Any, group: GroupLike = None, *, allow_nonfinite: bool = False) -> VerifyReport:
     """Compare the live bytes, scales, amaxes and columnwise copies of every weight with an
     unsharded cast of its master.
 
@@ -43,7 +43,8 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
     its group call it, between steps. It waits for gathers in flight and for the device, and
     performs a cast or gather that the next forward pass would begin with; nothing else changes.
     `group` is the ranks that the report covers, by default those that share the masters. Each of
-    them gets the same report, whose `raise_for_differences()` raises.
+    them gets the same report, whose `raise_for_differences()` raises, also where a master has
+    elements that are NaN or Inf, unless `allow_nonfinite`.
 
     Raises TypeError for any other argument, ValueError for a model without any known master and for
     ranks that hold different weights.
@@ -58,7 +59,7 @@ def verify(model_or_optimizer: Any, group: GroupLike = None) -> VerifyReport:
         )
     all_views = (views for owner in owners for views in owner.master_views())
     reports = [_verify(views, views.group if group is None else Group.of(group), names) for views in all_views]
-    return VerifyReport.of(reports, without)
+    return VerifyReport.of(reports, without, allow_nonfinite)
 
 
 def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
