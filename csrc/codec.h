@@ -123,17 +123,16 @@ ZC_HD float decode(int32_t code) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Storage types of masters and nominal weights. `narrow_number` is `narrow` for values other than
 // NaN. `magnitude` is an integer that orders like the absolute value, 0 for NaN; `of_magnitude` is
-// its inverse.
+// its inverse. `absolute` has NaN above Inf, which is kAbsoluteInfinity.
 
 struct Float32 {
   using Word = uint32_t;
   ZC_HD static float widen(Word word) { return float_of(static_cast<int32_t>(word)); }
   ZC_HD static Word narrow(float x) { return static_cast<Word>(bits_of(x)); }
   ZC_HD static Word narrow_number(float x) { return narrow(x); }
-  ZC_HD static int32_t magnitude(Word word) {
-    const int32_t m = static_cast<int32_t>(word & 0x7FFFFFFFu);
-    return m > kInfinity ? 0 : m;
-  }
+  static constexpr int32_t kAbsoluteInfinity = kInfinity;
+  ZC_HD static int32_t absolute(Word word) { return static_cast<int32_t>(word & 0x7FFFFFFFu); }
+  ZC_HD static int32_t magnitude(Word word) { return absolute(word) > kAbsoluteInfinity ? 0 : absolute(word); }
   ZC_HD static float of_magnitude(int32_t m) { return float_of(m); }
 };
 
@@ -146,10 +145,9 @@ struct Bfloat16 {
     const uint32_t bits = static_cast<uint32_t>(bits_of(x));
     return static_cast<Word>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
   }
-  ZC_HD static int32_t magnitude(Word word) {
-    const int32_t m = word & 0x7FFF;
-    return m > 0x7F80 ? 0 : m;
-  }
+  static constexpr int32_t kAbsoluteInfinity = 0x7F80;
+  ZC_HD static int32_t absolute(Word word) { return word & 0x7FFF; }
+  ZC_HD static int32_t magnitude(Word word) { return absolute(word) > kAbsoluteInfinity ? 0 : absolute(word); }
   ZC_HD static float of_magnitude(int32_t m) { return float_of(m << 16); }
 };
 
@@ -158,10 +156,9 @@ struct Float16 {
   ZC_HD static float widen(Word word) { return decode<E5M10>(word); }
   ZC_HD static Word narrow(float x) { return static_cast<Word>(encode<E5M10>(x)); }
   ZC_HD static Word narrow_number(float x) { return static_cast<Word>(encode<E5M10>(x, false)); }
-  ZC_HD static int32_t magnitude(Word word) {
-    const int32_t m = word & 0x7FFF;
-    return m > 0x7C00 ? 0 : m;
-  }
+  static constexpr int32_t kAbsoluteInfinity = 0x7C00;
+  ZC_HD static int32_t absolute(Word word) { return word & 0x7FFF; }
+  ZC_HD static int32_t magnitude(Word word) { return absolute(word) > kAbsoluteInfinity ? 0 : absolute(word); }
   ZC_HD static float of_magnitude(int32_t m) { return decode<E5M10>(m); }
 };
 

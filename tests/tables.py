@@ -134,7 +134,9 @@ class Bench:
         x = round_nominal(master, self.nominal)
         if self.fmt.amax_policy is AmaxPolicy.NONE:
             return {}
-        places = {}
+        self._grids.append(torch.full((3,), 7.0))
+        places = {"not_finite": sum(grid.numel() for grid in self._grids)}
+        self._grids.append(torch.zeros(1))
         own = self.fmt.columnwise is Columnwise.OWN_GRID
         for name, block in (("row_amax", self.fmt.block), ("column_amax", self.fmt.columnwise_block))[: 1 + own]:
             self._grids.append(torch.full((3,), 7.0))

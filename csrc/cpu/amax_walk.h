@@ -17,12 +17,25 @@ namespace zerocast {
 // The loops of partial_amax.inc for the dtypes of a master, its nominal dtype and the packed
 // buffer.
 struct AmaxLoops {
-  void (*fold)(const void* source, int64_t blocks, int64_t width, int32_t* maxima);
-  void (*fold_both)(const void* source, int64_t blocks, int32_t* maxima, int32_t* columns);
+  bool (*fold)(const void* source, int64_t blocks, int64_t width, int32_t* maxima);
+  bool (*fold_both)(const void* source, int64_t blocks, int32_t* maxima, int32_t* columns);
   void (*fold_line)(const int32_t* columns, int64_t n, int64_t width, int32_t* maxima);
   void (*store)(const int32_t* maxima, void* packed, int64_t n);
 };
 using AmaxLoopsOf = AmaxLoops (*)(Dtype master, Dtype nominal, Dtype packed);
+
+// Notes, where the table has a place for it, that a master of a weight is not finite. Several threads
+// may write the same value.
+inline void note_not_finite(const Weight& weight, Array packed) {
+  const int64_t index = weight[column::NOT_FINITE];
+  if (index < 0) return;
+  const uintptr_t at = packed.address + index * size_of(packed.dtype);
+  if (packed.dtype == Dtype::kBfloat16) {
+    __atomic_store_n(reinterpret_cast<uint16_t*>(at), Bfloat16::narrow(1.0f), __ATOMIC_RELAXED);
+  } else {
+    __atomic_store_n(reinterpret_cast<uint32_t*>(at), Float32::narrow(1.0f), __ATOMIC_RELAXED);
+  }
+}
 
 // A grid of blocks over a panel, with the running maxima of a band of rows that are stored
 // together. A band is a block row, or several rows if blocks are one row high, whose amaxes are
@@ -47,14 +60,17 @@ class GridMaxima {
     std::fill_n(maxima_.data(), row_stride_ ? (next_band_ - row) * row_stride_ : blocks(width_), -1);
   }
 
-  // Folds the owned columns of a row: partial blocks at either end, whole blocks between.
-  void add(int64_t row, const Master& master, Panel::Segment owned) {
+  // Folds the owned columns of a row: partial blocks at either end, whole blocks between. True if
+  // all elements are finite.
+  bool add(int64_t row, const Master& master, Panel::Segment owned) {
+    bool finite = true;
     for (int64_t c = owned.first; c < owned.last;) {
       const int64_t whole = c % width_ ? 0 : (owned.last - c) / width_;
       const int64_t n = whole ? whole * width_ : std::min(owned.last, c / width_ * width_ + width_) - c;
-      loops_.fold(master.at(row * panel_.pitch + c), whole ? whole : 1, whole ? width_ : n, at(row, c));
+      finite &= loops_.fold(master.at(row * panel_.pitch + c), whole ? whole : 1, whole ? width_ : n, at(row, c));
       c += n;
     }
+    return finite;
   }
 
   void leave(int64_t row) const {
@@ -98,13 +114,15 @@ template <class Before>
 void one_grid(const Format& format, const AmaxLoops& loops, const Panel& panel, const Master& master, Array packed,
               const Before& before) {
   GridMaxima grid(loops, panel, format.block, packed, panel.weight[column::ROW_AMAX]);
+  bool finite = true;
   for (int64_t row = panel.first_row; row < panel.last_row; ++row) {
     grid.enter(row);
     const Panel::Segment owned = panel.owned(row);
     before(panel, row, owned);
-    grid.add(row, master, owned);
+    finite &= grid.add(row, master, owned);
     grid.leave(row);
   }
+  if (!finite) note_not_finite(panel.weight, packed);
 }
 
 // Rows of 1x32 blocks and 32x1 columns, both from one read of each element.
@@ -113,6 +131,7 @@ void two_grids(const Format& format, const AmaxLoops& loops, const Panel& panel,
                const Before& before) {
   GridMaxima rows(loops, panel, format.block, packed, panel.weight[column::ROW_AMAX]);
   GridMaxima columns(loops, panel, format.columnwise_block, packed, panel.weight[column::COLUMN_AMAX]);
+  bool finite = true;
   for (int64_t row = panel.first_row; row < panel.last_row; ++row) {
     rows.enter(row);
     columns.enter(row);
@@ -122,27 +141,31 @@ void two_grids(const Format& format, const AmaxLoops& loops, const Panel& panel,
     const int64_t last = std::max(first, owned.last / 32 * 32);
     for (const Panel::Segment part : {Panel::Segment{owned.first, first}, Panel::Segment{last, owned.last}}) {
       if (part.first >= part.last) continue;
-      rows.add(row, master, part);
+      finite &= rows.add(row, master, part);
       columns.add(row, master, part);
     }
     if (first < last) {
-      loops.fold_both(master.at(row * panel.pitch + first), (last - first) / 32, rows.at(row, first),
-                      columns.at(row, first));
+      finite &= loops.fold_both(master.at(row * panel.pitch + first), (last - first) / 32, rows.at(row, first),
+                                columns.at(row, first));
     }
     rows.leave(row);
     columns.leave(row);
   }
+  if (!finite) note_not_finite(panel.weight, packed);
 }
 
 template <class Before>
-int32_t panel_maximum(const AmaxLoops& loops, const Panel& panel, const Master& master, const Before& before) {
+int32_t panel_maximum(const AmaxLoops& loops, const Panel& panel, const Master& master, Array packed,
+                      const Before& before) {
   int32_t maximum = -1;
+  bool finite = true;
   for (int64_t row = panel.first_row; row < panel.last_row; ++row) {
     const Panel::Segment owned = panel.owned(row);
     if (owned.first >= owned.last) continue;
     before(panel, row, owned);
-    loops.fold(master.at(row * panel.pitch + owned.first), 1, owned.last - owned.first, &maximum);
+    finite &= loops.fold(master.at(row * panel.pitch + owned.first), 1, owned.last - owned.first, &maximum);
   }
+  if (!finite) note_not_finite(panel.weight, packed);
   return maximum;
 }
 
@@ -161,7 +184,7 @@ void walk_amaxes(const Format& format, Dtype nominal, const std::vector<Array>& 
     const Master master(masters, panel.weight);
     const AmaxLoops loops = loops_of(master);
     if (!format.block) {
-      maxima[i] = panel_maximum(loops, panel, master, before);
+      maxima[i] = panel_maximum(loops, panel, master, packed, before);
     } else if (format.columnwise == Columnwise::kOwnGrid) {
       two_grids(format, loops, panel, master, packed, before);
     } else {

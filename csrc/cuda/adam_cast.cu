@@ -59,10 +59,11 @@ class Kept<Float32> {
   }
 };
 
-// Updates the rows of a lane, keeps them, and returns the largest absolute value.
+// Updates the rows of a lane, keeps them, and returns the largest absolute value. `poison` as in
+// `add_poison`.
 template <class Nominal, class Grad, class Moment>
 __device__ float update(const AdamArrays<Grad, Moment>& arrays, const OnePassLane& lane, const AdamScalars& scalars,
-                        float clip) {
+                        float clip, float& poison) {
   const Kept<Nominal> kept;
   const auto element = [&](int r) { return lane.element + r * lane.pitch; };
   float most = 0.0f;
@@ -72,6 +73,7 @@ __device__ float update(const AdamArrays<Grad, Moment>& arrays, const OnePassLan
       float masters[kColumns];
       arrays.finish(element(r), arrays.load(element(r)), scalars, clip, masters);
       most = fmaxf(most, row_amax<kColumns>(masters));
+      add_poison<kColumns>(masters, poison);
       kept.keep(r, masters);
     }
     return most;
@@ -85,6 +87,7 @@ __device__ float update(const AdamArrays<Grad, Moment>& arrays, const OnePassLan
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) masters[c] = owned.has(c) ? *arrays.p(element(r) + c) : 0.0f;
     most = fmaxf(most, row_amax<kColumns>(masters));
+    add_poison<kColumns>(masters, poison);
     kept.keep(r, masters);
   }
   return most;
@@ -216,7 +219,9 @@ __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
     const Weight w = weight_of(table, item);
     const AdamArrays<Grad, Moment> arrays{origin_of<Float32>(state.master, w), origin_of<Grad>(state.grad, w),
                                           origin_of<Moment>(state.exp_avg, w), origin_of<Moment>(state.exp_avg_sq, w)};
-    most = update<Nominal>(arrays, lane_of<kGrid>(format, w, item), adam.rows[groups[item.weight]], *adam.clip);
+    float poison = 0.0f;
+    most = update<Nominal>(arrays, lane_of<kGrid>(format, w, item), adam.rows[groups[item.weight]], *adam.clip, poison);
+    note_poison(w, out, poison);
   }
   using Word = typename Encoder<E>::Word4;
   [[maybe_unused]] Word held[kRows];

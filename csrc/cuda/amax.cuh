@@ -47,6 +47,12 @@ struct AmaxSink {
   }
 };
 
+// Notes, where the table has a place for it, that an element of a lane is not finite. Several
+// threads may write the same value.
+__device__ inline void note_poison(const Weight& w, const AmaxSink& out, float poison) {
+  if (poison != 0.0f && w[column::NOT_FINITE] >= 0) out.packed.store(w[column::NOT_FINITE], 1.0f);
+}
+
 using AmaxLane = Lane<kAmaxShape.lane_columns>;
 using AmaxRow = Row<kAmaxShape.lane_columns>;
 
@@ -63,10 +69,14 @@ class PanelAmaxes {
 
   __device__ void rows(int, const AmaxElements& x) {
 #pragma unroll
-    for (int r = 0; r < kAmaxRows; ++r) most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x[r]));
+    for (int r = 0; r < kAmaxRows; ++r) {
+      most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x[r]));
+      add_poison<kAmaxShape.lane_columns>(x[r], poison_);
+    }
   }
 
   __device__ void finish() const {
+    note_poison(w_, out_, poison_);
     if constexpr (kGrid == Grid::kSquare16 || kGrid == Grid::kSquare32) {
       // Some lanes hold a block in whole, so nobody else writes it.
       constexpr int kSide = side_of(kGrid), kLanes = kSide / kAmaxShape.lane_columns;
@@ -101,7 +111,7 @@ class PanelAmaxes {
   const AmaxLane& lane_;
   const Weight& w_;
   const AmaxSink& out_;
-  float most_ = 0.0f;
+  float most_ = 0.0f, poison_ = 0.0f;
 };
 
 // Halves a list that two lanes share: the lane with the bit keeps the upper half, the other the
@@ -129,6 +139,7 @@ class PanelAmaxes<Grid::kRowsAndColumns> {
 #pragma unroll
     for (int r = 0; r < kAmaxRows; ++r) {
       eight[r] = row_amax<kAmaxShape.lane_columns>(x[r]);
+      add_poison<kAmaxShape.lane_columns>(x[r], poison_);
 #pragma unroll
       for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[r][c]));
     }
@@ -141,6 +152,7 @@ class PanelAmaxes<Grid::kRowsAndColumns> {
   }
 
   __device__ void finish() const {
+    note_poison(w_, out_, poison_);
     const int64_t first = w_[column::COLUMN_AMAX] + lane_.row / 32 * lane_.columns + lane_.column;
 #pragma unroll
     for (int c = 0; c < kAmaxShape.lane_columns; ++c) out_.store(first + c, columns_[c]);
@@ -152,6 +164,7 @@ class PanelAmaxes<Grid::kRowsAndColumns> {
   const AmaxSink& out_;
   const int64_t across_;
   float columns_[kAmaxShape.lane_columns] = {};
+  float poison_ = 0.0f;
 };
 
 }  // namespace zerocast::cuda

@@ -66,6 +66,13 @@ __device__ float row_amax(const Row<kColumns>& x) {
   return most;
 }
 
+// `poison` is no longer 0 once an element was NaN or Inf: those times 0 are NaN.
+template <int kColumns>
+__device__ void add_poison(const Row<kColumns>& x, float& poison) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) poison = fmaf(x[c], 0.0f, poison);
+}
+
 // Four words of a storage type, read or written at once, without cache hints: streaming hints made
 // casts 3 to 8 % slower on an H200.
 template <class Storage>

@@ -100,13 +100,19 @@ class DescriptorTable:
         return row
 
     def add_shard(
-        self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, bit: int = -1
+        self,
+        shard: MasterShard,
+        place: Sequence[int],
+        group: int = 0,
+        shared: int = -1,
+        bit: int = -1,
+        flag: int = -1,
     ) -> None:
-        """Append a weight with what this rank owns of it, its parameter group, and the bit of its
-        byte 0.
+        """Append a weight with what this rank owns of it, its parameter group, the bit of its
+        byte 0, and the place of the flag that its masters are not finite.
         """
         row = self.add(shard.weight, place, group, shared)
-        row[Column.CHANGED] = bit
+        row[Column.CHANGED], row[Column.NOT_FINITE] = bit, flag
         if shard.master is not None:
             self.set_span(row, shard, shard.span, shard.master)
         if shard.cuts is not None:

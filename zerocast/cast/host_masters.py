@@ -56,22 +56,28 @@ class HostTable(WeightTable):
     def __init__(self, key: TableKey, device: torch.device, mirror: Tensor) -> None:
         super().__init__(key, device)
         self._mirror = mirror
-        self._shards: list[tuple[MasterShard, int, Sequence[int]]] = []
+        self._shards: list[tuple[MasterShard, int, Sequence[int], int]] = []
 
     def add_shard(
-        self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, bit: int = -1
+        self,
+        shard: MasterShard,
+        place: Sequence[int],
+        group: int = 0,
+        shared: int = -1,
+        bit: int = -1,
+        flag: int = -1,
     ) -> None:
         """Append a weight, and what this rank owns of it for the host."""
         assert shard.cuts is None and bit < 0, shard
-        self._shards.append((shard, shared, place))
+        self._shards.append((shard, shared, place, flag))
         self.add(shard.weight, place, group, shared)
 
     def freeze(self) -> "HostTable":
         """The device's part, and tables of the host's."""
         super().freeze()
         self._state = {name: host_tensor(len(self._shards), torch.float32, self.device) for name in ("amax", "scale")}
-        self._measured, self._ranges = self._of_masters(), _merged(self._amaxes_of(*one) for one in self._shards)
-        self._read = [*self._ranges, *_merged(Span(at, at + 1) for _, at, _ in self._shards if at >= 0)]
+        self._measured, self._ranges = self._of_masters(), _merged(self._measured_places())
+        self._read = [*self._ranges, *_merged(Span(at, at + 1) for _, at, *_ in self._shards if at >= 0)]
         self._pieces = list(self._cut())
         size = max((piece.numel for piece in self._pieces), default=0)
         self._staging = [host_tensor(size, torch.uint8, self.device) for _ in range(min(2, len(self._pieces)))]
@@ -128,8 +134,11 @@ class HostTable(WeightTable):
         for span in self._read:  # these wait for the device, and for copies out of the mirror
             self._mirror[span.start : span.stop].copy_(packed[span.start : span.stop])
 
-    def _amaxes_of(self, shard: MasterShard, shared: int, place: Sequence[int]) -> Span:
-        return Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
+    def _measured_places(self) -> Iterator[Span]:
+        """Where the amaxes of each weight lie in the packed buffer, and its flag."""
+        for shard, _, place, flag in self._shards:
+            yield Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
+            yield Span(flag, flag + (flag >= 0))
 
     def _host_table(self) -> WeightTable:
         key = TableKey("cpu", self.key.fmt, self.key.nominal, self.key.master)
@@ -137,10 +146,11 @@ class HostTable(WeightTable):
 
     def _row_on_host(self, table: WeightTable, number: int, span: Span) -> list[int]:
         """A row for some elements of a weight, with its tensor amax and scale on the host."""
-        shard, shared, place = self._shards[number]
+        shard, shared, place, flag = self._shards[number]
         row = table._row(shard.weight.matrix_shape, place, 0)
         if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
             row[Column.SHARED_AMAX] = shared
+        row[Column.NOT_FINITE] = flag
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         if shard.master is not None:
             base, offset = table.add_to_masters(shard.master)

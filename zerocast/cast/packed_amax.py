@@ -12,15 +12,16 @@ Where a host keeps the amax history of a weight, its amax grows until the host t
 there on any rank goes into the same reduction.
 
 Weights that share a tensor amax have one more place for it, in which each rank enters the largest
-that it has measured of any of them. Then come two numbers by which ranks that are in
-different calls find out (`SameCall`).
+that it has measured of any of them. Then comes a flag for each weight, which is 1 where a master is
+NaN or Inf on any rank (`FiniteMasters`), and two numbers by which ranks that are in different calls
+find out (`SameCall`).
 
 Where the caller gathers scales, a rank needs only the amaxes of the rows around its span. These lie
 last, different ones on every rank, and are not reduced. The rows of blocks that a cut divides are
 copied to places among the reduced amaxes that all ranks know, and back.
 
-    | amaxes, ... | shared | cut rows of blocks | boundary bytes | cut blocks | call | own amaxes |
-    |<------------------------------- reduced ---------------------------------->|<- not reduced ->|
+    | amaxes | shared | cut rows of blocks | boundary | cut blocks | flags | call | own amaxes |
+    |<---------------------------- reduced ----------------------------->|<- not reduced ->|
 
 Blocks that choose between two scales (`FormatSpec.chooses_scales`) do so once the tensor amax is
 known, each by its elements: those of cut blocks are exchanged too (`CutBlocks`). A rank that owns
@@ -68,7 +69,8 @@ def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
 
 class PackedAmax(AmaxReduction):
     """The buffer, the place in it of the amaxes of each weight that this rank computes scales of
-    (`offsets`), the boundary bytes behind them, and `same_call`.
+    (`offsets`), the boundary bytes behind them, `same_call`, and the places of the `flags` of
+    weights whose masters are measured (`flag_of`).
 
     `boundary_elements` are (weight, element, slot) of the elements of other ranks that this rank
     writes beside its own; `received` holds them after a reduction, f32 by slot.
@@ -96,7 +98,10 @@ class PackedAmax(AmaxReduction):
         cut_size = sum(row.cuts.numel() * row.across for row in rows)
         elements = size + cut_size + 4 * len(self.boundary_bytes)
         cut = _cut_blocks_of(partition, everywhere)
-        numel = elements + sum(row.span.numel for row in cut)
+        first_flag = elements + sum(row.span.numel for row in cut)
+        measured = [index for index in cast if self._has_amaxes(index)]
+        self.flag_of = {index: first_flag + number for number, index in enumerate(measured)}
+        numel = first_flag + len(measured)
         slots = 2 if dtypes and group.size > 1 else 0
         own, end = self._place([i for i in gathered if self._shards[i].span.numel], numel + slots)
         self.offsets |= own
@@ -106,7 +111,8 @@ class PackedAmax(AmaxReduction):
         self.same_call = SameCall(group, self.buffer[numel : numel + slots]) if slots else None
         self._cast = [part for part in (self.buffer[:numel], self.buffer[numel + slots :]) if part.numel()]
         self._values, self._is_nan = self.buffer[size + cut_size : elements].view(2, -1)
-        self.cut_blocks = CutBlocks(cut, self.buffer[elements:numel])
+        self.cut_blocks = CutBlocks(cut, self.buffer[elements:first_flag])
+        self.flags = self.buffer[first_flag:numel]
         self._choices = self.buffer[: self._place(chooses, 0)[1]]
         self.received = torch.zeros(2 * len(self.boundary_bytes), dtype=torch.float32, device=device)
         self.boundary_elements = [

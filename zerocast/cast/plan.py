@@ -14,6 +14,7 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.finite_masters import FiniteMasters
 from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import ShardData, partition
 from zerocast.cast.pipeline import cast
@@ -133,6 +134,7 @@ class CastPlan:
         is the last cast once more, from other masters perhaps: delayed scaling does not move on.
         Afterwards the caller gathers the bytes, and then calls `post_all_gather`. A cast that
         raises half-way leaves weights that are not read before another one is complete.
+        RuntimeError, on every rank, if the masters of the last cast were NaN or Inf.
         """
         self._check_host_masters(update)
         self.ready(self._detail)
@@ -208,6 +210,7 @@ class CastPlan:
         self._own_caller.number, self._detail = self.freshness.cast + 1, ""
         if self.packed.same_call:
             self.packed.same_call.send()
+        self._finite.send()
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes.
@@ -388,7 +391,7 @@ class CastPlan:
 
     def check_call(self) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those
-        of another call.
+        of another call, or if it cast masters that are NaN or Inf.
         """
         try:
             if self.packed.same_call:
@@ -396,10 +399,12 @@ class CastPlan:
         except RuntimeError:
             self.guard.mark_partial("a cast with ranks in another call", masters=False)
             raise
+        self._finite.check()
 
     def forget_call(self) -> None:
         """Forget which call the last cast was, since every rank overwrites its masters now."""
         self._detail = ""
+        self._finite.forget()
         if self.packed.same_call:
             self.packed.same_call.forget()
 
@@ -423,6 +428,7 @@ class CastPlan:
         self._call = _numbered(self.group) + self._step_of_caller
         device = self._partition.device
         self.packed = PackedAmax(self._partition, self._cast, device, self.group)
+        self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
         if self._notes:

@@ -58,7 +58,8 @@ class CastTables:
             tables = hosted if shard.on_host else owned
             for half, table in enumerate(tables.of_halves(shard.weight, master, group is not None)):
                 table.changed = notes.bitmap if notes and not half else None  # of the codes of forward passes
-                table.add_shard(shard, packed.offsets[index][half:], group or 0, shared, bit)
+                flag = packed.flag_of.get(index, -1)
+                table.add_shard(shard, packed.offsets[index][half:], group or 0, shared, bit, flag)
         for index, element, slot in packed.boundary_elements:
             shard = shards[index]
             for half, table in enumerate(boundary.of_halves(shard.weight)):

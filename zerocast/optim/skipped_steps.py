@@ -1,5 +1,5 @@
-"""SkippedSteps: a run whose every step is skipped changes nothing any more, and its loss may look as
-if it were training.
+"""SkippedSteps: a run whose every step is skipped changes nothing any more, and its loss may look
+as if it were training.
 
 The host learns of it from a copy of the count of steps taken, which stands still where a step is
 skipped.

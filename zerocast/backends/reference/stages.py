@@ -36,11 +36,15 @@ from zerocast.formats.spec import UPCAST_EXPONENT
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """Stage partial_amax: the amax of the owned elements of every block that holds any."""
+    """Stage partial_amax: the amax of the owned elements of every block that holds any, and a 1
+    for each weight of which any is NaN or Inf.
+    """
     for row in table.tolist():
         window = Window.of(fmt, row)
         if window is None:
             continue
+        if row[Column.NOT_FINITE] >= 0 and not bool(window.elements(masters).isfinite().all()):
+            packed[row[Column.NOT_FINITE]] = 1.0
         canvas = window.canvas(masters, nominal)
         window.grid(packed, row[Column.ROW_AMAX], fmt.block).copy_(block_amax(canvas, fmt.block))
         if fmt.columnwise is Columnwise.OWN_GRID:

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.adam_step import update
-from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into
-from zerocast.backends.triton.codec import DTYPES, round_nominal
+from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into, note_not_finite
+from zerocast.backends.triton.codec import DTYPES, magnitude, round_nominal
 from zerocast.backends.triton.launch import (
     COLUMNS,
     NUMEL,
@@ -127,6 +127,7 @@ def _run(
     if HAS_AMAX:
         bits = tl.where(i < left, amax_bits(round_nominal(p, NOMINAL)), 0)
         max_into(packed, tl.load(row + ROW_AMAX), tl.max(bits, 0))
+        note_not_finite(packed, row, tl.max(tl.where(i < left, magnitude(p), 0), 0))
 
 
 @triton.jit
@@ -149,12 +150,12 @@ def _update_band(
     EXP_AVG_SQ: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Update the STEPS tiles of a band; returns their elementwise largest |x| as bits
-    `[HEIGHT, WIDTH_A]`.
+    """Update the STEPS tiles of a band; returns (their elementwise largest |x| as bits
+    `[HEIGHT, WIDTH_A]`, the largest of all with NaN above Inf).
     """
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)
-    largest = tl.zeros((HEIGHT, WIDTH_A), tl.int32)
+    largest, worst = tl.zeros((HEIGHT, WIDTH_A), tl.int32), tl.zeros((HEIGHT, WIDTH_A), tl.int32)
     for step in range(STEPS):
         top = first_row + step * HEIGHT
         p_at, g_at, m_at, v_at = _addresses(
@@ -163,7 +164,8 @@ def _update_band(
         mask = owned(row, top, first_column, HEIGHT, WIDTH_A)
         p = update(p_at, g_at, m_at, v_at, i, mask, group, clip, GRAD, EXP_AVG, EXP_AVG_SQ, FULL)
         largest = tl.maximum(largest, tl.where(mask, amax_bits(round_nominal(p, NOMINAL)), 0))
-    return largest
+        worst = tl.maximum(worst, tl.where(mask, magnitude(p), 0))
+    return largest, tl.max(tl.max(worst, 1), 0)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -206,13 +208,14 @@ def _blocks(
     )
     aligned = ((p_at | g_at | m_at | v_at) % 16 == 0) & (columns % 16 == 0)
     if is_owned(row, top, left, HEIGHT * STEPS, WIDTH_A) & aligned:
-        m = _update_band(
+        m, worst = _update_band(
             masters, grads, exp_avgs, exp_avg_sqs, row, group, clip, top, left,
             HEIGHT, STEPS, WIDTH_A, NOMINAL, GRAD, EXP_AVG, EXP_AVG_SQ, True,
         )  # fmt: skip
     else:
-        m = _update_band(
+        m, worst = _update_band(
             masters, grads, exp_avgs, exp_avg_sqs, row, group, clip, top, left,
             HEIGHT, STEPS, WIDTH_A, NOMINAL, GRAD, EXP_AVG, EXP_AVG_SQ, False,
         )  # fmt: skip
+    note_not_finite(packed, row, worst)
     store_amaxes(packed, row, m, top, left, HEIGHT, STEPS, WIDTH_A, ROWS_A, COLUMNS_A, OWN_ROWS, OWN_COLUMNS)

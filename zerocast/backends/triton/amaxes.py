@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.codec import INF, as_f32, bf16_bits, magnitude
-from zerocast.backends.triton.launch import COLUMNS, ROWS
+from zerocast.backends.triton.launch import COLUMNS, NOT_FINITE, ROWS
 
 
 def as_integers(packed: Tensor) -> Tensor:
@@ -21,6 +21,16 @@ def amax_bits(x):
     """Bits of |x| as int32, 0 for a NaN."""
     m = magnitude(x)
     return tl.where(m > INF, 0, m)
+
+
+@triton.jit
+def note_not_finite(packed, row, bits):
+    """Note, where the table has a place for it, that the largest |x| of any elements, as bits with
+    NaN above Inf, is not finite. Several programs may write the same value.
+    """
+    place = tl.load(row + NOT_FINITE)
+    one = amax_word(packed, tl.full((), 0x3F800000, tl.int32))
+    tl.store(packed + place, one, mask=(bits >= INF) & (place >= 0))
 
 
 @triton.jit

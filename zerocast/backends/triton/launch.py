@@ -133,6 +133,7 @@ AMAX = tl.constexpr(int(Column.AMAX_BASE))
 SCALE = tl.constexpr(int(Column.SCALE_BASE))
 HISTORY = tl.constexpr(int(Column.HISTORY_BASE))
 CHANGED = tl.constexpr(int(Column.CHANGED))
+NOT_FINITE = tl.constexpr(int(Column.NOT_FINITE))
 
 
 @triton.jit

@@ -5,8 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerocast.backends.triton.amaxes import amax_bits, as_integers, block_max, max_into, store_blocks
-from zerocast.backends.triton.codec import DTYPES, round_nominal
+from zerocast.backends.triton.amaxes import (
+    amax_bits,
+    as_integers,
+    block_max,
+    max_into,
+    note_not_finite,
+    store_blocks,
+)
+from zerocast.backends.triton.codec import DTYPES, magnitude, round_nominal
 from zerocast.backends.triton.launch import (
     COLUMN_AMAX,
     COLUMNS,
@@ -75,6 +82,7 @@ def _run(
         x = load_f32(at, i, i < left, DTYPE, False)
     bits = tl.max(amax_bits(round_nominal(x, NOMINAL)), 0)
     max_into(packed, tl.load(row + ROW_AMAX), bits)
+    note_not_finite(packed, row, tl.max(magnitude(x), 0))
 
 
 @triton.jit
@@ -90,16 +98,19 @@ def _magnitudes(
     NOMINAL: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """The elementwise largest |x| of the STEPS tiles of a band, as bits `[HEIGHT, WIDTH_A]`."""
+    """(the elementwise largest |x| of the STEPS tiles of a band, as bits `[HEIGHT, WIDTH_A]`, the
+    largest of all with NaN above Inf).
+    """
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)
-    largest = tl.zeros((HEIGHT, WIDTH_A), tl.int32)
+    largest, worst = tl.zeros((HEIGHT, WIDTH_A), tl.int32), tl.zeros((HEIGHT, WIDTH_A), tl.int32)
     for step in range(STEPS):
         top = first_row + step * HEIGHT
         at = element(masters, row, top * columns + first_column, DTYPE)
         x = load_f32(at, i, owned(row, top, first_column, HEIGHT, WIDTH_A), DTYPE, FULL)
         largest = tl.maximum(largest, amax_bits(round_nominal(x, NOMINAL)))
-    return largest
+        worst = tl.maximum(worst, magnitude(x))
+    return largest, tl.max(tl.max(worst, 1), 0)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -126,9 +137,10 @@ def _blocks(
     columns = tl.load(row + COLUMNS)
     at = element(masters, row, top * columns + left, DTYPE)
     if is_owned(row, top, left, HEIGHT * STEPS, WIDTH_A) & (at % 16 == 0) & (columns % 16 == 0):
-        m = _magnitudes(masters, row, top, left, HEIGHT, STEPS, WIDTH_A, DTYPE, NOMINAL, True)
+        m, worst = _magnitudes(masters, row, top, left, HEIGHT, STEPS, WIDTH_A, DTYPE, NOMINAL, True)
     else:
-        m = _magnitudes(masters, row, top, left, HEIGHT, STEPS, WIDTH_A, DTYPE, NOMINAL, False)
+        m, worst = _magnitudes(masters, row, top, left, HEIGHT, STEPS, WIDTH_A, DTYPE, NOMINAL, False)
+    note_not_finite(packed, row, worst)
     store_amaxes(packed, row, m, top, left, HEIGHT, STEPS, WIDTH_A, ROWS_A, COLUMNS_A, OWN_ROWS, OWN_COLUMNS)
 
 

@@ -1,0 +1,100 @@
+"""A master that is NaN or Inf, on any rank: every rank raises at the call after the cast, and names the weight."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts, devices
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.hyperparameters import Hyperparameters
+
+TOLD = r"the masters of 1 of 3 weights were NaN or Inf in the last cast: weight 1\."
+VALUES = [float("nan"), float("inf"), -float("inf")]
+MEASURED = [fmt for fmt in casts.FORMATS if fmt != "identity"]
+SHAPE = (64, 96)
+
+
+def adam(master: Tensor) -> AdamUpdate:
+    """A step of Adam that leaves masters almost as they are."""
+    hyperparameters = Hyperparameters(1, master.device)
+    hyperparameters.refresh([{"lr": 1e-6, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}])
+    count, one = torch.ones(1, dtype=torch.int64, device=master.device), torch.ones(1, device=master.device)
+    zeros = [torch.zeros_like(master) for _ in range(3)]
+    return AdamUpdate(*zeros, hyperparameters.scalars(count), one)
+
+
+@pytest.mark.long_interpreted
+@pytest.mark.parametrize("stepped", [False, True], ids=["cast", "fused step"])
+@pytest.mark.parametrize("fmt", MEASURED)
+@pytest.mark.notices(
+    "a master is NaN or Inf",
+    where=("CastPlan", "ZeroAdamW", "Megatron", "Apex", "TransformerEngine"),
+    answer="raises on all ranks at the call after the cast, names the weights",
+)
+def test_one_element_of_any_weight(backend_anywhere: str, fmt: str, stepped: bool) -> None:
+    """The first, the last and one inside of an uneven span; masters that are whole again are cast as ever."""
+    device, numel = devices.of(backend_anywhere), SHAPE[0] * SHAPE[1]
+    weights = [QuantizedWeight.empty(SHAPE, fmt, torch.bfloat16, device) for _ in range(3)]
+    flat = torch.randn(3 * numel, generator=torch.Generator().manual_seed(0)).to(device)
+    masters = [master[1:] for master in flat.split(numel)]
+    plan = CastPlan(weights, masters, [1, 1, 1], backend=backend_anywhere)
+
+    def cast() -> None:
+        plan.cast(update=adam(flat) if stepped else None)
+
+    cast()
+    for value, place in zip(VALUES, (0, 4321, numel - 2), strict=True):
+        before = masters[1][place].clone()
+        masters[1][place] = value
+        cast()
+        masters[1][place] = before
+        with pytest.raises(RuntimeError, match=TOLD):
+            cast()
+        cast()
+
+
+def told_on_ranks(culprit: int) -> list[str]:
+    """What each rank is told of a NaN that one of them writes: by a cast, and by an optimizer's step, state and load."""
+    rank, told = dist.get_rank(), []
+    half = 32 * 64 // 2
+    weights = [QuantizedWeight.empty((32, 64), "nvfp4") for _ in range(3)]
+    masters = [torch.ones(half) for _ in weights]
+    plan = CastPlan(weights, masters, [rank * half] * 3)
+    if rank == culprit:
+        masters[1][7] = torch.nan
+    plan.cast()
+    with pytest.raises(RuntimeError, match=TOLD) as caught:
+        plan.cast()
+    told.append(str(caught.value))
+
+    model = nn.Linear(64, 32).bfloat16()
+    zerocast.quantize_(model, {"*": "nvfp4"})
+    optimizer = ZeroAdamW(model.named_parameters())
+    state = optimizer.state_dict()
+    for then in (optimizer.step, optimizer.state_dict):
+        if rank == culprit:
+            optimizer._masters.master[3] = torch.inf
+        model(torch.ones(4, 64).bfloat16()).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="NaN or Inf in the last cast") as caught:
+            then()
+        told.append(str(caught.value))
+        optimizer._masters.master.nan_to_num_(posinf=0)
+        optimizer.zero_grad()
+        optimizer.step()
+    if rank == culprit:
+        optimizer._masters.master[3] = torch.inf
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    return told
+
+
+def test_all_ranks_are_told(ranks):
+    for culprit in (0, 1):
+        first, second = ranks(2)(told_on_ranks, culprit)
+        assert first == second
+        assert "weight" in first[1]

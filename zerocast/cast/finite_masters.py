@@ -1,0 +1,46 @@
+"""FiniteMasters: masters that are NaN or Inf are told of at the call after their cast, on all
+ranks.
+
+Formats without a NaN code make a finite weight of a NaN master, and an Inf saturates in others: no
+loss would show it. The stage that measures a master notes it beside the amaxes, and the flags are
+reduced with those, so that it costs no pass and no collective of its own.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zerocast.distributed.late_copy import LateCopy
+
+SHOWN = 4
+
+
+class FiniteMasters:
+    """The flags of the weights `names` after a cast's reduction: 1 where a master is not finite on
+    any rank.
+    """
+
+    def __init__(self, flags: Tensor, names: Sequence[str]) -> None:
+        self._names, self._late = names, LateCopy(flags)
+
+    def send(self) -> None:
+        """After a cast, let the flags travel to the host."""
+        if self._names:
+            self._late.send()
+
+    def forget(self) -> None:
+        """Say nothing of the casts so far: masters are about to be overwritten on all ranks."""
+        self._late.forget()
+
+    def check(self) -> None:
+        """RuntimeError, on every rank, if masters of the last cast were not finite; once a cast."""
+        flags = self._late.take()
+        if flags is None or not flags.any():
+            return
+        wrong = [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
+        shown = ", ".join(wrong[:SHOWN]) + ", ..." * (len(wrong) > SHOWN)
+        raise RuntimeError(
+            f"the masters of {len(wrong)} of {len(self._names)} weights were NaN or Inf in the last cast: {shown}. What was "
+            "computed with these is wrong, though formats without a NaN code do not show it: load a checkpoint, and look at what wrote "
+            "the masters (a learning rate, an optimizer of your own, a state that was loaded)"
+        )
