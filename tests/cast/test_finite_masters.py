@@ -76,7 +76,7 @@ def told_on_ranks(culprit: int) -> list[str]:
     state = optimizer.state_dict()
     for then in (optimizer.step, optimizer.state_dict):
         if rank == culprit:
-            optimizer._masters.master[3] = torch.inf
+            optimizer._masters.master[500] = torch.inf  # of the weight, not of the bias
         model(torch.ones(4, 64).bfloat16()).sum().backward()
         optimizer.step()
         with pytest.raises(RuntimeError, match="NaN or Inf in the last cast") as caught:
@@ -86,7 +86,7 @@ def told_on_ranks(culprit: int) -> list[str]:
         optimizer.zero_grad()
         optimizer.step()
     if rank == culprit:
-        optimizer._masters.master[3] = torch.inf
+        optimizer._masters.master[500] = torch.inf  # of the weight, not of the bias
     optimizer.step()
     optimizer.load_state_dict(state)
     optimizer.step()

@@ -41,6 +41,6 @@ class FiniteMasters:
         shown = ", ".join(wrong[:SHOWN]) + ", ..." * (len(wrong) > SHOWN)
         raise RuntimeError(
             f"the masters of {len(wrong)} of {len(self._names)} weights were NaN or Inf in the last cast: {shown}. What was "
-            "computed with these is wrong, though formats without a NaN code do not show it: load a checkpoint, and look at what wrote "
-            "the masters (a learning rate, an optimizer of your own, a state that was loaded)"
+            "computed with these is wrong, though formats without a NaN code do not show it: load a checkpoint, and look at "
+            "what wrote the masters (a learning rate, an optimizer of your own, a state that was loaded)"
         )
