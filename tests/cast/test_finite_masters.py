@@ -88,6 +88,7 @@ def told_on_ranks(culprit: int) -> list[str]:
     if rank == culprit:
         optimizer._masters.master[500] = torch.inf  # of the weight, not of the bias
     optimizer.step()
+    optimizer._masters.master.nan_to_num_(posinf=0)  # of which the state is made of views
     optimizer.load_state_dict(state)
     optimizer.step()
     return told
