@@ -17,7 +17,7 @@ from tests.optim.flight import slow_gathers
 from tests.optim.probe import FP16, MIXED, Probe
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.undistributed import Undistributed
-from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 
 SMALL = ZeroConfig(bucket_size=4096, deterministic=True)
 TINY = ZeroConfig(bucket_size=1, deterministic=True)
@@ -243,3 +243,37 @@ def test_a_frozen_weight_stays():
         optimizer.step()
     casts.assert_same_bytes(weight_bytes(model)["0.weight"], before)
     assert set(optimizer.state_dict()["model"]) == {"1.weight"}
+
+
+@pytest.mark.parametrize("optimizer_class", [ZeroAdamW, ZeroMuon])
+@pytest.mark.notices(
+    "a bias or norm that was frozen is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises, names it"
+)
+def test_a_plain_parameter_that_is_unfrozen(optimizer_class):
+    """It raises with or without a gradient on this rank, until it is frozen again or another optimizer trains it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()
+    zerocast.quantize_(model, {"0.weight": "nvfp4"})
+    model[1].requires_grad_(False)
+
+    def optimizer_of(pairs):
+        pairs = list(pairs)
+        return optimizer_class(pairs if optimizer_class is ZeroAdamW else [{"params": pairs, "use_muon": False}])
+
+    optimizer = optimizer_of(model.named_parameters())
+    for with_gradient in (False, True):
+        model[1].bias.requires_grad_(True)
+        if with_gradient:
+            model(torch.randn(4, 64).bfloat16()).sum().backward()
+        with pytest.raises(RuntimeError, match=r"1 parameters were frozen when this Zero\w+ was built .* 1\.bias:"):
+            optimizer.step()
+        model[1].bias.requires_grad_(False)
+        model(torch.randn(4, 64).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model[1].bias.requires_grad_(True)
+    other = optimizer_of([("bias", model[1].bias)])
+    before = model[1].bias.detach().clone()
+    model(torch.randn(4, 64).bfloat16()).sum().backward()
+    optimizer.step()
+    other.step()
+    assert not torch.equal(before, model[1].bias)

@@ -1,9 +1,11 @@
-"""Frozen parameters: rank 0's values of trained ones become everyone's, and nobody makes these
-alike, so each rank would compute with its own without a word.
+"""Frozen parameters: rank 0's values of trained ones become everyone's, and no call makes these
+alike, so each rank would compute with its own without a word. And an optimizer lays its masters out
+once, so a parameter that is unfrozen later would get gradients and never change.
 """
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import is_trained
 
 logger = logging.getLogger(__name__)
 SHOWN = 4
@@ -49,6 +52,30 @@ def warn_where_ranks_differ(group: Group, parameters: Mapping[str, Tensor]) -> N
             len(names),
             ", ".join(names[:SHOWN]),
         )
+
+
+class FrozenParameters:
+    """The plain parameters that were frozen when the optimizer that lists them was built. Quantized
+    ones are looked after by `zerocast.weight.owners`.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
+        plain = {name: p for name, p in parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)}
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in plain.items()}
+        self._optimizer = optimizer
+
+    def check_still_frozen(self) -> None:
+        """RuntimeError if any requires a gradient now and no owner trains it. It looks at no
+        gradient, which some ranks may have none of, so ranks of one program raise together.
+        """
+        alive = ((name, reference()) for name, reference in self._parameters.items())
+        thawed = [name for name, p in alive if p is not None and p.requires_grad and not is_trained(p)]
+        if thawed:
+            raise RuntimeError(
+                f"{len(thawed)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "
+                f"them {', '.join(thawed[:SHOWN])}: it has no masters of them and would never train them. Build another one over "
+                "all parameters, or call requires_grad_(False) on these"
+            )
 
 
 @torch.no_grad()

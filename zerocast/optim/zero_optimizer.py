@@ -30,7 +30,7 @@ from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.frozen import frozen, listed, warn_where_ranks_differ
+from zerocast.optim.frozen import FrozenParameters, frozen, listed, warn_where_ranks_differ
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
@@ -93,6 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, f"builds a {self.NAME}", settings)
         warn_where_ranks_differ(self._group, frozen(given))
+        self._frozen = FrozenParameters(frozen(given), self.NAME)
         free = groups_free_on_all(self._group, company)
         self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
@@ -208,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._plan.guard.check_complete()
         self._skipped.before_step()
         check_gradients()
+        self._frozen.check_still_frozen()
         if listed_parameters(self.param_groups) != self._listed:
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
         self.averages.before_step()

@@ -156,8 +156,13 @@ def check_gradients() -> None:
         )
 
 
+def is_trained(parameter: Tensor) -> bool:
+    """True if an owner trains this object."""
+    return id(parameter) in _trained
+
+
 def _is_owned(weight: Any) -> bool:
-    return id(weight) in _trained or weight.state.freshness.has_masters
+    return is_trained(weight) or weight.state.freshness.has_masters
 
 
 def _got_gradient(weight: Any) -> bool:
