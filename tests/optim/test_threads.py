@@ -14,7 +14,7 @@ from tests import casts
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, weight_bytes
 from tests.workers import error_of
-from zerocast import ZeroConfig
+from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
 
@@ -196,3 +196,35 @@ def test_a_gather_that_another_thread_completes_between_two_looks():
     weight.wait()
     assert len(waited) == 1
     assert waited[0] is weight
+
+
+@pytest.mark.notices(
+    "two threads run backward passes at the same time", where="ZeroAdamW", answer="raises in one and refuses the step"
+)
+def test_two_backward_passes_at_once():
+    """One thread's backward pass waits between two gradients for the whole of another's."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    optimizer = ZeroAdamW(model.named_parameters())
+    loss, said = model(torch.ones(2, 16)).sum(), []
+    other_loss = model(torch.ones(2, 16)).sum()
+
+    def backward(loss: torch.Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def meanwhile(_: torch.Tensor) -> None:
+        handle.remove()
+        thread = threading.Thread(target=backward, args=(other_loss,))
+        thread.start()
+        thread.join()
+
+    handle = model[0].weight.register_post_accumulate_grad_hook(meanwhile)
+    backward(loss)
+    assert said[0].startswith("two threads run backward passes")
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) of the optimizer"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()

@@ -11,6 +11,7 @@ A backward pass that dies takes its end with it. That is noticed, and refused un
 the optimizer has cleared it away.
 """
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -30,6 +31,10 @@ from zerocast.optim.reduction import Filling, IdleParameters, Reduction
 from zerocast.optim.validate import TAKEN_OVER
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
+THREADS = (
+    "two threads run backward passes of one optimizer's parameters at the same time, and gradients are reduced in one order: let "
+    "one begin when the other has ended, after zero_grad() of the optimizer"
+)
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
 ACCUMULATING = (
     "a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: call switch after step() "
@@ -93,6 +98,7 @@ class GradientReducer:
         self._launched: int | None = None  # buckets started in this round; None between rounds
         # the end of the backward pass that this round belongs to
         self._end: weakref.ref[_End] | None = None
+        self._thread = 0  # that runs the backward pass of this round
         self._reduced = False  # a round has run since `reset`
         # no_sync has been entered since the last round; set so, it is the same on every rank
         self._unreduced = False
@@ -242,10 +248,14 @@ class GradientReducer:
         if self._launched is None:
             self._begin()
             end = _End(self)
-            self._end = weakref.ref(end)
+            self._end, self._thread = weakref.ref(end), threading.get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(end)
         elif self._end is None or self._end() is None:
             raise RuntimeError(DIED)
+        elif self._thread != threading.get_ident():
+            # what the other thread has reduced is half of two passes: it is refused too
+            self._launched, self._end = 0, None
+            raise RuntimeError(THREADS)
         assert self._launched is not None
         if index < self._launched:
             raise RuntimeError(f"a second gradient of {part.name} in one backward pass: {TWICE}")
