@@ -202,6 +202,7 @@ def cast_and_gather(
     outcome = Outcome([], sharded.complaints)
     for step in range(steps):
         sharded.set_masters(step)
+        plan.forget_call()  # the masters are others, and some contents are not finite
         plan.cast()
         if step == 0:
             sharded.check_others_untouched()

@@ -60,7 +60,7 @@ class _End:
         self._reducer = reducer
 
     def __call__(self) -> None:
-        self._reducer.end_round()
+        self._reducer.end_pass(self)
 
 
 class GradientReducer:
@@ -295,6 +295,13 @@ class GradientReducer:
         adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
         self._flying.append(Reduction(filling, self._group, target, self._config, direct, adds, what))
+
+    def end_pass(self, end: _End) -> None:
+        """The end of the backward pass that began this round; no other's, nor that of a pass which
+        another thread's has spoiled.
+        """
+        if self._end is not None and self._end() is end:
+            self.end_round()
 
     def end_round(self) -> None:
         """Start every bucket that is not on its way yet, whatever is missing in it."""
