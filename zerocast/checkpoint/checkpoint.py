@@ -167,8 +167,9 @@ def write(
     """
     said = manifest or Manifest()
     folder = WholeFolder(path.absolute(), _never if said.step is None else has_manifest)  # "." has no name
-    folder = dataclasses.replace(folder, token=from_rank_0(group, lambda: _begin(folder), SAVES))
+    folder = dataclasses.replace(folder, token=group.broadcast_object(folder.token, "the name of a temporary folder"))
     try:
+        on_rank_0(group, folder.begin)
         torch_checkpoint.save(state, folder.partial, group, planner)
         files = _hash_files(folder.partial, group)
         complete = before_commit or (lambda: said)
@@ -264,11 +265,6 @@ def _never(path: Path) -> bool:
 def has_manifest(path: Path) -> bool:
     """True for a folder that has a manifest: other programs write none."""
     return (path / NAME).is_file()
-
-
-def _begin(folder: WholeFolder) -> str:
-    folder.begin()
-    return folder.token
 
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
