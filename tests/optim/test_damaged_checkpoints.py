@@ -65,9 +65,7 @@ def test_a_damaged_manifest(tmp_path, content):
     saved(str(tmp_path))
     (tmp_path / "step_00000002" / manifest.NAME).write_text(content)
     trainer = Trainer(Run())
-    with pytest.raises(
-        ValueError, match=r"manifest.json (is damaged|has version 9, this zerocast reads version 3)"
-    ):
+    with pytest.raises(ValueError, match=r"manifest.json (is damaged|has version 9, this zerocast reads version 3)"):
         Checkpoints(tmp_path).load(trainer.optimizer, step=2)
     assert Checkpoints(tmp_path).load(trainer.optimizer) == 1
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from zerocast import backends
+from zerocast.backends import ops
 from zerocast.checkpoint import extras
 from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources.source import dtype_name
@@ -133,7 +135,10 @@ class Untrained:
         for name, weight in self.quantized.items():
             state = weight.state
             weight.wait()
-            state.take(WeightState(state.format, state.matrix_shape, state.dtype, dict(loaded[name])))
+            buffers: dict[str, Tensor | None] = dict(loaded[name])
+            if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
+                buffers |= _columnwise(state, loaded[name])
+            state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
             state.freshness.change()
 
     def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
@@ -172,6 +177,14 @@ def _own_buffers(state: WeightState) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in state.buffers.items():
         if buffer is not None and not (derives and name.startswith("columnwise")):
             yield name, buffer
+
+
+def _columnwise(state: WeightState, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The columnwise copy of rowwise bytes that were loaded, for a weight that keeps one."""
+    data, scale_inv = loaded["rowwise_data"], loaded.get("rowwise_scale_inv")
+    backend = backends.choose(data.device)
+    made = ops.transposed(backend, str(state.format), data, scale_inv, *state.matrix_shape)
+    return {"columnwise_data": made[0], **({"columnwise_scale_inv": made[1]} if state.format.block else {})}
 
 
 def _buffers(model: nn.Module) -> tuple[dict[str, Tensor], tuple[str, ...]]:
