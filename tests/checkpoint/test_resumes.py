@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerocast import Recipe, ZeroAdamW, quantize_
+from zerocast import QuantizedWeight, Recipe, ZeroAdamW, quantize_
 from zerocast.optim import Checkpoints
 
 WIDTH = 32

@@ -36,6 +36,7 @@ from zerocast.formats.shared_amax import SharedAmax
 
 logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
+UNNUMBERED: Any = object()  # the step of a checkpoint that is no step of a run
 SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
 
 
@@ -193,23 +194,23 @@ def _abandon(folder: WholeFolder, group: Group) -> None:
 
 
 def contents_of(
-    optimizer: Checkpointed, extra: Mapping[str, Any] | None, model: nn.Module | None, step: Any = None
+    optimizer: Checkpointed, extra: Mapping[str, Any] | None, model: nn.Module | None, step: Any = UNNUMBERED
 ) -> tuple[dict[str, Any], Manifest]:
     """The state dictionary that a checkpoint holds, and what its manifest says. Collective; an
     error on one rank is raised on all.
     """
-    group, given, problem = group_of(optimizer), dict(extra or {}), None
+    group, given, problem, number = group_of(optimizer), dict(extra or {}), None, None
     state: dict[str, Any] = {}
     rest = Untrained()
     try:
-        step = None if step is None else _checked(step)
+        number = None if step is UNNUMBERED else _checked(step)
         extras.check(given)
         state = optimizer.state_dict()
         rest = Untrained.of(optimizer, model, state["model"])
         rest.check()
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    validate_across_ranks(group, [], problem, SAVES, {} if step is None else {"the step that is saved": step})
+    validate_across_ranks(group, [], problem, SAVES, {"the step that is saved": number})
     rest.tell_left_out(optimizer, group.rank)
     values, values_of_ranks = extras.values_of(given, group, SAVES)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -217,7 +218,7 @@ def contents_of(
     masters = {name: one for name, one in state["model"].items() if name not in rest.quantized}
     manifest = Manifest(
         formats=formats_of(optimizer) | rest.formats(),
-        step=step,
+        step=number,
         values=values,
         values_of_ranks=values_of_ranks,
         frozen=tuple(sorted({*rest.plain, *rest.quantized})),
