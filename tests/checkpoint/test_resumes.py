@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from zerocast import QuantizedWeight, Recipe, ZeroAdamW, quantize_
+from tests.workers import Ranks
+from zerocast import QuantizedWeight, Recipe, ZeroAdamW, fsdp2, quantize_
+from zerocast.fsdp2 import TrainingState
 from zerocast.optim import Checkpoints
 
 WIDTH = 32
@@ -101,3 +106,44 @@ def test_own_loop(tmp_path: Path, kind: str, fmt: str, given: str) -> None:
     assert Checkpoints(tmp_path).load(resumed, model=again) == 2
     trained(again, resumed, range(2, 4))
     assert_equal(state(again), state(model))
+
+
+def under_fsdp2(folder: str, kind: str, fmt: str) -> None:
+    """Masters and moments are FSDP2's, and so are frozen parameters; buffers are each rank's own."""
+
+    def make(seed: int) -> tuple[Any, TrainingState, Any]:
+        torch.manual_seed(seed)
+        model = {"tied": Tied, "buffers": Normed}.get(kind, plain)()
+        if kind.startswith("frozen"):
+            model[1].requires_grad_(False)
+        recipe = {"frozen plain": "[02].weight", "tied": "inner.weight", "buffers": "*t.weight"}.get(kind, "*.weight")
+        fsdp2.prepare(model, Recipe({recipe: fmt}))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        return model, TrainingState(model, optimizer), optimizer
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def read(model: Any) -> dict[str, Tensor]:
+        return {name: getattr(one, "_local_tensor", one).detach().clone() for name, one in model.state_dict().items()}
+
+    model, whole, optimizer = make(1)
+    train(model, optimizer, range(2))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(whole, 2)
+    train(model, optimizer, range(2, 4))
+    again, resumed, other = make(2)
+    assert Checkpoints(folder).load(resumed) == 2
+    train(again, other, range(2, 4))
+    assert_equal(read(again), read(model))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsdp2(ranks: Ranks, tmp_path: Path, kind: str, fmt: str) -> None:
+    ranks(2)(under_fsdp2, str(tmp_path), kind, fmt)
