@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from zerocast.checkpoint import checkpoint
 from zerocast.checkpoint.checkpoint import Checkpointed
-from zerocast.checkpoint.lineage import Lineage, Runs, name_of
+from zerocast.checkpoint.lineage import Lineage, Runs, Trainee
 from zerocast.checkpoint.manifest import LOADS, Manifest, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.whole_folder import (
@@ -134,13 +134,13 @@ class Checkpoints:
         self.wait()
         state, manifest = checkpoint.contents_of(optimizer, extra, model, step)
         group = checkpoint.group_of(optimizer)
-        self._become_writer(optimizer, group)
-        stands: Lineage = self._runs.lineage_of(optimizer.param_groups)
-        groups, name = [{"params": list(one["params"])} for one in optimizer.param_groups], name_of(optimizer)
+        trainee = Trainee.of(optimizer)
+        self._become_writer(trainee, group)
+        stands = self._runs.lineage_of(trainee)
 
         def work(state: Mapping[str, Any], group: Group) -> None:
             lineage = self._write(state, group, manifest, stands)
-            self._runs.stands(groups, lineage, name, has_saved=True)
+            self._runs.stands(trainee, lineage, has_saved=True)
 
         if not self._asynchronous:
             work(state, group)
@@ -183,7 +183,7 @@ class Checkpoints:
         else:
             manifest = check_step(places[step], step, group)
         checkpoint.read(optimizer, places[step], manifest, extra, model)
-        self._runs.stands(optimizer.param_groups, manifest.lineage, name_of(optimizer), has_saved=False)
+        self._runs.stands(Trainee.of(optimizer), manifest.lineage, has_saved=False)
         return step
 
     @property
@@ -196,13 +196,13 @@ class Checkpoints:
         matches = [NAME.fullmatch(path.name) for path in self._folder.iterdir() if is_checkpoint(path)]
         return sorted({int(match[1]) for match in matches if match})
 
-    def _become_writer(self, optimizer: Checkpointed, group: Group) -> None:
+    def _become_writer(self, trainee: Trainee, group: Group) -> None:
         """Take the lease of the folder, or wait until it is clear that its writer is dead.
         RuntimeError on every rank if another writer lives, or another optimizer saves here.
         """
 
         def poll() -> bool:
-            self._runs.check(optimizer, self._folder)
+            self._runs.check(trainee, self._folder)
             if self._place_of_writer is None:
                 make_folder(self._folder)
                 self._place_of_writer = _WriterPlace.of(self._folder)

@@ -12,12 +12,12 @@ again over the same parameters is the same run, and one over other parameters is
 import gc
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
+MOST_RUNS = 16  # of a folder that are remembered
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,46 @@ class Lineage:
         return Lineage(number=1 + max(held.values(), default=0), ancestors=ancestors)
 
 
+class Trains(Protocol):
+    """What is asked of an optimizer."""
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups."""
+
+    @property
+    def model(self) -> Any:
+        """The model, where the optimizer knows it."""
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """Which parameters an optimizer trains, by their ids; what lives as long as they are trained;
+    and what an error calls it.
+
+    It refers to no parameter: torch moves none to which anybody has a weak reference.
+    """
+
+    parameters: frozenset[int]
+    owner: "weakref.ref[Any]"
+    name: str
+
+    @staticmethod
+    def of(optimizer: Trains) -> "Trainee":
+        """Those of an optimizer, or of a state of one that its model outlives."""
+        ids = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        owner = optimizer if optimizer.model is None else optimizer.model
+        name = f"a {type(optimizer).__name__} of {len(ids)} parameters (at {id(optimizer):#x})"
+        return Trainee(ids, weakref.ref(owner), name)
+
+
 @dataclass
 class _Run:
-    """A run by its parameters: where it stands, and whether it has saved here."""
+    """What an optimizer trains, where it stands, and whether it has saved here."""
 
-    parameters: list["weakref.ref[Tensor]"]
+    trainee: Trainee
     lineage: Lineage
-    name: str
     has_saved: bool
-
-    def is_of(self, parameters: Sequence[Tensor]) -> bool:
-        ids = {id(parameter) for parameter in parameters}
-        return any(id(one) in ids for one in self._alive())
-
-    def is_alive(self) -> bool:
-        return bool(self._alive())
-
-    def _alive(self) -> list[Tensor]:
-        return [one for ref in self.parameters if (one := ref()) is not None]
 
 
 class Runs:
@@ -70,47 +92,35 @@ class Runs:
         """Those of a folder, whichever object asks."""
         return cls._of_folders.setdefault(folder.resolve(), Runs())
 
-    def check(self, optimizer: Any, folder: Path) -> None:
+    def check(self, trainee: Trainee, folder: Path) -> None:
         """RuntimeError if another run, which is still there, has saved into the folder, and this
         one continues no checkpoint of it.
         """
-        if self._find(_parameters(optimizer.param_groups)) is not None or not self._saved():
+        if self._find(trainee) is not None or not self._saved():
             return
         gc.collect()  # an optimizer and its hooks refer to each other
         if others := self._saved():
             raise RuntimeError(
-                f"two optimizers save into {folder}, {others[0].name} and {name_of(optimizer)}, which has neither saved nor loaded "
-                "there and has other parameters: each would replace the checkpoints of the other, so give each a folder of its "
-                "own, as in Checkpoints('run/generator') and Checkpoints('run/discriminator')"
+                f"two optimizers save into {folder}, {others[0].trainee.name} and {trainee.name}, which has neither saved nor "
+                "loaded there and has other parameters: each would replace the checkpoints of the other, so give each a folder of "
+                "its own, as in Checkpoints('run/generator') and Checkpoints('run/discriminator')"
             )
 
-    def lineage_of(self, param_groups: Sequence[Mapping[str, Any]]) -> Lineage:
+    def lineage_of(self, trainee: Trainee) -> Lineage:
         """Where a run stands; a new lineage for one that has neither loaded nor saved."""
-        run = self._find(_parameters(param_groups))
+        run = self._find(trainee)
         return Lineage() if run is None else run.lineage
 
-    def stands(self, param_groups: Sequence[Mapping[str, Any]], lineage: Lineage, name: str, has_saved: bool) -> None:
+    def stands(self, trainee: Trainee, lineage: Lineage, has_saved: bool) -> None:
         """A run has loaded or saved this checkpoint."""
-        parameters = _parameters(param_groups)
-        run = self._find(parameters)
+        run = self._find(trainee)
         if run is not None:
             has_saved |= run.has_saved
-        self._runs = [one for one in self._runs if one is not run and one.is_alive()]
-        self._runs.append(_Run([weakref.ref(one) for one in parameters], lineage, name, has_saved))
+        self._runs = [one for one in self._runs if one is not run][-MOST_RUNS:]
+        self._runs.append(_Run(trainee, lineage, has_saved))
 
-    def _find(self, parameters: Sequence[Tensor]) -> _Run | None:
-        return next((run for run in self._runs if run.is_of(parameters)), None)
+    def _find(self, trainee: Trainee) -> _Run | None:
+        return next((run for run in reversed(self._runs) if run.trainee.parameters & trainee.parameters), None)
 
     def _saved(self) -> list[_Run]:
-        return [run for run in self._runs if run.has_saved and run.is_alive()]
-
-
-def name_of(optimizer: Any) -> str:
-    """What an error calls an optimizer, which may be one of several of its class."""
-    return (
-        f"a {type(optimizer).__name__} of {len(_parameters(optimizer.param_groups))} parameters (at {id(optimizer):#x})"
-    )
-
-
-def _parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    return [parameter for group in param_groups for parameter in group["params"]]
+        return [run for run in self._runs if run.has_saved and run.trainee.owner() is not None]

@@ -36,7 +36,7 @@ UNKNOWN = (
     "buffers of the model, and parameters that the optimizer was not given: pass model= to save and load to have them in "
     "the checkpoint"
 )
-_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the optimizers whose incomplete saves were logged
+_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the runs whose incomplete saves were logged
 
 
 class HasParameters(Protocol):
@@ -154,10 +154,11 @@ class Untrained:
         ]
         return other_dtypes(pairs, saved)
 
-    def tell_left_out(self, optimizer: Any, rank: int) -> None:
-        """Log once an optimizer what its checkpoints do not hold."""
-        if self.left_out and rank == 0 and optimizer not in _told:
-            _told.add(optimizer)
+    def tell_left_out(self, optimizer: HasParameters, rank: int) -> None:
+        """Log once a run what its checkpoints do not hold."""
+        owner = optimizer if optimizer.model is None else optimizer.model
+        if self.left_out and rank == 0 and owner not in _told:
+            _told.add(owner)
             logger.warning("checkpoints of this run leave out %s", "; ".join(self.left_out))
 
 
