@@ -25,7 +25,7 @@ MUON = ", Muon"  # ends the name of a run whose optimizer is ZeroMuon
 
 
 class Seen(nn.Module):
-    """A model that remembers its inputs, with frozen parts and a persistent buffer that counts them; it begins otherwise if resumed."""
+    """It remembers its inputs, with frozen parts and a persistent buffer that counts them; resumed, it begins otherwise."""
 
     def __init__(self) -> None:
         super().__init__()

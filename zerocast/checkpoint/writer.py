@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.regular_file import open_regular, read_bounded
 
 LEASE = ".writer.json"
 BEAT = 2.0  # seconds between two touches of a lease
@@ -87,7 +87,7 @@ class WriterLease:
                 return False
             self._take_over()
         else:
-            with open(descriptor, "w") as stream:
+            with os.fdopen(descriptor, "w") as stream:
                 stream.write(self._content())
         self._watched, self._pid = None, os.getpid()
         self._released.clear()
@@ -185,7 +185,7 @@ def _touched(path: Path) -> int:
     """When a file was touched, in ns. It is opened first: a network file system then asks its
     server.
     """
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         return os.fstat(stream.fileno()).st_mtime_ns
 
 
@@ -206,7 +206,7 @@ def _who(content: bytes) -> str:
 def _process(pid: int) -> Writer:
     boot = namespace = ""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = read_bounded(Path("/proc/sys/kernel/random/boot_id"), MOST_BYTES).decode().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     return Writer(socket.gethostname(), boot, namespace, pid, _started(pid))
 
@@ -214,7 +214,7 @@ def _process(pid: int) -> Writer:
 def _started(pid: int) -> str:
     """When a process of this host started; empty for one that does not run, a zombie included."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = read_bounded(Path(f"/proc/{pid}/stat"), MOST_BYTES).rpartition(b")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
