@@ -23,6 +23,11 @@ def optimizer() -> ZeroAdamW:
     return ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())
 
 
+@pytest.mark.notices(
+    "a run goes back to an older step and saves: later steps are of a branch that was given up",
+    where="Checkpoints",
+    answer="a resume takes what was saved last; the log says so",
+)
 @pytest.mark.parametrize("built", ["one", "each"])
 def test_a_resume_takes_the_branch_that_was_saved_last(tmp_path: Path, caplog: Any, built: str) -> None:
     """Whether one object saves and loads or each call has its own; damaged, the ones that it descends from follow."""
@@ -62,6 +67,11 @@ def test_branches_that_were_given_up_are_deleted_first(tmp_path: Path, caplog: A
     assert caplog.text.count("does not descend from") == 1
 
 
+@pytest.mark.notices(
+    "two optimizers save into one folder",
+    where="Checkpoints",
+    answer="RuntimeError that names both",
+)
 def test_two_optimizers_in_one_folder(tmp_path: Path) -> None:
     generator, discriminator = optimizer(), optimizer()
     Checkpoints(tmp_path).save(generator, 5)
@@ -181,6 +191,11 @@ def extra_of_ranks(folder: str, asynchronous: bool) -> None:
     checkpoints.close()
 
 
+@pytest.mark.notices(
+    "ranks pass other values in extra, such as random states",
+    where="Checkpoints",
+    answer="each rank gets its own back; ValueError on another number of ranks",
+)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_extra_values_of_ranks(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     ranks(2)(extra_of_ranks, str(tmp_path), asynchronous)
@@ -239,6 +254,11 @@ NEXT = {
 }
 
 
+@pytest.mark.notices(
+    "an asynchronous save fails",
+    where="Checkpoints",
+    answer="RuntimeError at the next call, at close and at the end of the block; logged at exit",
+)
 @pytest.mark.parametrize("call", NEXT)
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
     checkpoints, ours = _failed(tmp_path)

@@ -48,6 +48,11 @@ def other(tmp_path: Path) -> Iterator[Any]:
         process.kill()
 
 
+@pytest.mark.notices(
+    "another process saves into the folder, or one that was killed has",
+    where="Checkpoints",
+    answer="RuntimeError that names the living writer; a dead one is in nobody's way",
+)
 def test_a_second_writer_and_a_dead_one(tmp_path: Path, other: Any) -> None:
     """The first is killed by SIGKILL, and not even waited for: a zombie is dead, too."""
     checkpoints, ours = Checkpoints(tmp_path), optimizer()
@@ -128,6 +133,11 @@ SAVES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.notices(
+    "a folder of the user has a name like those of unfinished saves",
+    where="Checkpoints",
+    answer="it stays as it is",
+)
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("theirs", THEIRS)
 def test_folders_of_others_stay(tmp_path: Path, theirs: str, save: str) -> None:
