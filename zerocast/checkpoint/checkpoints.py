@@ -209,7 +209,13 @@ class Checkpoints:
             self._place_of_writer.check_idle()
             return self._place_of_writer.lease.poll()
 
+        is_told = group.rank > 0
         while not from_rank_0(group, poll, checkpoint.SAVES):
+            if not is_told:
+                logger.warning(
+                    "another process has written checkpoints into %s: waiting to see if it lives", self._folder
+                )
+            is_told = True
             time.sleep(POLLS)
 
     def _write(self, state: Mapping[str, Any], group: Group, manifest: Manifest, stands: Lineage) -> Lineage:
