@@ -6,19 +6,21 @@ or another weight format, and FSDP2 can continue what ZeRO began, or the reverse
 
 from pathlib import Path
 
+from torch import nn
+
 import zerocast
 from examples.gpt_pretrain.build import Optimizer
 
 
-def save(optimizer: Optimizer, out: Path, step: int) -> None:
+def save(optimizer: Optimizer, model: nn.Module, out: Path, step: int) -> None:
     """Write the state after `step` steps below `out`, and delete all but the last three; every
     rank calls this.
     """
-    zerocast.optim.Checkpoints(out / "checkpoints").save(optimizer, step)
+    zerocast.optim.Checkpoints(out / "checkpoints").save(optimizer, step, model=model)
 
 
-def load_newest(optimizer: Optimizer, out: Path) -> int:
-    """Read the newest intact checkpoint below `out` into optimizer and model; every rank calls
+def load_newest(optimizer: Optimizer, model: nn.Module, out: Path) -> int:
+    """Read the last intact checkpoint below `out` into optimizer and model; every rank calls
     this. Returns its step.
     """
-    return zerocast.optim.Checkpoints(out / "checkpoints").load(optimizer)
+    return zerocast.optim.Checkpoints(out / "checkpoints").load(optimizer, model=model)

@@ -126,7 +126,7 @@ class Trainer:
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 self._validate()
             if config.checkpoint_every and (self.step % config.checkpoint_every == 0 or self.step == config.steps):
-                checkpoint.save(self.optimizer, config.out, self.step)
+                checkpoint.save(self.optimizer, self.model, config.out, self.step)
         return self._summarize()
 
     def _switch(self) -> None:
@@ -228,14 +228,14 @@ def start(config: TrainConfig, world: World) -> tuple[int, GPT, Optimizer]:
     step = 0
     if config.resume or config.elastic:
         try:
-            step = checkpoint.load_newest(optimizer, config.out)
+            step = checkpoint.load_newest(optimizer, model, config.out)
         except FileNotFoundError as error:  # raised on all ranks or on none
             if config.resume:
                 raise SystemExit(f"--resume: {error}; without it a run begins at step 0") from None
     if config.format_at(step) != config.quantized:
         switch(model, config, step)
         if step:  # once more, for the delayed scales of this format
-            checkpoint.load_newest(optimizer, config.out)
+            checkpoint.load_newest(optimizer, model, config.out)
     return step, model, optimizer
 
 

@@ -25,20 +25,26 @@ MUON = ", Muon"  # ends the name of a run whose optimizer is ZeroMuon
 
 
 class Seen(nn.Module):
-    """A model that remembers its inputs, with a persistent buffer that counts them."""
+    """It remembers its inputs, with frozen parts and a persistent buffer that counts them; resumed, it begins otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(1 if is_resumed() else 0)
         self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.frozen = nn.Linear(64, 64).bfloat16().requires_grad_(False)
         self.register_buffer("count", torch.zeros(()))
         self.inputs: list[Tensor] = []
-        zerocast.quantize_(self.net, {"*.weight": "nvfp4"}, dtype=torch.bfloat16)
+        zerocast.quantize_(self, {"net.*.weight": "nvfp4", "frozen.weight": "fp8_block"}, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         self.inputs.append(x.detach().clone())
         self.count += 1
-        return (self.net(x) - x).float().square().mean()
+        return (self.net(x) - self.frozen(x.bfloat16())).float().square().mean()
+
+
+def is_resumed() -> bool:
+    """True in a run that continues another one, as the command line says."""
+    return bool(sys.argv[4:] and sys.argv[4])
 
 
 def batches() -> Any:
@@ -236,8 +242,10 @@ def hf_trainer(folder: str, steps: int, resume: str) -> Found:
     )
 
     def made(recipe: dict[str, str] | None, kind: type[transformers.Trainer]) -> transformers.Trainer:
-        torch.manual_seed(0)
+        torch.manual_seed(1 if is_resumed() else 0)
         model = transformers.LlamaForCausalLM(config)
+        model.model.norm.requires_grad_(False)
+        model.model.layers[0].self_attn.k_proj.requires_grad_(False)
         if recipe:
             zerocast.quantize_(model, recipe, dtype=torch.bfloat16)
         rows = [{"input_ids": row, "labels": row} for row in texts]

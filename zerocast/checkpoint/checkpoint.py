@@ -7,30 +7,36 @@ them. Any number of ranks can load what any other number saved; other tools read
 tensors.
 """
 
+import dataclasses
+import logging
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from zerocast.checkpoint import torch_checkpoint
-from zerocast.checkpoint.manifest import FileSum, Manifest, Stored, check_files
+from zerocast.checkpoint import extras, torch_checkpoint
+from zerocast.checkpoint.manifest import LOADS, NAME, FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
-from zerocast.checkpoint.whole_folder import WholeFolder
+from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
+from zerocast.checkpoint.whole_folder import MARKER, WholeFolder
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 
+logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
+UNNUMBERED: Any = object()  # the step of a checkpoint that is no step of a run
 SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
 
 
@@ -38,8 +44,20 @@ class Checkpointed(Protocol):
     """An object whose state a checkpoint holds: a ZeroAdamW or a `zerocast.fsdp2.TrainingState`."""
 
     @property
+    def param_groups(self) -> Any:
+        """The parameter groups; two states of the same parameters are of one run."""
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that write and read together; None for one process."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose state it is, if it is known."""
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Parameters that were given and are not trained, by name; none of a known model."""
 
     @property
     def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
@@ -64,68 +82,99 @@ class Checkpointed(Protocol):
         """Adopt a state whose tensors were loaded."""
 
 
-def save(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
+def save(
+    optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Any] | None = None, model: nn.Module | None = None
+) -> None:
     """Write the optimizer's state into `path`, a new or empty folder; all ranks call it.
 
-    Each rank writes its own part. Keys are those of `zerocast.optim.state`, and `extra.<name>` for
-    a few plain tensors of the caller. Raises RuntimeError on every rank, and leaves nothing behind,
-    if `path` is not empty or any rank cannot write.
+    Each rank writes its own part. Keys are those of `zerocast.optim.state`, of
+    `checkpoint/untrained.py` for frozen parameters and buffers of the `model`, and of
+    `checkpoint/extras.py` for `extra`: a few tensors or plain values of the caller, one for all
+    ranks or one a rank. Raises RuntimeError on every rank, and leaves nothing behind, if `path` is
+    not empty or any rank cannot write.
     """
-    write(state_of(optimizer, extra), Path(path), group_of(optimizer), formats=formats_of(optimizer))
+    state, manifest = contents_of(optimizer, extra, model)
+    write(state, Path(path), group_of(optimizer), manifest)
 
 
-def load(optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Tensor] | None = None) -> None:
+def load(
+    optimizer: Checkpointed,
+    path: AnyPath,
+    extra: MutableMapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+) -> None:
     """Read what `save` wrote, on any number of ranks, and recast the weights; all ranks call it.
 
-    The tensors of `extra` are filled in place. Missing state of delayed scaling is seeded anew.
-    Raises ValueError, with nothing changed, for files that differ from what was written and for a
-    tensor that is missing on either side or has another shape; pickle.UnpicklingError for metadata
-    that would run code. A folder without a manifest, as other programs write it, is not checked in
-    advance: a truncated file then raises RuntimeError, and the optimizer must load again before it
-    continues.
+    The tensors of `extra` are filled in place, and its other values replaced. Missing state of
+    delayed scaling is seeded anew. Raises ValueError, with nothing changed, for files that differ
+    from what was written and for a tensor that is missing on either side or has another shape;
+    pickle.UnpicklingError for metadata that would run code. A folder without a manifest, as other
+    programs write it, is not checked in advance: a truncated file then raises RuntimeError, and the
+    optimizer must load again before it continues.
     """
-    check_files(Path(path), group_of(optimizer))
-    read(optimizer, Path(path), extra)
+    read(optimizer, Path(path), check_files(Path(path), group_of(optimizer)), extra, model)
 
 
-def read(optimizer: Checkpointed, path: Path, extra: Mapping[str, Tensor] | None) -> None:
-    """Load a checkpoint whose files have been checked already."""
+def read(
+    optimizer: Checkpointed,
+    path: Path,
+    manifest: Manifest,
+    extra: MutableMapping[str, Any] | None,
+    model: nn.Module | None,
+) -> None:
+    """Load a checkpoint whose files were compared with its manifest."""
     reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
-    state = {**optimizer.state_to_overwrite(), "extra": dict(extra or {})}
+    state = optimizer.state_to_overwrite()
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
     if not any(name.startswith("optim.") for name in saved):
         raise ValueError(f"{path} holds masters and no optimizer state: zerocast.optim.load_masters takes them")
-    problems = _unfit(saved, "", state) + _unknown(saved, state)
-    if problems:
-        raise ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}")
-    with optimizer.overwriting():
-        torch_checkpoint.load_masters(state, reader, group, str(path))
+    rest = Untrained.of(optimizer, model, state["model"])
+    beside = rest.to_overwrite(saved, group)
+    tensors = {name: value for name, value in (extra or {}).items() if isinstance(value, Tensor)}
+    of_caller = extras.to_overwrite(tensors, saved, extras.SAME, group.rank)
+    found = extras.problems(extra or {}, saved, manifest, group)
+    if not found:
+        found = other_dtypes(list(_leaves("", of_caller)), saved) + _unfit(saved, "", of_caller)
+    found = _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside) + found
+    known = {*state["model"], *rest.plain, *rest.quantized}
+    found += _unknown(saved, known | {*manifest.frozen})
+    problem = ValueError(f"{path} does not fit this optimizer: {'; '.join(found[:4])}") if found else None
+    validate_across_ranks(group, [], problem, LOADS)
+    _tell_unread(path, saved, manifest, known, rest, group)
+    with optimizer.overwriting(), torch.no_grad():
+        torch_checkpoint.load_masters(_merged(state, beside, of_caller), reader, group, str(path))
+        rest.take(beside["zerocast"])
         optimizer.load_state_dict(state)
+    if extra is not None:
+        extras.take_values(extra, manifest, group)
 
 
 def write(
     state: Mapping[str, Any],
     path: Path,
     group: Group,
-    formats: Mapping[str, Stored] | None = None,
+    manifest: Manifest | None = None,
     planner: SavePlanner | None = None,
-    step: int | None = None,
+    before_commit: Callable[[], Manifest] | None = None,
 ) -> None:
     """Write a state dictionary as a checkpoint; all ranks of the group call it.
 
-    The manifest records `formats` and `step`. A `planner` may supply the tensors in place of
-    `state`. With a `step` the checkpoint replaces what is at `path`; without one an existing folder
-    is an error. Raises RuntimeError on every rank, and leaves nothing behind, if any rank cannot
-    write.
+    The sums of the files are added to the `manifest`, or to the one that `before_commit` returns on
+    rank 0 once they are written. A `planner` may supply the tensors in place of `state`. A manifest
+    with a step lets the checkpoint replace the one at `path`; otherwise an existing folder is an
+    error. Raises RuntimeError on every rank, and leaves nothing behind, if any rank cannot write.
     """
-    folder = WholeFolder(path.absolute())  # "." has no name to write beside
-    on_rank_0(group, lambda: _begin(folder, replace=step is not None))
+    said = manifest or Manifest()
+    folder = WholeFolder(path.absolute(), _never if said.step is None else has_manifest)  # "." has no name
+    folder = dataclasses.replace(folder, token=group.broadcast_object(folder.token, "the name of a temporary folder"))
     try:
+        on_rank_0(group, folder.begin)
         torch_checkpoint.save(state, folder.partial, group, planner)
         files = _hash_files(folder.partial, group)
-        on_rank_0(group, lambda: _commit(folder, Manifest(files, dict(formats or {}), step)))
+        complete = before_commit or (lambda: said)
+        on_rank_0(group, lambda: _commit(folder, dataclasses.replace(complete(), files=files)))
     except CheckpointException as error:  # no Exception, and the same on every rank
         _abandon(folder, group)
         if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
@@ -144,9 +193,56 @@ def _abandon(folder: WholeFolder, group: Group) -> None:
         folder.abandon()
 
 
-def state_of(optimizer: Checkpointed, extra: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """The state dictionary that a checkpoint holds."""
-    return {**optimizer.state_dict(), "extra": dict(extra or {})}
+def contents_of(
+    optimizer: Checkpointed, extra: Mapping[str, Any] | None, model: nn.Module | None, step: Any = UNNUMBERED
+) -> tuple[dict[str, Any], Manifest]:
+    """The state dictionary that a checkpoint holds, and what its manifest says. Collective; an
+    error on one rank is raised on all.
+    """
+    group, given, problem, number = group_of(optimizer), dict(extra or {}), None, None
+    state: dict[str, Any] = {}
+    rest = Untrained()
+    try:
+        number = None if step is UNNUMBERED else _checked(step)
+        extras.check(given)
+        state = optimizer.state_dict()
+        rest = Untrained.of(optimizer, model, state["model"])
+        rest.check()
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error
+    validate_across_ranks(group, [], problem, SAVES, {"the step that is saved": number})
+    rest.tell_left_out(optimizer, group.rank)
+    values, values_of_ranks = extras.values_of(given, group, SAVES)
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    of_caller = extras.state_of(tensors, group, extras.SAME, SAVES)
+    masters = {name: one for name, one in state["model"].items() if name not in rest.quantized}
+    manifest = Manifest(
+        formats=formats_of(optimizer) | rest.formats(),
+        step=number,
+        values=values,
+        values_of_ranks=values_of_ranks,
+        frozen=tuple(sorted({*rest.plain, *rest.quantized})),
+        left_out=rest.left_out,
+    )
+    return _merged({**state, "model": masters}, rest.state(group, SAVES), of_caller), manifest
+
+
+def _checked(step: Any) -> int:
+    """The number of a step. TypeError or ValueError for one that is no whole number from 0."""
+    if isinstance(step, bool) or not hasattr(type(step), "__index__"):
+        raise TypeError(f"a step is a whole number, got {step!r}, a {type(step).__name__}: save(optimizer, int(step))")
+    number = operator.index(step)
+    if number < 0:
+        raise ValueError(f"a step is 0 or more, got {number}: a checkpoint is of the state after so many steps")
+    return number
+
+
+def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {key: dict(value) for key, value in state.items()}
+    for other in others:
+        for key, value in other.items():
+            merged[key] = {**merged.get(key, {}), **value}
+    return merged
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
@@ -163,17 +259,18 @@ def group_of(optimizer: Checkpointed) -> Group:
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 
 
-def _begin(folder: WholeFolder, replace: bool) -> None:
-    if not replace and folder.holds_anything():
-        raise FileExistsError(
-            f"{folder.path} is there already: a checkpoint is not overwritten, delete it or choose another place"
-        )
-    folder.begin()
+def _never(path: Path) -> bool:
+    return False
+
+
+def has_manifest(path: Path) -> bool:
+    """True for a folder that has a manifest: other programs write none."""
+    return (path / NAME).is_file()
 
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
     """The sums of all files, of which each rank hashes a part."""
-    names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir()), SAVES)
+    names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir() if path.name != MARKER), SAVES)
     own, problem = {}, None
     try:
         own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
@@ -206,11 +303,26 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
     return problems
 
 
-def _unknown(saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _unknown(saved: Mapping[str, Any], known: set[str]) -> list[str]:
     """A problem for each master of the checkpoint that the optimizer does not have."""
-    known = {f"model.{name}" for name in state["model"]}
-    unknown = [name for name in saved if name.startswith("model.") and name not in known]
-    return [f"{name} is there and is no parameter of the optimizer here" for name in unknown]
+    names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
+    return [f"model.{name} is there and is no parameter of the optimizer here" for name in names if name not in known]
+
+
+def _tell_unread(
+    path: Path, saved: Mapping[str, Any], manifest: Manifest, known: set[str], rest: Untrained, group: Group
+) -> None:
+    """Log frozen parameters and buffers of the checkpoint that are not loaded."""
+    left = [name for name in manifest.frozen if name not in known]
+    buffers = {name.split(".", 1)[1] for name in saved if name.startswith(f"{BUFFERS}.")}
+    left += sorted(buffers - {*rest.buffers})
+    if left and group.rank == 0:
+        logger.warning(
+            "%s also holds %d frozen parameters and buffers that are not loaded, the first is %s: pass model= to load them",
+            path,
+            len(left),
+            left[0],
+        )
 
 
 def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -1,10 +1,14 @@
 """WholeFolder: a folder that is written whole or not at all.
 
-Exports and checkpoints are such folders. Files are written into `<path>.partial` and synced, with
-their directory entries. One rename then gives the folder its name. Where a folder exists already,
-the rename goes to `<path>.new`, which from then on counts as that folder; it takes the name itself
-once the old folder has moved out of the way. A whole folder thus exists at every moment, and
-readers move nothing: the next save finishes what a crash interrupted.
+Exports and checkpoints are such folders. Files are written into a temporary folder beside the path
+and synced, with their directory entries. One rename then gives the folder its name. Where a folder
+is replaced, the rename goes to a second name first, which from then on counts as that folder; it
+takes the name itself once the old folder has moved out of the way. A whole folder thus exists at
+every moment, and readers move nothing: the next save finishes what a crash interrupted.
+
+A temporary folder is called `<name>.zerocast-<token>.partial` or `.new`, with a token that no other
+save has, and holds a marker with the same token and the process that writes it. Only folders with
+such a name and marker are ever renamed or deleted, so a user's `<name>.partial` stays as it is.
 
 Nothing is deleted before the rename that replaces it is on the disk. The protocol needs only
 renames within a directory and fsync of files and directories, which ext4, XFS, NFS and Lustre all
@@ -12,20 +16,41 @@ have; it avoids `renameat2` with RENAME_EXCHANGE, which NFS and Lustre lack.
 `tests/checkpoint/crash` cuts the power at every call.
 """
 
+import contextlib
+import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.writer import Writer
 
 PARTIAL, NEW = ".partial", ".new"
+MARKER, MANIFEST = ".zerocast-writer", "manifest.json"
+MARKER_BYTES = 2**12  # the most that a marker has
+TEMPORARY = r"\.zerocast-([0-9a-f]{16})"  # between the name of a folder and PARTIAL or NEW
+
+
+def _is_never_replaced(path: Path) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
 class WholeFolder:
-    """The folder at `path`, which one process writes."""
+    """The folder at `path`, which one process writes.
+
+    `may_replace` says whether what is at the path was written by zerocast and may be replaced.
+    Processes that write the folder together share the `token`.
+    """
 
     path: Path
+    may_replace: Callable[[Path], bool] = _is_never_replaced
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def partial(self) -> Path:
@@ -34,56 +59,92 @@ class WholeFolder:
 
     @property
     def found(self) -> Path:
-        """The folder that was written last: `<path>.new` if a crash interrupted its last rename."""
-        return new if (new := self._beside(NEW)).is_dir() else self.path
+        """The folder that was written last: it has a temporary name if a crash interrupted its last
+        rename.
+        """
+        return next(iter(self._left(NEW)), self.path)
 
     def holds_anything(self) -> bool:
         """True if something other than an empty folder is at the path."""
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def begin(self) -> None:
-        """Finish an interrupted replacement and create an empty `partial`."""
+        """Finish an interrupted replacement, delete what dead processes left of saves of this
+        folder, and create `partial`. FileExistsError, with nothing changed, for something at the
+        path that may not be replaced.
+        """
+        self._check_replaceable()
         _make_parents(self.partial)
         self.settle()
-        self.abandon()
+        discard([left for left in self._left(PARTIAL) if (writer := _writer_of(left)) and writer.has_ended()])
         self.partial.mkdir()
+        _mark(self.partial, self.token)
 
     def abandon(self) -> None:
         """Delete `partial`, as far as it can be deleted."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        _delete(self.partial)
 
     def commit(self) -> None:
         """Rename `partial`, whose files are synced, to the path and delete what was there
         before.
         """
         sync_folder(self.partial)
+        self._check_replaceable()
         replaces = self.holds_anything()
         self.partial.rename(self._beside(NEW) if replaces else self.path)
         sync_folder(self.path.parent)
         self.settle()
+        (self.path / MARKER).unlink(missing_ok=True)
 
     def settle(self) -> None:
         """Finish a replacement that was committed and then interrupted."""
-        new = self._beside(NEW)
-        if new.is_dir():
-            self.abandon()
-            if self.path.exists():
-                self.path.rename(self.partial)
+        for new in self._left(NEW):
+            self._check_replaceable()
+            old = [retire(self.path)] if self.path.exists() else []
             new.rename(self.path)
-            discard([self.partial])
+            discard(old)
+            (self.path / MARKER).unlink(missing_ok=True)
+
+    def _check_replaceable(self) -> None:
+        if self.holds_anything() and not self.may_replace(self.path):
+            raise FileExistsError(
+                f"{self.path} is there already: a checkpoint is not overwritten, nor is what zerocast has not written; delete it "
+                "or choose another place"
+            )
+
+    def _left(self, suffix: str) -> list[Path]:
+        return temporary_folders(self.path.parent, re.escape(self.path.name), suffix)
 
     def _beside(self, suffix: str) -> Path:
-        return self.path.with_name(self.path.name + suffix)
+        return self.path.with_name(f"{self.path.name}.zerocast-{self.token}{suffix}")
+
+
+def temporary_folders(parent: Path, name: str, suffix: str) -> list[Path]:
+    """The temporary folders in `parent` of folders whose name matches the pattern `name`, if they
+    are provably zerocast's.
+    """
+    pattern = re.compile(f"(?:{name}){TEMPORARY}{re.escape(suffix)}")
+    if not parent.is_dir():
+        return []
+    named = [(path, match[1]) for path in parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    return sorted(path for path, token in named if _is_ours(path, token))
+
+
+def retire(path: Path) -> Path:
+    """Rename a folder that zerocast wrote, so that it no longer looks complete; returns the new
+    path, for `discard`.
+    """
+    retired = path.with_name(f"{path.name}.zerocast-{secrets.token_hex(8)}{PARTIAL}")
+    path.rename(retired)
+    return retired
 
 
 def discard(folders: Iterable[Path]) -> None:
-    """Delete folders of one parent that were renamed to `*.partial`, after syncing the new
-    names.
-    """
+    """Delete temporary folders of one parent, after syncing their names."""
     for number, folder in enumerate(folders):
         if number == 0:
             sync_folder(folder.parent)
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete(folder)
 
 
 def sync_file(path: Path) -> None:
@@ -94,6 +155,11 @@ def sync_file(path: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Persist a directory with fsync: fsync of a file does not persist its directory entry."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, and persist their names."""
+    _make_parents(path / MARKER)
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -109,3 +175,53 @@ def _make_parents(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
+
+
+def _mark(folder: Path, token: str) -> None:
+    """Write the marker, which is on the disk before anything else is in the folder."""
+    content = {"token": token, "writer": asdict(Writer.this_process())}
+    (folder / MARKER).write_text(json.dumps(content))
+    sync_file(folder / MARKER)
+    sync_folder(folder)
+
+
+def _is_ours(folder: Path, token: str) -> bool:
+    """True if a folder with a temporary name has its marker, was a checkpoint, or is empty but for
+    a marker that a power failure damaged.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    marked = _read_marker(folder).get("token") == token
+    return marked or (folder / MANIFEST).is_file() or {path.name for path in folder.iterdir()} <= {MARKER}
+
+
+def _writer_of(folder: Path) -> Writer | None:
+    """The process that wrote a temporary folder; None if its marker does not tell."""
+    return Writer.of_content(_read_marker(folder).get("writer"))
+
+
+def _read_marker(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_bounded(folder / MARKER, MARKER_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _delete(folder: Path) -> None:
+    """Delete a temporary folder as far as it can be deleted. What proves that it is ours goes last,
+    so that the next save can finish.
+    """
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name in (MARKER, MANIFEST):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    with contextlib.suppress(OSError):
+        sync_folder(folder)
+    shutil.rmtree(folder, ignore_errors=True)

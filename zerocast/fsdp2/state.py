@@ -50,6 +50,21 @@ class TrainingState:
         return dist.group.WORLD if dist.is_initialized() else None
 
     @property
+    def model(self) -> nn.Module:
+        """The model, whose frozen parameters are saved with the others, and its buffers too."""
+        return self._model
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """None beside those of the model."""
+        return {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
         """Format and nominal dtype of each quantized weight by name, once the model has
         gathered.

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerocast.checkpoint.checkpoint import write
-from zerocast.checkpoint.manifest import Stored
+from zerocast.checkpoint.manifest import Manifest, Stored
 from zerocast.checkpoint.sources.source import dtype_name, read_span
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.layout import Span
@@ -45,7 +45,7 @@ def to_checkpoint(
     # shapes without memory
     state = {"model": {name: torch.empty((), dtype=dtype).expand(shape) for name, shape in shapes.items()}}
     formats = {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in chosen.formats.items()}
-    write(state, path, ONE_PROCESS, formats=formats, planner=_Planner(contents, dtype, reading))
+    write(state, path, ONE_PROCESS, Manifest(formats=formats), planner=_Planner(contents, dtype, reading))
 
 
 def to_safetensors(

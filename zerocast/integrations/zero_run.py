@@ -5,13 +5,14 @@ files in their checkpoints, and gradients that stay on a rank where they accumul
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.checkpoint import group_of, on_rank_0
-from zerocast.checkpoint.whole_folder import discard
+from zerocast.checkpoint.whole_folder import discard, retire
 from zerocast.optim import Checkpoints
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
@@ -88,14 +89,17 @@ def of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[Zero
 
 
 def save(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
-    """Masters, moments and persistent buffers, by rank; also over an earlier save. ValueError for
-    quantized models without a ZeroAdamW.
+    """Masters, moments, and what the models have beside: frozen parameters and persistent buffers.
+    Each rank writes its part, also over an earlier save. ValueError for quantized models without a
+    ZeroAdamW.
     """
     check_together(optimizers, models)
+    group = group_of(optimizers[0]) if optimizers else None
     for index, optimizer in enumerate(optimizers):
-        Checkpoints(folder / str(index), keep=1).save(optimizer, 0, extra=_buffers(models))
-    if optimizers:  # of an earlier save with more of them
-        on_rank_0(group_of(optimizers[0]), lambda: discard(_saved(folder)[len(optimizers) :]))
+        with Checkpoints(folder / str(index), keep=1) as checkpoints:
+            checkpoints.save(optimizer, 0, model=_beside(index, optimizers, models))
+    if group is not None:  # of an earlier save with more of them
+        on_rank_0(group, lambda: discard(map(retire, _saved(folder)[len(optimizers) :])))
 
 
 def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
@@ -110,8 +114,8 @@ def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.
         raise ValueError(
             f"{folder} holds the states of {len(saved)} ZeroAdamWs, and {len(optimizers)} were given: give as many"
         )
-    for one, optimizer in zip(saved, optimizers, strict=True):
-        Checkpoints(one, keep=1).load(optimizer, extra=_buffers(models))
+    for index, (one, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
+        Checkpoints(one, keep=1).load(optimizer, model=_beside(index, optimizers, models))
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -120,11 +124,25 @@ def _saved(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name))
 
 
-def _buffers(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Persistent buffers by the model's number and their name."""
-    return {
-        f"{index}.{name}": tensor
-        for index, model in enumerate(models)
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not isinstance(tensor, nn.Parameter | QuantizedWeight)
-    }
+def _beside(index: int, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> nn.Module:
+    """What the checkpoint of an optimizer holds beside its masters: of the first one, all that no
+    optimizer trains.
+    """
+    if index > 0:
+        return nn.Module()
+    return _Untrained(models, {id(p) for one in optimizers[1:] for group in one.param_groups for p in group["params"]})
+
+
+class _Untrained(nn.Module):
+    """The models as one, without the parameters that other optimizers train."""
+
+    def __init__(self, models: Sequence[nn.Module], trained_by_others: set[int]) -> None:
+        super().__init__()
+        for number, model in enumerate(models):
+            self.add_module(f"model_{number}", model)
+        self._trained_by_others = trained_by_others
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The others by name; those of models begin with `model_<number>`."""
+        named = super().named_parameters(*args, **kwargs)
+        return ((name, parameter) for name, parameter in named if id(parameter) not in self._trained_by_others)

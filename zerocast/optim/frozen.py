@@ -5,7 +5,6 @@ once, so a parameter that is unfrozen later would get gradients and never change
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,25 +54,27 @@ def warn_where_ranks_differ(group: Group, parameters: Mapping[str, Tensor]) -> N
 
 
 class FrozenParameters:
-    """The plain parameters that were frozen when the optimizer that lists them was built. Quantized
-    ones are looked after by `zerocast.weight.owners`.
+    """The `parameters`, by name, that were frozen when the optimizer that lists them was built.
+
+    It holds them strongly: torch's `swap_tensors`, by which `Module.to` may move a parameter, refuses
+    a tensor that has weak references.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
-        plain = {name: p for name, p in parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)}
-        self._parameters = {name: weakref.ref(parameter) for name, parameter in plain.items()}
+        self.parameters = parameters
         self._optimizer = optimizer
+        # quantized ones are looked after by `zerocast.weight.owners`
+        self._plain = {name: p for name, p in parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)}
 
     def check_still_frozen(self) -> None:
-        """RuntimeError if any requires a gradient now and no owner trains it. It looks at no
+        """RuntimeError if a plain one requires a gradient now and no owner trains it. It looks at no
         gradient, which some ranks may have none of, so ranks of one program raise together.
         """
-        alive = ((name, reference()) for name, reference in self._parameters.items())
-        thawed = [name for name, p in alive if p is not None and p.requires_grad and not is_trained(p)]
-        if thawed:
+        unfrozen = [name for name, p in self._plain.items() if p.requires_grad and not is_trained(p)]
+        if unfrozen:
             raise RuntimeError(
-                f"{len(thawed)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "
-                f"them {', '.join(thawed[:SHOWN])}: it has no masters of them and would never train them. Build another one over "
+                f"{len(unfrozen)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "
+                f"them {', '.join(unfrozen[:SHOWN])}: it has no masters of them and would never train them. Build another one over "
                 "all parameters, or call requires_grad_(False) on these"
             )
 

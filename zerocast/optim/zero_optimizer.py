@@ -92,8 +92,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             problem = error
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, f"builds a {self.NAME}", settings)
-        warn_where_ranks_differ(self._group, frozen(given))
         self._frozen = FrozenParameters(frozen(given), self.NAME)
+        warn_where_ranks_differ(self._group, self._frozen.parameters)
         free = groups_free_on_all(self._group, company)
         self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
@@ -373,6 +373,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
         self._reported = count
         return count
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The parameters that it was given and that needed no gradient then, by name."""
+        return self._frozen.parameters
+
+    @property
+    def model(self) -> None:
+        """Unknown: an optimizer is given parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name

@@ -75,11 +75,6 @@ def _makes_parents(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _makes_partial(self: WholeFolder) -> None:
-    """Without the end of a replacement that was interrupted, and over what another save has left."""
-    self.partial.mkdir(parents=True, exist_ok=True)
-
-
 MUTANTS: dict[str, Callable[[], object]] = {
     "files are synced by torch": _torch_syncs,
     "files are not synced": _put(torch_checkpoint, "sync_file", _nothing),
@@ -93,5 +88,4 @@ MUTANTS: dict[str, Callable[[], object]] = {
     "the new name is synced after the old one is deleted": _settles_unsynced,
     "what is pruned is deleted before its new name is synced": _put(checkpoints, "discard", _discards_unsynced),
     "a replacement stays as a crash has left it": _put(WholeFolder, "settle", _nothing),
-    "a save begins in what another has left": _put(WholeFolder, "begin", _makes_partial),
 }

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.crash import mutants
 from tests.checkpoint.crash.recorder import Recorder
+from tests.optim.folders import names
 from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source
@@ -129,7 +130,7 @@ class Folder:
             assert value(reader) == _expected(self.make, steps)
         kept = checkpoints.steps()
         assert len(kept) <= self.keep
-        assert sorted(path.name for path in (root / self.place).iterdir()) == [f"step_{step:08d}" for step in kept]
+        assert names(root / self.place) == [f"step_{step:08d}" for step in kept]
 
     def _checkpoints(self, root: Path, asynchronous: bool = False) -> Checkpoints:
         return Checkpoints(root / self.place, self.keep, asynchronous)
