@@ -331,9 +331,9 @@ def test_demo_shows_the_console_of_a_run_that_failed(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "results.json").exists()
 
 
-def test_a_run_that_takes_too_long_is_ended(text: Path, tmp_path: Path):
-    run = Run(tmp_path, ["--data", str(text), *TINY_ARGUMENTS], ranks=2, timeout=0.5)
-    with pytest.raises(RunFailedError, match=r"took more than 0 s|took more than 1 s"), run:
+def test_a_silent_run_is_ended(text: Path, tmp_path: Path):
+    run = Run(tmp_path, ["--data", str(text), *TINY_ARGUMENTS], ranks=2, timeout=0.3)
+    with pytest.raises(RunFailedError, match=r"said nothing for 0 s"), run:
         run.wait()
     assert run.has_ended
 
@@ -345,10 +345,12 @@ def test_a_slow_machine_gets_fewer_steps():
 
     demo.check_pace(records(0.25), seconds=90)
     demo.check_pace(records(9.0)[:-1], seconds=90)  # too early to tell
+    short = [{"event": "start", "config": {"steps": demo.LEAST_STEPS}}, *records(9.0)[1:]]
+    demo.check_pace(short, seconds=90)  # as few steps as there may be
     with pytest.raises(demo.TooSlowError) as caught:
         demo.check_pace(records(0.8), seconds=90)
     assert caught.value.pace == pytest.approx(0.8)
-    assert demo.affordable_steps(caught.value.pace, seconds=90) == 100
+    assert demo.affordable_steps(caught.value.pace, seconds=90) == int((90 - demo.START_SECONDS) / 0.8)
 
 
 @pytest.mark.parametrize("formats", [("bf16", "nvfp4", "fp8_block"), ("nvfp4", "bf16"), ("bf16",)])

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocast.gemm.scaling import is_traced
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,5 +60,6 @@ def matmul(x: Tensor, matrix: Tensor) -> Tensor:
 
 def grouped_mm(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
     """Multiply groups of rows, as torch does, with the result in the dtype of `x`."""
-    dtype = product_dtype(x.dtype, x.device.type)
+    # what torch tells compilers of this operator knows bf16 alone
+    dtype = x.dtype if is_traced(x) else product_dtype(x.dtype, x.device.type)
     return torch._grouped_mm(x.to(dtype), matrices.to(dtype), offs=offs).to(x.dtype)
