@@ -35,7 +35,7 @@ class Run:
     ) -> None:
         self.folder = folder
         self._timeout = timeout
-        self._heard, self._said = time.monotonic(), (0, 0)
+        self._heard, self._said = time.monotonic(), [0, 0]
         folder.mkdir(parents=True, exist_ok=True)
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         command = [sys.executable]
@@ -67,7 +67,7 @@ class Run:
     def _is_silent(self) -> bool:
         """True if neither the console nor the log has grown within the last `timeout` seconds."""
         files = (self._console, self.folder / "metrics.jsonl")
-        said = tuple(path.stat().st_size if path.exists() else 0 for path in files)
+        said = [path.stat().st_size if path.exists() else 0 for path in files]
         if said != self._said:
             self._heard, self._said = time.monotonic(), said
         return time.monotonic() - self._heard > self._timeout
