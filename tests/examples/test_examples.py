@@ -428,3 +428,20 @@ def test_minimal_as_it_is_launched(launcher: list[str], example: str):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert_it_learns(done.stdout)
+
+
+def test_the_demo_shows_the_runs_before_one_that_failed(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    class FailsInTheSecond(OnThePool):
+        def is_over(self) -> bool:
+            if self.folder.name == "nvfp4":
+                raise RunFailedError("the second run ended with exit status 1")
+            return True
+
+    monkeypatch.setattr(demo, "Run", functools.partial(FailsInTheSecond, ranks))
+    arguments = ["--out", str(tmp_path), "--formats", "bf16", "nvfp4", "--steps", "2", "--data", str(text)]
+    assert demo.main([*arguments, *TINY_ARGUMENTS]) == 1
+    assert "the second run ended with exit status 1" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "results.json").read_text())["runs"]) == ["bf16"]
+    assert (tmp_path / "loss.png").exists()
