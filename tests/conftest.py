@@ -1,10 +1,14 @@
 """Fixtures and profiles of the whole suite."""
 
+import contextlib
+import inspect
 import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 import hypothesis
 import pytest
@@ -31,6 +35,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("long_at_every_level") and any(p in lower for p in item.callspec.params.values()):
             item.add_marker(pytest.mark.slow)
+
+
+class Bound(Exception):
+    """A case that needs a GPU has named the function that its ranks call, and is not needed further."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without a GPU, what a case would call on its ranks is bound to its arguments before the case is skipped, so that a changed
+    signature is an error here too.
+    """
+    if "gpu_ranks" in getattr(item, "fixturenames", ()) and not torch.cuda.is_available():
+        bind_arguments(item)
+
+
+def bind_arguments(item: Any) -> None:
+    """Run a case up to its first call on ranks, whose arguments must fit the function. Its other fixtures are mocks."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    mismatches: list[str] = []
+
+    def call(function: Any, *arguments: Any, timeout: float = 0.0) -> NoReturn:
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            mismatches.append(f"{function.__qualname__}: {error}")
+        raise Bound
+
+    needed = {name: given.get(name, MagicMock()) for name in inspect.signature(item.function).parameters}
+    # what a case computes before that call may need a GPU
+    with contextlib.suppress(Exception):
+        item.function(**needed | {"gpu_ranks": lambda world: call})
+    if mismatches:
+        pytest.fail(f"the arguments do not fit: {mismatches[0]}", pytrace=False)
 
 
 def pytest_collection_finish() -> None:

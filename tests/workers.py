@@ -30,7 +30,9 @@ from coverage import Coverage
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.0  # for the other ranks, once one has failed
-MOST_THREADS = 400  # of a process; gloo has three for each group that cases left, and all of them wake up all the time
+# Of a process. gloo has three for each group that cases left, and all of them wake up all the time: 400 take 14 % of a core in
+# each rank of each pool. New processes take 0.2 s.
+MOST_THREADS = 100
 COLLECTIVE_SECONDS = 30
 
 Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]  # where `-m examples.gpt_pretrain.tr
 
 
 class RunFailedError(Exception):
-    """A run ended badly or too late; the message ends with the last lines of its console."""
+    """A run ended badly, or was silent for too long; the message ends with its last lines."""
 
 
 class Run:
@@ -34,8 +34,8 @@ class Run:
         self, folder: Path, arguments: Sequence[str], *, ranks: int, timeout: float, torchrun: bool = True
     ) -> None:
         self.folder = folder
-        self._deadline = time.monotonic() + timeout
         self._timeout = timeout
+        self._heard, self._said = time.monotonic(), [0, 0]
         folder.mkdir(parents=True, exist_ok=True)
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
         command = [sys.executable]
@@ -54,15 +54,23 @@ class Run:
 
     def is_over(self) -> bool:
         """Tell whether the run has ended well. Raises RunFailedError if it ended otherwise or
-        has taken too long.
+        has neither logged nor said anything for `timeout` seconds; a slow run may go on.
         """
         code = self._process.poll()
-        if code is None and time.monotonic() < self._deadline:
+        if code is None and not self._is_silent():
             return False
         if code == 0:
             return True
-        reason = f"took more than {self._timeout:.0f} s" if code is None else f"ended with exit status {code}"
+        reason = f"said nothing for {self._timeout:.0f} s" if code is None else f"ended with exit status {code}"
         raise RunFailedError(f"the run in {self.folder} {reason}; from {self._console}:\n\n{self._last_words()}")
+
+    def _is_silent(self) -> bool:
+        """True if neither the console nor the log has grown within the last `timeout` seconds."""
+        files = (self._console, self.folder / "metrics.jsonl")
+        said = [path.stat().st_size if path.exists() else 0 for path in files]
+        if said != self._said:
+            self._heard, self._said = time.monotonic(), said
+        return time.monotonic() - self._heard > self._timeout
 
     def _last_words(self) -> str:
         """Give the end of what the ranks said, and which one failed, without the long report

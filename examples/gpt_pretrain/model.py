@@ -19,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zerocast
+from zerocast import gemm
+
 VOCAB_SIZE = 256
 
 
@@ -59,6 +62,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, eps=1e-6).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """A linear layer whose products are FP32 ones on a CPU without bf16 instructions, where bf16
+    ones are many times slower. Those of quantized weights are so by themselves.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x @ weight.T + bias` as the dtype of `x`."""
+        if isinstance(self.weight, zerocast.QuantizedWeight):
+            return F.linear(x, self.weight, self.bias)
+        return gemm.plain.linear(x, self.weight, self.bias)
+
+
 def rotary_table(context: int, head_dim: int, base: float = 10000.0) -> Tensor:
     """Tabulate cosine and sine of the angle of every (position, channel pair): float32 [2,
     context, head_dim / 2].
@@ -81,15 +96,17 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.qkv = Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.proj = Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Mix positions: [batch, length, n_embd] to the same."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.n_head, width // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # three of [batch, head, length, head_dim]
-        y = F.scaled_dot_product_attention(rotate(q, table), rotate(k, table), v, is_causal=True)
+        computed = gemm.plain.product_dtype(x.dtype, x.device.type)
+        q, k, v = rotate(q, table).to(computed), rotate(k, table).to(computed), v.to(computed)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         out: Tensor = self.proj(y.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -99,8 +116,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.up = Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.down = Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix channels: [batch, length, n_embd] to the same."""
@@ -134,7 +151,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(VOCAB_SIZE, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
-        self.head = nn.Linear(config.n_embd, VOCAB_SIZE, bias=False)
+        self.head = Linear(config.n_embd, VOCAB_SIZE, bias=False)
         self.register_buffer("rotary", rotary_table(config.context, config.n_embd // config.n_head), persistent=False)
         self.reset_parameters()
         if config.tie_embedding:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import casts
 from tests.scaled_mm import emulated
-from zerocast import QuantizedWeight, gemm, get_format
+from zerocast import QuantizedWeight, gemm, get_format, quantize_
 from zerocast.backends.reference import dequantize
 from zerocast.gemm import block_128, inputs, torch_api
 from zerocast.weight.linear import multiply, multiply_gradient
@@ -310,3 +310,31 @@ def test_the_operator_is_given_what_the_function_gives_it(monkeypatch: pytest.Mo
     direct, by_function = given
     assert str(direct) == str(by_function[:10])
     assert [*by_function[10:]] == [(), False]  # as the operator has them by itself
+
+
+def test_a_cpu_without_bf16_instructions_multiplies_in_fp32(monkeypatch, caplog):
+    """Forward pass and both gradients are the FP32 products of the bf16 operands, rounded; it is said once."""
+    monkeypatch.setattr(gemm.plain, "HAS_BF16_PRODUCTS", False)
+    gemm.plain.log_fp32_products.cache_clear()
+    caplog.set_level("INFO", "zerocast.gemm")
+    for _ in range(2):
+        module = torch.nn.Linear(64, 32, bias=False).bfloat16()
+        quantize_(module, {"weight": "nvfp4"})
+        x = torch.randn(8, 64).bfloat16().requires_grad_()
+        grad = torch.randn(8, 32).bfloat16()
+        y = module(x)
+        y.backward(grad)
+        rowwise, columnwise = (module.weight.read(way, torch.bfloat16).float() for way in (False, True))
+        assert torch.equal(y, (x.float() @ rowwise.T).bfloat16())
+        assert torch.equal(x.grad, (grad.float() @ columnwise).bfloat16())
+        assert torch.equal(module.weight.grad, (grad.float().T @ x.float()).bfloat16())
+    said = [record for record in caplog.records if "no bf16 instructions" in record.getMessage()]
+    assert len(said) == 1
+
+
+def test_a_cpu_with_bf16_instructions_multiplies_in_bf16(monkeypatch):
+    monkeypatch.setattr(gemm.plain, "HAS_BF16_PRODUCTS", True)
+    x, weight = torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    assert gemm.plain.product_dtype(torch.bfloat16, "cpu") is torch.bfloat16
+    assert torch.equal(gemm.plain.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert torch.equal(gemm.plain.matmul(x, weight.T), x @ weight.T)

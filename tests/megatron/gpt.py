@@ -107,7 +107,9 @@ def _build(parallel: Parallel) -> tuple[Run, Any]:
     case = Case(overlap=parallel.overlap, options=muon.SETTINGS if parallel.muon else {})
     recipe = {parallel.pattern: parallel.formats} if parallel.formats else FORMATS
     with integration.quantized_params():
-        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe({"*embedding*": "identity", **recipe}))
+        # only the first stage of a pipeline, and with shared embeddings the last one's output layer, has an embedding
+        embeddings = {"*embedding*": "identity"} if first else {}
+        zerocast.quantize_(model.to(device(), torch.bfloat16), zerocast.Recipe({**embeddings, **recipe}))
         full_layout = {"full_param_layout": muon.full_layout(model, ddp_config)} if parallel.muon else {}
         ddp = DistributedDataParallel(config, ddp_config, model, **full_layout)
         optimizer = build_optimizer(case, [ddp])

@@ -6,6 +6,7 @@ cores through torch's scaled matrix multiply, with its other operand quantized t
 else dequantizes the weight and multiplies.
 """
 
+from zerocast.gemm import plain
 from zerocast.gemm.case import Case
 from zerocast.gemm.choice import (
     GRADIENTS,
@@ -42,6 +43,7 @@ __all__ = [
     "is_traced",
     "of_input",
     "path_of",
+    "plain",
     "settings",
     "settings_of",
     "use",

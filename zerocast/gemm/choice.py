@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm import block_128, dequantize, mxfp4, mxfp8, nvfp4, per_tensor
+from zerocast.gemm import block_128, dequantize, mxfp4, mxfp8, nvfp4, per_tensor, plain
 from zerocast.gemm.case import Case
 
 logger = logging.getLogger(__name__)
@@ -232,6 +232,8 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
         case = Case.of(weight, dtype, transposed)
         choices[key] = decide(case, _preference), falls_back(case, _preference)
         logger.info("the products of %s take the path %s", weight.state.name or repr(weight), choices[key][0])
+        if choices[key][0].path == "dequantize" and plain.product_dtype(dtype, case.device) is not dtype:
+            plain.log_fp32_products()
     return choices[key]
 
 

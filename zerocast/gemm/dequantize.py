@@ -1,5 +1,5 @@
-"""Path dequantize: one stage turns the weight into a temporary of the input's dtype, an ordinary
-product follows.
+"""Path dequantize: one stage turns the weight into a temporary of the input's dtype, a product of
+plain tensors follows (`plain.py`).
 
 Takes every format on every device. The temporary lives as long as the product does.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
+from zerocast.gemm import plain
 from zerocast.gemm.case import Case
 
 
@@ -41,5 +42,5 @@ def multiply(
     (x,) = operands
     w: Tensor = weight.read(columnwise, dtype)
     if columnwise:
-        return x @ (w.t() if transposed else w)
-    return torch.nn.functional.linear(x, w.t() if transposed else w, bias)
+        return plain.matmul(x, w.t() if transposed else w)
+    return plain.linear(x, w.t() if transposed else w, bias)

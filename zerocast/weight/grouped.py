@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zerocast import gemm
+
 
 class _Grouped(torch.autograd.Function):
     """`x[group] @ W[group].T` for W `[groups, M, K]` as stored; `x` is `[rows, K]`, `offs` the
@@ -35,7 +37,7 @@ class _Grouped(torch.autograd.Function):
             weight.state.freshness.check_recorded(ctx.recorded)
             grad_x = multiply(grad, weight, offs, columnwise=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch._grouped_mm(grad.t(), x, offs=offs)
+            grad_weight = gemm.plain.grouped_mm(grad.t(), x, offs)
         return grad_x, grad_weight, None
 
 
@@ -46,8 +48,8 @@ def multiply(x: Tensor, weight: Any, offs: Tensor, columnwise: bool) -> Tensor:
     if weight.is_traced:
         traced: Tensor = torch.ops.zerocast.grouped_multiply(x, offs, columnwise, *weight.as_arguments())
         return traced
-    plain = weight.read(columnwise, weight.dtype).view(weight.shape)
-    return torch._grouped_mm(x, plain if columnwise else plain.transpose(-2, -1), offs=offs)
+    matrices = weight.read(columnwise, weight.dtype).view(weight.shape)
+    return gemm.plain.grouped_mm(x, matrices if columnwise else matrices.transpose(-2, -1), offs)
 
 
 def grouped_mm(

@@ -135,7 +135,7 @@ def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """`left.T @ right` of operands as they came."""
     if dtype is torch.float32:
         return left.float().t() @ right.float()
-    return (left.t() @ right).to(dtype)
+    return gemm.plain.matmul(left.t(), right).to(dtype)
 
 
 def _outer_quantized(path: str, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

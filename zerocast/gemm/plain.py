@@ -1,0 +1,65 @@
+"""Products of plain tensors, for weights that are dequantized and for ones that never were
+quantized.
+
+torch's bf16 products on a CPU without bf16 instructions reach a tenth of the speed of its FP32
+ones. There operands are widened, which is exact, the product is computed in FP32 and rounded once.
+Everywhere else it is torch's own product of the operands as they are.
+"""
+
+import functools
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocast.gemm.scaling import is_traced
+
+logger = logging.getLogger(__name__)
+
+
+def _has_bf16_products() -> bool:
+    """True if torch has fast bf16 products for this CPU; a torch that cannot say has none."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+# asked once, since compilers trace the functions below and take a constant as it is
+HAS_BF16_PRODUCTS = _has_bf16_products()
+
+
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype in which products of operands of `dtype` are computed: their own, or FP32."""
+    is_slow = dtype is torch.bfloat16 and device == "cpu" and not HAS_BF16_PRODUCTS
+    return torch.float32 if is_slow else dtype
+
+
+@functools.cache
+def log_fp32_products() -> None:
+    """Say once, on rank 0, that products of bf16 weights are computed in FP32."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("this CPU has no bf16 instructions: products of bf16 weights are computed in FP32 and rounded")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` as the dtype of `x`."""
+    dtype = product_dtype(x.dtype, x.device.type)
+    if dtype is x.dtype:
+        return torch.nn.functional.linear(x, weight, bias)
+    wide_bias = None if bias is None else bias.to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), wide_bias).to(x.dtype)
+
+
+def matmul(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x @ matrix` as the dtype of `x`."""
+    dtype = product_dtype(x.dtype, x.device.type)
+    return (x.to(dtype) @ matrix.to(dtype)).to(x.dtype)
+
+
+def grouped_mm(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+    """Multiply groups of rows, as torch does, with the result in the dtype of `x`."""
+    # what torch tells compilers of this operator knows bf16 alone
+    dtype = x.dtype if is_traced(x) else product_dtype(x.dtype, x.device.type)
+    return torch._grouped_mm(x.to(dtype), matrices.to(dtype), offs=offs).to(x.dtype)
