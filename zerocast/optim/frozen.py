@@ -56,8 +56,8 @@ def warn_where_ranks_differ(group: Group, parameters: Mapping[str, Tensor]) -> N
 class FrozenParameters:
     """The `parameters`, by name, that were frozen when the optimizer that lists them was built.
 
-    It holds them strongly: torch's `swap_tensors`, by which `Module.to` may move a parameter, refuses
-    a tensor that has weak references.
+    It holds them strongly: torch's `swap_tensors`, by which `Module.to` may move a parameter,
+    refuses a tensor that has weak references.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
@@ -67,8 +67,8 @@ class FrozenParameters:
         self._plain = {name: p for name, p in parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)}
 
     def check_still_frozen(self) -> None:
-        """RuntimeError if a plain one requires a gradient now and no owner trains it. It looks at no
-        gradient, which some ranks may have none of, so ranks of one program raise together.
+        """RuntimeError if a plain one requires a gradient now and no owner trains it. It looks at
+        no gradient, which some ranks may have none of, so ranks of one program raise together.
         """
         unfrozen = [name for name, p in self._plain.items() if p.requires_grad and not is_trained(p)]
         if unfrozen:
