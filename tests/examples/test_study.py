@@ -218,10 +218,10 @@ def test_slices_on_several_machines(
     assert row.split(" | ")[5:8] == ["+0.1000", "not run", "+0.1200"]
     monkeypatch.setattr(command, "train", lambda job, *_: trained.append(job.name) or records_of(job, losses(job)))
     before = list(trained)
-    known = ["--known", str(tmp_path / "a" / "gpu" / "runs.jsonl")]
+    known = ["--known", str(tmp_path / "1" / "gpu" / "runs.jsonl")]
     assert command.main([*arguments, str(tmp_path / "b"), "--out", str(tmp_path / "2"), *known]) == 0
     assert sorted(trained) == sorted(job.name for job in jobs(GPU)) and trained[: len(before)] == before
-    picture, stored = (tmp_path / "b" / "gpu" / name for name in ("gap.png", "runs.jsonl"))
+    picture, stored = tmp_path / "b" / "gpu" / "gap.png", tmp_path / "2" / "gpu" / "runs.jsonl"
     assert picture.exists() and len(runs.read_store(stored)) == 39
 
 

@@ -44,10 +44,10 @@ class StudyConfig:
     data: tuple[Path, ...] = ()
     """The text of the plan; by default the source of Python's standard library."""
     out: Path = Path("runs/study")
-    """Folder for the runs, with a subfolder for each size."""
+    """Folder for the runs and runs.jsonl, with a subfolder for each size."""
     results: Path | None = None
-    """Folder for table.md, gap.png, results.json and runs.jsonl, with a subfolder for each size; by
-    default `out`.
+    """Folder for table.md, gap.png and results.json, with a subfolder for each size.
+    By default the same as `out`.
     """
     limit: int | None = None
     """Most runs to make now; the next call continues with the others."""
@@ -129,13 +129,12 @@ def make_runs(
 
 
 def write(name: str, size: Size, runs: Runs, folder: Path) -> str:
-    """Write table, picture, JSON and the records of the runs; returns the table."""
+    """Write table, picture and JSON; returns the table."""
     folder.mkdir(parents=True, exist_ok=True)
     outcome = collect(name, size, runs)
     (folder / "results.json").write_text(json.dumps(outcome) + "\n")
     (folder / "table.md").write_text(show.markdown(outcome, f"python -m examples.gpt_pretrain.study --size {name}"))
     show.plot(outcome, folder / "gap.png")
-    write_store(folder / STORE, runs)
     return show.table(outcome)
 
 
@@ -188,8 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{len(runs)} of {len(todo)} runs are finished; the same command goes on", highlight=False)
     if is_whole or (size.by_row and any(job.variant == BASELINE for job in runs)):
         folder = (config.results or config.out) / config.size
+        out.mkdir(parents=True, exist_ok=True)
+        write_store(out / STORE, runs)
         console.print(write(config.size, size, runs, folder), markup=False, highlight=False, soft_wrap=True)
-        console.print(f"wrote table.md, gap.png, results.json and {STORE} in {folder}", highlight=False)
+        console.print(f"wrote table.md, gap.png and results.json in {folder}, {STORE} in {out}", highlight=False)
     return 1 if failures else 0
 
 
