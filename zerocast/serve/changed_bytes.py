@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerocast.formats.layout import Span, round_up
+
 BITMAP, GAPS_8, GAPS_16, WHOLE = range(4)
 ENCODINGS = {BITMAP: "bitmap", GAPS_8: "gaps of a byte", GAPS_16: "gaps of two bytes", WHOLE: "whole"}
 WORDS = 2**20  # of a buffer that is digested at once
@@ -40,13 +42,7 @@ class ChangedBytes:
         """The changes from one buffer to the other, both u8 and flat; the host waits for the
         device.
         """
-        return ChangedBytes.of(old != new, new)
-
-    @staticmethod
-    def of(changed: Tensor, new: Tensor) -> "ChangedBytes":
-        """The bytes of a flat u8 buffer that have `changed`, bool, or may have; the host waits for
-        the device.
-        """
+        changed = old != new
         where = changed.nonzero().view(-1)
         sizes = {BITMAP: -(-new.numel() // 8) + where.numel(), WHOLE: new.numel()}
         bridged = {GAPS_8: _bridges(where, 255), GAPS_16: _bridges(where, 65535)}
@@ -84,6 +80,14 @@ class ChangedBytes:
     def values(self) -> Tensor:
         """The bytes at these positions, u8."""
         return self.payload[self.payload.numel() - self.count :]
+
+
+def equal_parts(nbytes: int, ranks: int) -> list[Span]:
+    """By rank, the bytes of a bucket whose changes it reports: equal parts of whole words of 8
+    bytes.
+    """
+    step = round_up(-(-nbytes // ranks), 8)
+    return [Span(min(rank * step, nbytes), min((rank + 1) * step, nbytes)) for rank in range(ranks)]
 
 
 def digest(buffer: Tensor) -> int:

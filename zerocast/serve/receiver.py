@@ -5,14 +5,13 @@ does not follow is refused before it changes anything. While a refit is under wa
 that broke off, the tensors are partly of two steps and are not given out.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zerocast.formats.layout import Span
-from zerocast.serve.changed_bytes import ChangedBytes, digest
+from zerocast.serve.changed_bytes import ChangedBytes, digest, equal_parts
 from zerocast.serve.sender import DELTA, FULL, Header, as_bytes, flat_bytes, layout_digest
 
 ASK = "ask the sender for named_tensors()"
@@ -123,7 +122,7 @@ class Receiver:
             own = self._tensors[name]
             if own.data_ptr() != tensor.data_ptr():
                 as_bytes(own).copy_(as_bytes(tensor.contiguous()))
-        self._check_digests(header["digests"], self._parts(header, len(header["digests"])))
+        self._check_digests(header["digests"])
         self._next += 1
         return names
 
@@ -150,16 +149,18 @@ class Receiver:
         segments, found = header["segments"], []
         if header["layout"] != self._layouts[index]:
             raise ValueError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
-        parts = self._parts(header, len(segments))
-        for spans, part, (numel, encoding, count, after, _) in zip(
-            parts, payload.split([numbers[-1] for numbers in segments]), segments, strict=True
+        payloads = payload.split([numbers[-1] for numbers in segments])
+        for span, part, (numel, encoding, count, after, _) in zip(
+            self._parts(index, len(segments)), payloads, segments, strict=True
         ):
+            if numel != span.numel:
+                raise ValueError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
             changed = ChangedBytes(numel, encoding, count, after, part)
-            found.append((_in_bucket(changed.places(), spans, numel), changed.values()))
+            found.append((changed.places() + span.start, changed.values()))
         self._is_complete = False
-        places, order = torch.cat([at for at, _ in found]).sort()
-        names = self._write(index, places, torch.cat([values for _, values in found])[order])
-        self._check_digests([after for _, _, _, after, _ in segments], parts)
+        places, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+        names = self._write(index, places, values)
+        self._check_digests([after for _, _, _, after, _ in segments])
         self._next += 1
         return names
 
@@ -197,22 +198,15 @@ class Receiver:
                 f"{'none' if self._arriving is None else f'refit {self._arriving[2]}'} was expected: {ASK}"
             )
 
-    def _parts(self, header: Header, ranks: int) -> list[list[Span]]:
-        """By rank of the sender, the bytes of a bucket that it has reported. ValueError unless
-        these are the bucket, each byte once.
-        """
-        parts = [[Span(start, stop) for start, stop in part] for part in header["spans"]]
-        ends = sorted((span.start, span.stop) for part in parts for span in part)
-        nbytes = sum(self._tensors[name].nbytes for name in self._buckets[header["index"]])
-        whole = [(start, stop) for (_, start), (stop, _) in itertools.pairwise([(0, 0), *ends, (nbytes, nbytes)])]
-        if len(parts) != ranks or any(start != stop for start, stop in whole):
-            raise ValueError(f"bucket {header['index']} of the changes is not laid out as the tensors here: {ASK}")
-        return parts
+    def _parts(self, index: int, ranks: int) -> list[Span]:
+        """By rank of the sender, the bytes of a bucket that it reports."""
+        return equal_parts(sum(self._tensors[name].nbytes for name in self._buckets[index]), ranks)
 
-    def _check_digests(self, digests: Sequence[int], parts: Sequence[Sequence[Span]]) -> None:
+    def _check_digests(self, digests: Sequence[int]) -> None:
         """RuntimeError unless the bytes of the bucket that has come are the sender's."""
         own = [self._tensors[name] for name in self._buckets[self._next]]
-        if [digest(flat_bytes(own, spans)) for spans in parts] != list(digests):
+        parts = self._parts(self._next, len(digests))
+        if [digest(flat_bytes(own, span)) for span in parts] != list(digests):
             raise RuntimeError(
                 f"the bytes of {self._buckets[self._next][0]} and what came with it are not those of the sender: something else "
                 f"wrote to these tensors, or a message was damaged; {ASK}"
@@ -220,17 +214,3 @@ class Receiver:
 
     def _place(self, header: Header) -> torch.device:
         return self._tensors[self._buckets[header["index"]][0]].device
-
-
-def _in_bucket(places: Tensor, spans: Sequence[Span], numel: int) -> Tensor:
-    """Places in the `numel` bytes of spans laid end to end, as places in the bucket. ValueError
-    where the spans are of another size.
-    """
-    ends = list(itertools.accumulate(span.numel for span in spans))
-    if (ends[-1] if ends else 0) != numel:
-        raise ValueError(f"changes of {numel} bytes came for {ends[-1] if ends else 0}: {ASK}")
-    if not spans:
-        return places
-    shifts = torch.tensor([span.stop - end for span, end in zip(spans, ends, strict=True)], device=places.device)
-    of_span = torch.searchsorted(torch.tensor(ends, device=places.device), places, right=True)
-    return places + shifts[of_span]
