@@ -19,28 +19,23 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
 
 import sys
 
-from zerocast import interrupts as _interrupts  # noqa: F401 - before all that takes time to import
-from zerocast.cli import app as _app
+from zerocast import backends, fsdp2, gemm, metrics
+from zerocast.cast.plan import CastPlan
+from zerocast.cast.switch import switch
+from zerocast.formats import FormatSpec, get_format, recipe
+from zerocast.formats.recipe import Recipe
+from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
+from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.quantize import quantize_
+from zerocast.serve import export
+from zerocast.verification.report import VerificationError, VerifyReport
+from zerocast.verification.verify import verify
+from zerocast.weight import QuantizedWeight
+from zerocast.weight.freshness import set_debug
 
-# isort: split
-if _app.needs_library():  # `zerocast --help` is answered without torch
-    from zerocast import backends, fsdp2, gemm, metrics
-    from zerocast.cast.plan import CastPlan
-    from zerocast.cast.switch import switch
-    from zerocast.formats import FormatSpec, get_format, recipe
-    from zerocast.formats.recipe import Recipe
-    from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
-    from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
-    from zerocast.quantize import quantize_
-    from zerocast.serve import export
-    from zerocast.verification.report import VerificationError, VerifyReport
-    from zerocast.verification.verify import verify
-    from zerocast.weight import QuantizedWeight
-    from zerocast.weight.freshness import set_debug
-
-    # Saved files and users' code know these modules by names from before they moved into packages.
-    sys.modules[f"{__name__}.recipe"] = recipe
-    sys.modules[f"{__name__}.export"] = export
+# Saved files and users' code know these modules by names from before they moved into packages.
+sys.modules[f"{__name__}.recipe"] = recipe
+sys.modules[f"{__name__}.export"] = export
 
 __version__ = "0.1.0"
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerocast import interrupts
-from zerocast.cli import main
+from zerocast.cli import interrupts, main
 from zerocast.cli import plan as plan_module
 from zerocast.serve import write
 
@@ -106,13 +105,13 @@ def imports(module: str) -> Callable[[str], bool]:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("delay", [0.0, 0.2])
 @pytest.mark.parametrize("how", ["python -m", "script"])
-def test_in_the_first_second(tmp_path: Path, how: str, delay: float) -> None:
-    """Packages are being imported, in which a KeyboardInterrupt may come out as anything."""
+def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> None:
+    """Its packages are being imported, in which a KeyboardInterrupt may come out as anything."""
     if how == "script" and not SCRIPT.exists():
         pytest.skip("zerocast is not installed as a command")
     arguments = ["zerocast", "doctor"] if how == "python -m" else [str(SCRIPT), "doctor"]
     ended = interrupt_when(
-        arguments, imports("zerocast.interrupts"), delay, tmp_path, mode="-m" if how == "python -m" else ""
+        arguments, imports("zerocast.cli.self_test"), delay, tmp_path, mode="-m" if how == "python -m" else ""
     )
     assert ended == Ended(130, ["zerocast: interrupted"], [])
 
@@ -214,7 +213,7 @@ def test_an_interrupt_that_a_library_takes_for_a_failure(
 @pytest.mark.parametrize("handler", [interrupts._raise, interrupts._end, signal.default_int_handler])
 def test_nothing_interrupts_the_end(monkeypatch: Any, handler: Any) -> None:
     """Whatever was set when the first Ctrl-C came: the second one would kill a process that is being finalised."""
-    monkeypatch.setattr(interrupts, "COMMAND_LINE", True)
+    monkeypatch.setattr(interrupts, "_owns_process", True)
     signal.signal(signal.SIGINT, handler)
     interrupts.over()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -266,7 +265,8 @@ def test_an_interrupt_within_a_finaliser(tmp_path: Path) -> None:
 FINALISED = """
 import signal, sys, time
 sys.argv = ["zerocast"]
-from zerocast import cli, interrupts
+from zerocast import cli
+from zerocast.cli import interrupts
 
 class Finalised:
     def __del__(self):
@@ -284,11 +284,11 @@ def run(_):
             raise
 
 cli._run = run
-sys.exit(cli.main([]))
+sys.exit(cli.main())
 """
 
 ENDS = {
-    "the command line": "sys.argv = ['zerocast']; from zerocast import cli; cli._run = {run}; sys.exit(cli.main([]))",
+    "the command line": "sys.argv = ['zerocast']; from zerocast import cli; cli._run = {run}; sys.exit(cli.main())",
     "an example": "from examples.gpt_pretrain import interrupt; interrupt.run(lambda: ({run})([]))",
 }
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from zerocast import interrupts
+from zerocast.cli import interrupts
 from zerocast.cli.app import find
 
 NO_READER = 128 + signal.SIGPIPE
@@ -17,9 +17,11 @@ EXTRA = ("matplotlib", "tyro")  # safetensors is imported only to read or write 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, which is 130 after a Ctrl-C and 141 once nobody
-    reads the output.
+    """Run a command, by default the one of this process's command line; returns the exit status,
+    which is 130 after a Ctrl-C and 141 once nobody reads the output.
     """
+    if arguments is None:
+        interrupts.own_process()
     try:
         return _run(arguments)
     except BrokenPipeError:  # the reader has gone, as `| head` does; nothing is left to be flushed to it

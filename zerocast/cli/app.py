@@ -1,4 +1,4 @@
-"""The commands by name. Help, the version and a mistyped command are answered without torch."""
+"""The commands by name, and what answers help, the version and a mistyped command."""
 
 import difflib
 import functools
@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from zerocast import interrupts
 
 DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
 HELP, VERSION = ("-h", "--help"), "--version"
@@ -34,11 +32,6 @@ COMMANDS = {
     "bench": Command("bench", "cast", "", "time casts beside a copy of memory"),
     "bench step": Command("bench", "step", "", "time training steps beside bf16 and other libraries"),
 }  # fmt: skip
-
-
-def needs_library() -> bool:
-    """False in a process of the command line that names no command, which ends without torch."""
-    return not interrupts.COMMAND_LINE or _name(sys.argv[1:]) in COMMANDS
 
 
 @dataclass(frozen=True)

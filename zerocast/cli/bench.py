@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerocast import interrupts
 from zerocast.bench import Bench, BenchConfig, Report, StepBench, StepConfig, StepReport
 from zerocast.bench.render import legend, markdown, plot, step_markdown, step_plot, terminal
 from zerocast.bench.report import Regression, regressions, stored_ratios
 from zerocast.bench.step_report import StepFailure, StepMeasurement
 from zerocast.bench.trace import write_trace
+from zerocast.cli import interrupts
 from zerocast.cli.files import check_folder, written
 from zerocast.cli.progress import Progress
 

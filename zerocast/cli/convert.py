@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zerocast import interrupts
+from zerocast.cli import interrupts
 from zerocast.cli.progress import Progress
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.convert import to_checkpoint, to_safetensors

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerocast import backends, interrupts
+from zerocast import backends
 from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
 from zerocast.bench.machine import describe
+from zerocast.cli import interrupts
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
 from zerocast.formats.recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zerocast import interrupts
+from zerocast.cli import interrupts
 from zerocast.cli.progress import Progress
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.convert import tensors

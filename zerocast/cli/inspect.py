@@ -12,7 +12,7 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from zerocast import interrupts
+from zerocast.cli import interrupts
 from zerocast.cli.files import check_folder, written
 from zerocast.cli.progress import tracked
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure

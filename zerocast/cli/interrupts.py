@@ -1,11 +1,10 @@
 """Ctrl-C on the command line: one line, exit code 130, and nothing half-written.
 
-This module is imported before everything else, since `import torch` alone takes a second. Before a
-command runs there is nothing to undo, and a KeyboardInterrupt inside an import may surface as any
-error, so Ctrl-C ends the process at once. During a command the first Ctrl-C raises
+Before a command runs there is nothing to undo, and a KeyboardInterrupt inside an import may surface
+as any error, so Ctrl-C ends the process at once. During a command the first Ctrl-C raises
 KeyboardInterrupt, and the command removes what it began to write; further ones are ignored, as they
-would interrupt that cleanup. After GRACE_SECONDS the process ends in any case. A process that is
-not the command line keeps its own handler.
+would interrupt that cleanup. After GRACE_SECONDS the process ends in any case. A process that calls
+a command without being the command line keeps its own handler.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 STATUS = 128 + signal.SIGINT
@@ -24,8 +22,9 @@ GRACE_SECONDS = 10.0
 AGAIN_SECONDS = 0.01  # until a KeyboardInterrupt that a finaliser has swallowed is raised again
 LINE = "zerocast: interrupted"
 
-_first: float | None = None  # when the first Ctrl-C came
-_said = False
+_owns_process = False  # True once this process is the command line, until it ends
+_first: float | None = None  # when the first Ctrl-C of a command came
+_said = False  # True once LINE was written
 
 
 def came() -> bool:
@@ -35,9 +34,11 @@ def came() -> bool:
     return _first is not None
 
 
-def end_at_once() -> None:
-    """Make Ctrl-C end this process, if it is the command line and no other handler is installed."""
-    if COMMAND_LINE and _ours_to_handle(signal.default_int_handler, _raise):
+def own_process() -> None:
+    """Let Ctrl-C end this process, which is the command line, until a command runs."""
+    global _owns_process  # noqa: PLW0603
+    _owns_process = True
+    if _ours_to_handle(signal.default_int_handler):
         signal.signal(signal.SIGINT, _end)
 
 
@@ -66,7 +67,7 @@ def over() -> None:
     While Python cleans up it would kill the process and so change the exit status.
     """
     # _raise: Ctrl-C may come while that handler is being installed
-    if COMMAND_LINE and _ours_to_handle(_end, _raise, signal.default_int_handler):
+    if _owns_process and _ours_to_handle(_end, _raise, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -92,7 +93,7 @@ def _lost(before: Callable[[Any], object], unraisable: Any) -> None:
     """
     if not (came() and issubclass(unraisable.exc_type, KeyboardInterrupt)):
         before(unraisable)
-    elif COMMAND_LINE and hasattr(signal, "setitimer"):
+    elif _owns_process and hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _raise_again)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
 
@@ -103,7 +104,7 @@ def _raise_again(*_: object) -> NoReturn:
 
 
 def _end_after_grace() -> None:
-    if COMMAND_LINE and hasattr(signal, "setitimer"):
+    if _owns_process and hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _end)
         signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
 
@@ -131,14 +132,3 @@ def complain(line: str) -> None:
 def _ours_to_handle(*handlers: object) -> bool:
     """True in the main thread if SIGINT has one of these handlers; a background job ignores it."""
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in handlers
-
-
-def _is_command_line() -> bool:
-    """True if this process was started as `zerocast` or as `python -m zerocast`."""
-    if sys.argv[0] == "-m":
-        return sys.orig_argv[-len(sys.argv)] == "zerocast"
-    return Path(sys.argv[0]).stem == "zerocast"
-
-
-COMMAND_LINE = _is_command_line()  # at import: Python rewrites sys.argv before it runs the module
-end_at_once()
