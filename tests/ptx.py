@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +68,6 @@ def run_casts(fmt: str, nominal: torch.dtype, nominal_master: bool) -> None:
     bench = Bench((Weight(fmt, (64, 64), ((0, 4096),), nominal, nominal_master=nominal_master),), seed=2)
     for stage in filter(bench.applies, STAGES):
         bench.run(stage, "triton")
-    replace(bench, notes=True).run("partial_cast", "triton")
 
 
 def run_adam_amax(fmt: str, nominal: torch.dtype, moment: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def encode(backend: str, element: str, x: Tensor) -> Tensor:
         codes = torch.empty(x.numel(), dtype=torch.uint8)
         rows = table(row(**where, scale_base=0, scale_offset=0))
         fmt = get_format("fp8_delayed", element=element)
-        stage(fmt, torch.float32, [x], one, [one], [one], rows, [codes], [], None, None)
+        stage(fmt, torch.float32, [x], one, [one], [one], rows, [codes], [], None)
         return codes
     # A tensor amax of 2688 makes S_enc one, and a block amax of 6 then makes the stored scale one.
     whole = torch.nn.functional.pad(x, (0, -x.numel() % 256))
@@ -44,7 +44,7 @@ def encode(backend: str, element: str, x: Tensor) -> Tensor:
     packed_codes = torch.empty(whole.numel() // 2, dtype=torch.uint8)
     where |= {"rows": 16, "columns": whole.numel() // 16, "numel": whole.numel()}
     data = [packed_codes], []
-    stage(get_format("nvfp4"), torch.float32, [whole], packed, [amax], [], table(row(**where)), *data, None, None)
+    stage(get_format("nvfp4"), torch.float32, [whole], packed, [amax], [], table(row(**where)), *data, None)
     return torch.stack((packed_codes & 15, packed_codes >> 4), -1).view(-1)[: x.numel()]
 
 
@@ -54,7 +54,7 @@ def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
     where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
     rows = table(row(**where, row_data_base=0, row_data_offset=0))
     stage = devices.stage(backend, "partial_cast")
-    stage(get_format("identity"), nominal, [x], torch.empty(0), [], [], rows, [words], [], None, None)
+    stage(get_format("identity"), nominal, [x], torch.empty(0), [], [], rows, [words], [], None)
     return words.view(torch.int16)
 
 

@@ -67,7 +67,6 @@ class Bench:
     weights: tuple[Weight, ...]
     seed: int
     separate_shards: bool = False
-    notes: bool = False
     fmt: FormatSpec = field(init=False)
     arenas: dict[str, Arena] = field(init=False)
     table: Tensor = field(init=False)
@@ -85,8 +84,6 @@ class Bench:
         all_bf16 = first.nominal is torch.bfloat16 and self.seed % 2 == 0
         self._packed_dtype = torch.bfloat16 if all_bf16 else torch.float32
         self._grids: list[Tensor] = []
-        self._bits = 0  # of the bitmap of changes
-        self.noted: list[tuple[int, int]] = []  # the bits of each weight's owned bytes
         self.table = table(*[self._row(weight) for weight in self.weights])
 
     def _row(self, weight: Weight) -> list[int]:
@@ -101,7 +98,6 @@ class Bench:
         for role, (base, offset) in places.items():
             values |= {f"{role}_base": base, f"{role}_offset": offset}
         values |= self._pack(master.view(rows, columns), Span(start, stop))
-        values["changed"] = self._place_bits(*byte_range(self.fmt, weight.shape, Span(start, stop), self.nominal))
         return row(**values)
 
     def _place(self, role: str, buffer: layout.Buffer, weight: Weight) -> Place:
@@ -117,17 +113,6 @@ class Bench:
         first, last = byte_range(self.fmt, weight.shape, Span(*weight.spans[0]), self.nominal)
         base, offset = arena.place(noise[first:last])
         return base, offset - first
-
-    def _place_bits(self, first: int, last: int) -> int:
-        """The bit of byte 0, where bits are those of bytes `[first, last)` alone, with words between two weights."""
-        origin = self._bits + 32 * int(self._rng.integers(1, 4)) - first // 32 * 32
-        self.noted.append((origin + first, origin + last))
-        self._bits = -(-(origin + last) // 32) * 32
-        return origin
-
-    def bitmap(self) -> Tensor:
-        """A bitmap in which some bits are set, those of no byte among them."""
-        return torch.from_numpy(np.random.default_rng(self.seed).integers(0, 256, self._bits // 8 + 8, dtype=np.uint8))
 
     def _pack(self, master: Tensor, span: Span) -> dict[str, int]:
         """Room in the packed buffer: the amaxes of the whole master, as they are after the reduction."""
@@ -169,9 +154,7 @@ class Bench:
         elif stage == "partial_cast":
             amaxes = self._with_tensor_amaxes(on["amax"])
             data = on["row_data"], on["column_data"]
-            changed = self.bitmap() if self.notes else None
-            on["changed"] = [] if changed is None else [changed]
-            function(fmt, self.nominal, on["master"], packed, amaxes, delayed, self.table, *data, changed, skip)
+            function(fmt, self.nominal, on["master"], packed, amaxes, delayed, self.table, *data, skip)
         elif stage == "roll_history":
             function(fmt, self.table, self._with_tensor_amaxes(on["amax"]), on["scale"], on["history"], skip)
         else:

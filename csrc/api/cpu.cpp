@@ -46,9 +46,9 @@ void compute_scales(const Format& format, const TypedBase& packed, const TableAr
 
 void partial_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBase& packed,
                   const Bases& amaxes, const Bases& scales, const TableArgument& table, const Bases& row_data,
-                  const Bases& column_data, uintptr_t changed, int threads) {
+                  const Bases& column_data, int threads) {
   cpu::partial_cast(format, dtype_of(nominal), arrays_of(masters), array_of(packed), amaxes, scales, table_of(table),
-                    row_data, column_data, changed, threads);
+                    row_data, column_data, threads);
 }
 
 void roll_history(const Format& format, const TableArgument& table, const Bases& amaxes, const Bases& scales,
@@ -102,11 +102,10 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
 
 void adam_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
                const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
-               uintptr_t scalars, float clip, const TypedBase& packed, const Bases& row_data, uintptr_t changed,
-               int threads) {
+               uintptr_t scalars, float clip, const TypedBase& packed, const Bases& row_data, int threads) {
   cpu::adam_cast(format, dtype_of(nominal), states_of(masters, grads, exp_avgs, exp_avg_sqs), table_of(table),
                  reinterpret_cast<const int64_t*>(groups), reinterpret_cast<const float*>(scalars), clip, array_of(packed),
-                 row_data, changed, threads);
+                 row_data, threads);
 }
 
 void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, int threads) {
@@ -128,7 +127,7 @@ void register_cpu(py::module_& m) {
   bind_stage(cpu, "compute_scales", &compute_scales, "fmt", "packed", "table", "row_scales", "column_scales", "amaxes",
              "scales", "threads");
   bind_stage(cpu, "partial_cast", &partial_cast, "fmt", "nominal", "masters", "packed", "amaxes", "scales", "table",
-             "row_data", "column_data", "changed", "threads");
+             "row_data", "column_data", "threads");
   bind_stage(cpu, "roll_history", &roll_history, "fmt", "table", "amaxes", "scales", "histories", "threads");
   bind_stage(cpu, "transpose", &transpose, "fmt", "table", "row_data", "row_scales", "column_data", "column_scales",
              "threads");
@@ -141,7 +140,7 @@ void register_cpu(py::module_& m) {
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
              "groups", "scalars", "clip", "packed", "threads");
   bind_stage(cpu, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
-             "groups", "scalars", "clip", "packed", "row_data", "changed", "threads");
+             "groups", "scalars", "clip", "packed", "row_data", "threads");
   bind_stage(cpu, "quantize_gradient", &quantize_gradient, "grad", "parts", "messages", "threads");
   bind_stage(cpu, "add_gradients", &add_gradients, "messages", "parts", "divisor", "adds", "out", "threads");
 }

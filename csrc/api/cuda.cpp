@@ -85,10 +85,9 @@ void compute_scales(const Format& format, const TypedBase& packed, cuda::DeviceB
 
 void partial_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
                   cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::DeviceBases row_data,
-                  cuda::DeviceBases column_data, cuda::Bitmap changed, cuda::Flag skip, const WorkArgument& work,
-                  const StreamArgument& stream) {
+                  cuda::DeviceBases column_data, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
   cuda::partial_cast(format, dtype_of(nominal), dtype_of(masters.second), masters.first, array_of(packed), amaxes, scales,
-                     work_of(work), row_data, column_data, changed, skip, stream_of(stream));
+                     work_of(work), row_data, column_data, skip, stream_of(stream));
 }
 
 void roll_history(const Format& format, cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::DeviceBases histories,
@@ -133,10 +132,10 @@ void adam_amax(const Format& format, const std::string& nominal, const TypedBase
 
 void adam_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& grads,
                const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, uintptr_t groups, uintptr_t scalars, uintptr_t clip,
-               const TypedBase& packed, cuda::DeviceBases row_data, cuda::Bitmap changed, cuda::Flag skip,
-               const WorkArgument& work, const StreamArgument& stream) {
+               const TypedBase& packed, cuda::DeviceBases row_data, cuda::Flag skip, const WorkArgument& work,
+               const StreamArgument& stream) {
   cuda::adam_cast(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
-                  {scalars, clip, skip}, array_of(packed), row_data, changed, stream_of(stream));
+                  {scalars, clip, skip}, array_of(packed), row_data, stream_of(stream));
 }
 
 void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, const StreamArgument& stream) {
@@ -201,7 +200,7 @@ void register_cuda(py::module_& m) {
   bind_stage(cuda, "compute_scales", &compute_scales, "fmt", "packed", "row_scales", "column_scales", "amaxes", "scales",
              "skip", "work", "partial", "stream");
   bind_stage(cuda, "partial_cast", &partial_cast, "fmt", "nominal", "masters", "packed", "amaxes", "scales", "row_data",
-             "column_data", "changed", "skip", "work", "stream");
+             "column_data", "skip", "work", "stream");
   bind_stage(cuda, "roll_history", &roll_history, "fmt", "amaxes", "scales", "histories", "skip", "work", "stream");
   bind_stage(cuda, "transpose", &transpose, "fmt", "row_data", "row_scales", "column_data", "column_scales", "data_work",
              "scale_work", "stream");
@@ -214,7 +213,7 @@ void register_cuda(py::module_& m) {
   bind_stage(cuda, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
              "scalars", "clip", "packed", "skip", "work", "stream");
   bind_stage(cuda, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
-             "scalars", "clip", "packed", "row_data", "changed", "skip", "work", "stream");
+             "scalars", "clip", "packed", "row_data", "skip", "work", "stream");
   bind_stage(cuda, "quantize_gradient", &quantize_gradient, "grad", "parts", "messages", "stream");
   bind_stage(cuda, "add_gradients", &add_gradients, "messages", "parts", "divisor", "adds", "out", "stream");
   cuda.attr("INPUT_GROUP") = cuda::kInputGroup;

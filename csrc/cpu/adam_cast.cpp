@@ -21,8 +21,7 @@
 namespace zerocast::cpu {
 
 void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
-               const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data,
-               uintptr_t changed, int threads) {
+               const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data, int threads) {
   check_whole_blocks(format, table);
   if (states.empty()) return;
   const RowUpdate update_row{ZC_AT_LEVEL(adam_loop)(states[0].grad.dtype, states[0].exp_avg.dtype),
@@ -42,15 +41,14 @@ void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>
     const Master master(masters, panels[i].weight);
     const Weight& weight = panels[i].weight;
     const uintptr_t data = row_data[weight[column::ROW_DATA_BASE]] + weight[column::ROW_DATA_OFFSET];
-    const ChangeMap changes(changed, weight);
     Panel band = panels[i];  // a row of blocks
     for (; band.first_row < panels[i].last_row; band.first_row = band.last_row) {
       band.last_row = std::min(band.first_row + height, panels[i].last_row);
       one_grid(format, amax_loops, band, master, packed, update_row);
       if (format.elements_per_byte() == 2) {
-        cast_panel(in, cast_loops, band, master, Nibbles{cast_loops, data, changes});
+        cast_panel(in, cast_loops, band, master, Nibbles{cast_loops, data});
       } else {
-        cast_panel(in, cast_loops, band, master, Bytes{cast_loops, data, changes});
+        cast_panel(in, cast_loops, band, master, Bytes{cast_loops, data});
       }
     }
   });

@@ -155,8 +155,7 @@ void two_grids(const Format& format, const AmaxLoops& loops, const Panel& panel,
 }
 
 template <class Before>
-int32_t panel_maximum(const AmaxLoops& loops, const Panel& panel, const Master& master, Array packed,
-                      const Before& before) {
+int32_t panel_maximum(const AmaxLoops& loops, const Panel& panel, const Master& master, Array packed, const Before& before) {
   int32_t maximum = -1;
   bool finite = true;
   for (int64_t row = panel.first_row; row < panel.last_row; ++row) {

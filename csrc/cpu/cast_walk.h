@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "codec.h"
-#include "cpu/changes.h"
 #include "cpu/master.h"
 #include "cpu/panels.h"
 #include "cpu/scale_groups.h"
@@ -139,25 +138,19 @@ void for_pieces(const Panel& panel, int64_t row, const Body& body) {
   }
 }
 
-// Writes n owned codes from a flat index on, with their changes where there is a map of them;
-// `origin` is the address of element 0, which may not exist.
+// Writes n owned codes from a flat index on; `origin` is the address of element 0, which may not exist.
 struct Bytes {
   const CastLoops& loops;
   uintptr_t origin;
-  ChangeMap changes;
 
   void write(const void* source, const float* multipliers, int64_t element, int64_t n) const {
-    if (!changes) return loops.cast(source, multipliers, reinterpret_cast<void*>(origin + element), n);
-    alignas(64) std::array<uint8_t, kPieceColumns> codes;
-    loops.cast(source, multipliers, codes.data(), n);
-    changes.write(origin, element, codes.data(), n);
+    loops.cast(source, multipliers, reinterpret_cast<void*>(origin + element), n);
   }
 };
 
 struct Nibbles {
   const CastLoops& loops;
   uintptr_t origin;
-  ChangeMap changes;
 
   // A byte with one owned code keeps its other half.
   void write(const void* source, const float* multipliers, int64_t element, int64_t n) const {
@@ -166,28 +159,17 @@ struct Nibbles {
     int64_t first = element, last = element + n;
     const uint8_t* code = codes.data();
     if (first % 2) {
-      put(first, static_cast<uint8_t>((at(first) & 0x0F) | (*code++ << 4)));
+      at(first) = static_cast<uint8_t>((at(first) & 0x0F) | (*code++ << 4));
       ++first;
     }
     if (first < last && last % 2) {
       --last;
-      put(last, static_cast<uint8_t>((at(last) & 0xF0) | code[last - first]));
+      at(last) = static_cast<uint8_t>((at(last) & 0xF0) | code[last - first]);
     }
-    if (first >= last) return;
-    if (!changes) return loops.pack(code, &at(first), (last - first) / 2);
-    alignas(64) std::array<uint8_t, kPieceColumns / 2> bytes;
-    loops.pack(code, bytes.data(), (last - first) / 2);
-    changes.write(origin, first / 2, bytes.data(), (last - first) / 2);
+    if (first < last) loops.pack(code, &at(first), (last - first) / 2);
   }
 
  private:
-  void put(int64_t element, uint8_t byte) const {
-    if (changes) {
-      changes.write(origin, element / 2, &byte, 1);
-    } else {
-      at(element) = byte;
-    }
-  }
   uint8_t& at(int64_t element) const { return *reinterpret_cast<uint8_t*>(origin + element / 2); }
 };
 

@@ -19,8 +19,7 @@ void compute_scales(const Format& format, Array packed, const Table& table, cons
                     const Bases& column_scales, const Bases& amaxes, const Bases& scales, int threads);
 
 void partial_cast(const Format& format, Dtype nominal, const std::vector<Array>& masters, Array packed, const Bases& amaxes,
-                  const Bases& scales, const Table& table, const Bases& row_data, const Bases& column_data,
-                  uintptr_t changed, int threads);
+                  const Bases& scales, const Table& table, const Bases& row_data, const Bases& column_data, int threads);
 
 void roll_history(const Format& format, const Table& table, const Bases& amaxes, const Bases& scales,
                   const Bases& histories);
@@ -55,8 +54,7 @@ void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>
 
 // The same for spans of whole rows of blocks, and their codes.
 void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
-               const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data,
-               uintptr_t changed, int threads);
+               const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data, int threads);
 
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h).

@@ -6,7 +6,6 @@
 // amaxes of its blocks.
 #include "cuda/adam.cuh"
 #include "cuda/amax.cuh"
-#include "cuda/changes.cuh"
 #include "cuda/codes.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/stages.h"
@@ -146,21 +145,8 @@ __device__ bool stores_words(const OnePassLane& lane, uint64_t data) {
   return lane.whole(kRows) && (data + lane.element / kInByte) % kBytes == 0 && lane.pitch / kInByte % kBytes == 0;
 }
 
-// A lane's codes before this cast, if they are stored so.
-template <class E, class Word>
-__device__ void read_codes(const OnePassLane& lane, uint64_t data, Word (&held)[kRows]) {
-  if (!stores_words<E>(lane, data)) return;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    held[r] = *reinterpret_cast<const Word*>(data + (lane.element + r * lane.pitch) * E::kBits / 8);
-  }
-}
-
-// Writes the codes of a lane. `put(row, codes)` stores those of a whole row, `put_byte` one byte of
-// the weight.
-template <class Nominal, class E, int kUnroll, class Put, class PutByte>
-__device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t data, float multiplier, const Put& put,
-                            const PutByte& put_byte) {
+template <class Nominal, class E>
+__device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t data, float multiplier) {
   using Word = typename Encoder<E>::Word4;
   constexpr int kInByte = 8 / E::kBits;
   const Kept<Nominal> kept;
@@ -168,9 +154,10 @@ __device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t d
     return Encoder<E>::encode4({x.a.x * multiplier, x.a.y * multiplier}, {x.b.x * multiplier, x.b.y * multiplier});
   };
   const auto masters = [&](int r) { return reinterpret_cast<const float*>(master) + lane.element + r * lane.pitch; };
+  const auto at = [&](int r, int c) { return data + (lane.element + r * lane.pitch) / kInByte + c / kInByte; };
   if (stores_words<E>(lane, data)) {
-#pragma unroll kUnroll
-    for (int r = 0; r < kRows; ++r) put(r, codes_of(kept.read(r, masters(r))));
+#pragma unroll 4
+    for (int r = 0; r < kRows; ++r) *reinterpret_cast<Word*>(at(r, 0)) = codes_of(kept.read(r, masters(r)));
     return;
   }
 #pragma unroll 1
@@ -179,17 +166,15 @@ __device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t d
     if (owned.first >= owned.last) continue;
     FourElements x{};
     if constexpr (std::is_same_v<Nominal, Float32>) {
-      const auto at = [&](int c) { return owned.has(c) ? masters(r)[c] : 0.0f; };
-      x = {{at(0), at(1)}, {at(2), at(3)}};
+      const auto element = [&](int c) { return owned.has(c) ? masters(r)[c] : 0.0f; };
+      x = {{element(0), element(1)}, {element(2), element(3)}};
     } else {
       x = kept.read(r, nullptr);
     }
     const Word codes = codes_of(x);
 #pragma unroll
     for (int c = 0; c < kColumns; c += kInByte) {
-      if (owned.has(c)) {
-        put_byte((lane.element + r * lane.pitch) / kInByte + c / kInByte, static_cast<uint8_t>(codes >> c * E::kBits));
-      }
+      if (owned.has(c)) *reinterpret_cast<uint8_t*>(at(r, c)) = static_cast<uint8_t>(codes >> c * E::kBits);
     }
   }
 }
@@ -207,11 +192,10 @@ __device__ OnePassLane lane_of(const Format& format, const Weight& w, const Item
   return find_lane<kColumns>(panel_grid(known<kGrid>(format), w, kOnePassShape), w, item.ordinal, kRows, kWarps);
 }
 
-// With kNotes old codes are read and changes are noted, which costs registers.
-template <class Grad, class Moment, class Nominal, class E, Grid kGrid, bool kNotes>
+template <class Grad, class Moment, class Nominal, class E, Grid kGrid>
 __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
     adam_cast_kernel(Format format, const int64_t* table, const Item* items, StateBases state, const int64_t* groups,
-                     AdamInputs adam, AmaxSink out, BaseList row_data, uint32_t* changed) {
+                     AdamInputs adam, AmaxSink out, BaseList row_data) {
   if (holds(adam.skip)) return;
   float most;
   {
@@ -223,13 +207,6 @@ __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
     most = update<Nominal>(arrays, lane_of<kGrid>(format, w, item), adam.rows[groups[item.weight]], *adam.clip, poison);
     note_poison(w, out, poison);
   }
-  using Word = typename Encoder<E>::Word4;
-  [[maybe_unused]] Word held[kRows];
-  if constexpr (kNotes) {  // while the thread block waits for its amaxes
-    const Item item = items[blockIdx.x];
-    const Weight w = weight_of(table, item);
-    read_codes<E>(lane_of<kGrid>(format, w, item), data_of(row_data, w), held);
-  }
   const LaneAmaxes amaxes = amaxes_of_lanes<kGrid>(most);
   const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
   // Found once more, so that the loop above has these registers.
@@ -237,24 +214,7 @@ __global__ void __launch_bounds__(kOnePassShape.threads(), kMinBlocks)
   const Weight w = weight_of(table, item);
   const OnePassLane lane = lane_of<kGrid>(format, w, item);
   store_amax<kGrid>(lane, w, out, amaxes.block);
-  const uint64_t data = data_of(row_data, w), master = origin_of<Float32>(state.master, w);
-  const auto byte = [&](int r) { return (lane.element + r * lane.pitch) * E::kBits / 8; };
-  if constexpr (kNotes) {
-    const ChangeMap changes(changed, w);
-    write_codes<Nominal, E, kRows>(  // all of `held` in registers
-        lane, master, data, multiplier,
-        [&](int r, Word codes) {
-          const uint32_t differs = differing_bytes(codes, held[r]);
-          if (!differs) return;
-          *reinterpret_cast<Word*>(data + byte(r)) = codes;
-          changes.set(byte(r), differs);
-        },
-        [&](int64_t at, uint8_t value) { changes.write(data, at, value); });
-  } else {
-    write_codes<Nominal, E, 4>(
-        lane, master, data, multiplier, [&](int r, Word codes) { *reinterpret_cast<Word*>(data + byte(r)) = codes; },
-        [&](int64_t at, uint8_t value) { *reinterpret_cast<uint8_t*>(data + at) = value; });
-  }
+  write_codes<Nominal, E>(lane, origin_of<Float32>(state.master, w), data_of(row_data, w), multiplier);
 }
 
 template <class Body>
@@ -282,13 +242,13 @@ void for_codes(const Format& format, const Body& body) {
 }  // namespace
 
 void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
-               const AdamStep& step, Array packed, DeviceBases row_data, Bitmap changed, Stream stream) {
+               const AdamStep& step, Array packed, DeviceBases row_data, Stream stream) {
   const StateBases bases{bases_of(state.master), bases_of(state.grad.address), bases_of(state.exp_avg.address),
                          bases_of(state.exp_avg_sq.address)};
   const auto go = [&](auto kernel) {
     launch(kernel, work.blocks, kOnePassShape.threads(), stream, format, table_of(work), items_of(work), bases,
            reinterpret_cast<const int64_t*>(groups), inputs_of(step), AmaxSink{amaxes_of(packed), nominal},
-           bases_of(row_data), bitmap_of(changed));
+           bases_of(row_data));
   };
   for_states(state, [&](auto grad, auto moment) {
     for_nominal(nominal, [&](auto rounded) {
@@ -298,8 +258,7 @@ void adam_cast(const Format& format, Dtype nominal, const AdamState& state, cons
         using Nominal = decltype(rounded);
         using E = decltype(element);
         constexpr Grid kGrid = decltype(grid)::value;
-        if (changed) return go(adam_cast_kernel<Grad, Moment, Nominal, E, kGrid, true>);
-        return go(adam_cast_kernel<Grad, Moment, Nominal, E, kGrid, false>);
+        return go(adam_cast_kernel<Grad, Moment, Nominal, E, kGrid>);
       });
     });
   });

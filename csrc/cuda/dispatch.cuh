@@ -49,7 +49,6 @@ inline const int64_t* table_of(const Work& work) { return reinterpret_cast<const
 inline const Item* items_of(const Work& work) { return reinterpret_cast<const Item*>(work.items); }
 inline BaseList bases_of(DeviceBases bases) { return {reinterpret_cast<const uint64_t*>(bases)}; }
 inline Amaxes amaxes_of(Array packed) { return {reinterpret_cast<void*>(packed.address), packed.dtype == Dtype::kBfloat16}; }
-inline uint32_t* bitmap_of(Bitmap bitmap) { return reinterpret_cast<uint32_t*>(bitmap); }
 inline const bool* flag_of(Flag flag) { return reinterpret_cast<const bool*>(flag); }
 
 template <class Body>

@@ -1,5 +1,4 @@
 // Stage partial_cast: the codes of the owned elements, from one read of them.
-#include "cuda/changes.cuh"
 #include "cuda/codes.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/stages.h"
@@ -14,15 +13,10 @@ struct CastInputs {
   BaseList amaxes, scales;
   BaseList row_data, column_data;
   const bool* skip;
-  uint32_t* changed;
 };
 
 constexpr int kColumns = kCastShape.lane_columns;
-// Rows whose loads are in flight together. Codes that are read too, and what is kept of them, leave
-// the longer arithmetic of 4-bit codes registers for half of them.
-template <class E, bool kNotes>
-constexpr int kStepOf = E::kBits == 4 && kNotes ? 4 : 8;
-constexpr int kStep = 8;
+constexpr int kStep = 8;  // rows whose loads are in flight together
 
 using CastLane = Lane<kColumns>;
 using CastRow = Row<kColumns>;
@@ -42,40 +36,15 @@ class CodeWriter {
     if (whole_) {
       *reinterpret_cast<Word*>(address(r, 0)) = codes;
     } else {
-      write_owned(r, codes,
-                  [](uint64_t origin, int64_t byte, uint8_t value) { *reinterpret_cast<uint8_t*>(origin + byte) = value; });
-    }
-  }
-
-  // The codes of rows [first, first + kRows), for `write` to compare with; all loads are in flight
-  // before one is needed.
-  template <int kRows>
-  __device__ void read(int first, Word (&held)[kRows]) const {
-    if (!whole_) return;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) held[r] = *reinterpret_cast<const Word*>(address(first + r, 0));
-  }
-
-  // Writes what differs from what was there.
-  __device__ void write(int r, Word codes, Word held, const ChangeMap& changes) const {
-    if (whole_) {
-      const uint32_t differs = differing_bytes(codes, held);
-      if (!differs) return;
-      *reinterpret_cast<Word*>(address(r, 0)) = codes;
-      changes.set(byte(r, 0), differs);
-    } else {
-      write_owned(r, codes, [&](uint64_t origin, int64_t byte, uint8_t value) { changes.write(origin, byte, value); });
+      write_owned(r, codes);
     }
   }
 
  private:
-  __device__ int64_t byte(int r, int c) const { return (lane_.element + r * lane_.pitch + c) * E::kBits / 8; }
-  __device__ uint64_t address(int r, int c) const { return origin_ + byte(r, c); }
+  __device__ uint64_t address(int r, int c) const { return origin_ + (lane_.element + r * lane_.pitch + c) * E::kBits / 8; }
 
-  // A byte with one owned code keeps its other half; both halves belong to one lane. Calls
-  // put(origin, byte of the weight, value).
-  template <class Put>
-  __device__ void write_owned(int r, Word codes, const Put& put) const {
+  // A byte with one owned code keeps its other half; both halves belong to one lane.
+  __device__ void write_owned(int r, Word codes) const {
     constexpr int kInByte = 8 / E::kBits;
     const CastLane::Owned owned = lane_.owned(r);
     uint64_t all = 0;
@@ -83,11 +52,12 @@ class CodeWriter {
 #pragma unroll 1
     for (int c = owned.first / kInByte * kInByte; c < owned.last; c += kInByte) {
       const auto code = static_cast<uint8_t>(all >> c * E::kBits);
+      auto* const byte = reinterpret_cast<uint8_t*>(address(r, c));
       if (owned.has(c) && owned.has(c + kInByte - 1)) {
-        put(origin_, byte(r, c), code);
+        *byte = code;
       } else {
-        const uint8_t mask = owned.has(c) ? 0x0F : 0xF0, held = *reinterpret_cast<const uint8_t*>(address(r, c));
-        put(origin_, byte(r, c), static_cast<uint8_t>((held & ~mask) | (code & mask)));
+        const uint8_t mask = owned.has(c) ? 0x0F : 0xF0;
+        *byte = static_cast<uint8_t>((*byte & ~mask) | (code & mask));
       }
     }
   }
@@ -183,14 +153,12 @@ __device__ CastLane cast_lane(const CastInputs& in, const Weight& w, const Item&
 }
 
 // Thread blocks a multiprocessor: the longer arithmetic of 4-bit codes needs more warps.
-template <class E, bool kNotes>
-constexpr int kMinBlocks = E::kBits == 4 ? (kNotes ? 8 : 5) : 1;
+template <class E>
+constexpr int kMinBlocks = E::kBits == 4 ? 5 : 1;
 
-// With kNotes old codes are read and changes are noted, which costs registers.
-template <class Storage, class Nominal, class E, Grid kGrid, bool kNotes, bool kChosen = false>
-__global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E, kNotes>)
+template <class Storage, class Nominal, class E, Grid kGrid, bool kChosen = false>
+__global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
     cast_kernel(CastInputs in, const int64_t* table, const Item* items) {
-  constexpr int kStep = kStepOf<E, kNotes>;
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
@@ -207,17 +175,11 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E, kNotes>)
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kStep) {
     CastRow x[kStep];
-    [[maybe_unused]] typename CodeWriter<E>::Word held[kStep];
     masters.read(first, x);
-    if constexpr (kNotes) writer.read(first, held);
 #pragma unroll
     for (int r = 0; r < kStep; ++r) {
       const NominalRow<Storage, Nominal> row(x[r]);
-      if constexpr (kNotes) {
-        writer.write(first + r, row.template codes<E>(multiplier), held[r], ChangeMap(in.changed, w));
-      } else {
-        writer.write(first + r, row.template codes<E>(multiplier));
-      }
+      writer.write(first + r, row.template codes<E>(multiplier));
     }
   }
 }
@@ -255,7 +217,7 @@ class RowMultipliers {
 
 // Both directions from one read: rows of 32 columns and columns of 32 rows have scales of their
 // own.
-template <class Storage, class Nominal, class E, bool kNotes>
+template <class Storage, class Nominal, class E>
 __global__ void __launch_bounds__(kCastShape.threads(), 4)
     cast_twice_kernel(CastInputs in, const int64_t* table, const Item* items) {
   constexpr int kRows = panel_rows(Grid::kRowsAndColumns);
@@ -278,17 +240,11 @@ __global__ void __launch_bounds__(kCastShape.threads(), 4)
 #pragma unroll 1
   for (int step = 0; step < kRows / kStep; ++step) {
     CastRow x[kStep];
-    [[maybe_unused]] typename CodeWriter<E>::Word held[kStep];
     masters.read(step * kStep, x);
-    if constexpr (kNotes) rowwise.read(step * kStep, held);
 #pragma unroll
     for (int r = 0; r < kStep; ++r) {
       const NominalRow<Storage, Nominal> row(x[r]);
-      if constexpr (kNotes) {
-        rowwise.write(step * kStep + r, row.template codes<E>(rows.of(step, r)), held[r], ChangeMap(in.changed, w));
-      } else {
-        rowwise.write(step * kStep + r, row.template codes<E>(rows.of(step, r)));
-      }
+      rowwise.write(step * kStep + r, row.template codes<E>(rows.of(step, r)));
       columnwise.write(step * kStep + r, row.template codes<E>(columns));
     }
   }
@@ -302,7 +258,7 @@ struct Word16 {
 };
 
 // Identity: the rounded elements themselves.
-template <class Storage, class Nominal, bool kNotes>
+template <class Storage, class Nominal>
 __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs in, const int64_t* table, const Item* items) {
   using Word = typename Nominal::Word;
   if (holds(in.skip)) return;
@@ -311,9 +267,8 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
   const CastLane lane = cast_lane<Grid::kTensor>(in, w, item);
   if (lane.empty()) return;
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kPanelRows);
-  const uint64_t origin = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
-  const int64_t first_byte = lane.element * static_cast<int64_t>(sizeof(Word));
-  const uint64_t out = origin + first_byte;
+  const uint64_t out = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET) +
+                       lane.element * static_cast<int64_t>(sizeof(Word));
   const bool whole = lane.whole(kPanelRows) && out % Four<Nominal>::kBytes == 0 && lane.pitch % 4 == 0;
 #pragma unroll 1
   for (int first = 0; first < kPanelRows; first += kStep) {
@@ -321,8 +276,7 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
     masters.read(first, x);
 #pragma unroll
     for (int r = 0; r < kStep; ++r) {
-      const int64_t in_lane = (first + r) * lane.pitch * static_cast<int64_t>(sizeof(Word));
-      const uint64_t at = out + in_lane;
+      const uint64_t at = out + (first + r) * lane.pitch * static_cast<int64_t>(sizeof(Word));
       const CastLane::Owned owned = lane.owned(first + r);
 #pragma unroll
       for (int c = 0; c < kColumns; c += 4) {
@@ -330,12 +284,7 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
 #pragma unroll
         for (int i = 0; i < 4; ++i) four.words[i] = Nominal::narrow(x[r][c + i]);
         if (whole) {
-          Word* const here = reinterpret_cast<Word*>(at) + c;
-          if constexpr (kNotes) {
-            const uint32_t differs = differing_bytes(four.bits(), Four<Nominal>::load(here).bits());
-            ChangeMap(in.changed, w).set(first_byte + in_lane + c * static_cast<int64_t>(sizeof(Word)), differs);
-          }
-          four.store(here);
+          four.store(reinterpret_cast<Word*>(at) + c);
           continue;
         }
 #pragma unroll
@@ -344,12 +293,7 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
 #pragma unroll
           for (int b = 0; b < static_cast<int>(sizeof(Word)); ++b) {
             const int in_row = (c + i) * static_cast<int>(sizeof(Word)) + b;
-            const auto value = static_cast<uint8_t>(four.words[i] >> (8 * b));
-            if constexpr (kNotes) {
-              ChangeMap(in.changed, w).write(origin, first_byte + in_lane + in_row, value);
-            } else {
-              reinterpret_cast<uint8_t*>(at)[in_row] = value;
-            }
+            reinterpret_cast<uint8_t*>(at)[in_row] = static_cast<uint8_t>(four.words[i] >> (8 * b));
           }
         }
       }
@@ -357,31 +301,31 @@ __global__ void __launch_bounds__(kCastShape.threads()) copy_kernel(CastInputs i
   }
 }
 
-template <class Storage, class Nominal, bool kNotes>
+template <class Storage, class Nominal>
 void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
   const auto go = [&](auto kernel) {
     launch(kernel, work.blocks, kCastShape.threads(), stream, in, table_of(work), items_of(work));
   };
   if (in.format.element == Element::kNominal) {
     if constexpr (std::is_same_v<Storage, Nominal> && sizeof(typename Storage::Word) == 2) {
-      return go(copy_kernel<Word16, Word16, kNotes>);
+      return go(copy_kernel<Word16, Word16>);
     } else {
-      return go(copy_kernel<Storage, Nominal, kNotes>);
+      return go(copy_kernel<Storage, Nominal>);
     }
   }
   for_grid(in.format, [&](auto grid) {
     constexpr Grid kGrid = decltype(grid)::value;
     if constexpr (kGrid == Grid::kSquare32) {
-      if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid, kNotes>);
-      if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid, kNotes>);
+      if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid>);
+      if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kSquare16) {
-      if (in.format.four_over_six != FourOverSix::kNone) return go(cast_kernel<Storage, Nominal, E2M1, kGrid, kNotes, true>);
-      if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid, kNotes>);
+      if (in.format.four_over_six != FourOverSix::kNone) return go(cast_kernel<Storage, Nominal, E2M1, kGrid, true>);
+      if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kRowsAndColumns) {
-      if (in.format.element == Element::kE4M3) return go(cast_twice_kernel<Storage, Nominal, E4M3, kNotes>);
+      if (in.format.element == Element::kE4M3) return go(cast_twice_kernel<Storage, Nominal, E4M3>);
     } else {
-      if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid, kNotes>);
-      if (in.format.element == Element::kE5M2) return go(cast_kernel<Storage, Nominal, E5M2, kGrid, kNotes>);
+      if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid>);
+      if (in.format.element == Element::kE5M2) return go(cast_kernel<Storage, Nominal, E5M2, kGrid>);
     }
     throw std::invalid_argument("the CUDA kernels do not encode this element in blocks of this shape");
   });
@@ -390,21 +334,14 @@ void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
 }  // namespace
 
 void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, Array packed, DeviceBases amaxes,
-                  DeviceBases scales, const Work& work, DeviceBases row_data, DeviceBases column_data, Bitmap changed,
-                  Flag skip, Stream stream) {
-  const CastInputs in{format,
-                      bases_of(masters),
-                      amaxes_of(packed),
-                      bases_of(amaxes),
-                      bases_of(scales),
-                      bases_of(row_data),
-                      bases_of(column_data),
-                      flag_of(skip),
-                      bitmap_of(changed)};
+                  DeviceBases scales, const Work& work, DeviceBases row_data, DeviceBases column_data, Flag skip,
+                  Stream stream) {
+  const CastInputs in{format,           bases_of(masters),  amaxes_of(packed),     bases_of(amaxes),
+                      bases_of(scales), bases_of(row_data), bases_of(column_data), flag_of(skip)};
   for_masters(master, nominal, [&](auto storage, auto rounded) {
     using Storage = decltype(storage);
     using Nominal = decltype(rounded);
-    changed ? launch_cast<Storage, Nominal, true>(in, work, stream) : launch_cast<Storage, Nominal, false>(in, work, stream);
+    launch_cast<Storage, Nominal>(in, work, stream);
   });
 }
 

@@ -22,7 +22,6 @@ struct Work {
 using DeviceBases = uintptr_t;                           // of an array of addresses in device memory
 constexpr DeviceBases kOnlyBase = DeviceBases{1} << 63;  // marks the address of a single base itself
 using Flag = uintptr_t;                                  // of a bool, or 0
-using Bitmap = uintptr_t;                                // of whole words of 32 bits, or 0
 
 struct Stream {
   uintptr_t handle;
@@ -43,8 +42,8 @@ void compute_scales(const Format& format, Array packed, const Work& work, Device
 constexpr int kPartialAmaxes = 32;
 
 void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, Array packed, DeviceBases amaxes,
-                  DeviceBases scales, const Work& work, DeviceBases row_data, DeviceBases column_data, Bitmap changed,
-                  Flag skip, Stream stream);
+                  DeviceBases scales, const Work& work, DeviceBases row_data, DeviceBases column_data, Flag skip,
+                  Stream stream);
 
 void roll_history(const Format& format, const Work& work, DeviceBases amaxes, DeviceBases scales, DeviceBases histories,
                   Flag skip, Stream stream);
@@ -90,7 +89,7 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
 
 // The same for spans of whole rows of blocks, and their codes.
 void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
-               const AdamStep& step, Array packed, DeviceBases row_data, Bitmap changed, Stream stream);
+               const AdamStep& step, Array packed, DeviceBases row_data, Stream stream);
 
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h). Messages are aligned to 16 bytes.

@@ -56,33 +56,6 @@ def test_a_cast_gives_the_bytes_of_the_cpu(on_gpu: str, fmt: str, nominal: torch
     assert_cast(weight, master)
 
 
-@pytest.mark.parametrize("span", [(0, 544 * 1056), (1001, 300 * 1056 + 7)])
-@pytest.mark.parametrize("shape", [(544, 1056), (1056, 544)])
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_cast_notes_what_it_changes(on_gpu: str, fmt: str, shape: tuple[int, int], span: tuple[int, int]) -> None:
-    """More than one thread block, rows that are whole words of the bitmap and rows that are not: the bits are those of a
-    comparison of all bytes before and after, over two casts, and none beside them.
-    """
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02
-    master = whole.view(-1)[slice(*span)].cuda()
-    weight = zerocast.QuantizedWeight.empty(shape, fmt, torch.bfloat16, "cuda")
-    plan = zerocast.CastPlan([weight], [master], [span[0]], backend=on_gpu)
-    plan.cast()
-    notes = plan.note_changes()
-    notes.forget()
-    held = weight.state.rowwise_data.view(-1).view(torch.uint8)
-    changed = torch.zeros(held.numel(), dtype=torch.bool, device="cuda")
-    for share in (0.01, 0.3):
-        before = held.clone()
-        master.mul_(torch.where(torch.rand_like(master) < share, -1.0, 1.0))
-        plan.cast()
-        changed |= before != held
-    first, last = layout.byte_range(weight.format, shape, layout.Span(*span), torch.bfloat16)
-    assert torch.equal(notes.changed(0, layout.Span(first, last)), changed[first:last])
-    bits = (notes.bitmap[:, None] & torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device="cuda")).count_nonzero()
-    assert bits == changed.sum()
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_cast_follows_the_current_stream(on_gpu: str, fmt: str) -> None:
     """The master arrives late, on a stream that is not the default one."""

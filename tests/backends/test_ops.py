@@ -79,7 +79,7 @@ def calls_of_a_step(backend: str) -> Recorded:
         state |= {"nominal": torch.bfloat16, "groups": torch.zeros(1, dtype=torch.int64)}
         table, packed, skip = stages.table(stages.row(**where)), torch.zeros(4), torch.tensor([False])
         ops.adam_amax(backend, "fp8_block", **state, table=table, **step, packed=packed, skip=skip)
-        whole = where | {"start": 0, "numel": 96, "rows": 6, "row_data_base": 0, "row_data_offset": 0, "changed": 0}
+        whole = where | {"start": 0, "numel": 96, "rows": 6, "row_data_base": 0, "row_data_offset": 0}
         table, codes = stages.table(stages.row(**whole)), torch.zeros(96, dtype=torch.uint8)
         ops.adam_cast(
             backend,
@@ -89,7 +89,6 @@ def calls_of_a_step(backend: str) -> Recorded:
             **step,
             packed=packed,
             row_data=[codes],
-            changed=torch.zeros(12, dtype=torch.uint8),
             skip=skip,
         )
         messages = torch.zeros(2 * GradientMessage(50).nbytes, dtype=torch.uint8)

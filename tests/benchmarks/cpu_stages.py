@@ -83,7 +83,7 @@ class Weights:
     def partial_cast(self, backend: object) -> None:
         data = [self.row_data], [self.column_data]
         scales = [self.packed, [self.amax], [self.scale]]
-        backend.partial_cast(self.fmt, NOMINAL, [self.master], *scales, self.table, *data, None, None)  # type: ignore[attr-defined]
+        backend.partial_cast(self.fmt, NOMINAL, [self.master], *scales, self.table, *data, None)  # type: ignore[attr-defined]
 
     def transpose(self, backend: object) -> None:
         rowwise, columnwise = ([self.row_data], [self.row_scale]), ([self.column_data], [self.column_scale])

@@ -86,8 +86,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is() -> None:
         flat = torch.zeros_like(master)
         with pytest.raises(RuntimeError, match=r"lie on the host, and an AdamUpdate .* step, then cast\(\)"):
             plan.cast(update=AdamUpdate(flat, flat, flat, torch.zeros(1, 8), torch.ones(1)))
-        with pytest.raises(ValueError, match="no change is noted: compare with a copy"):
-            plan.note_changes()
         square, whole = QuantizedWeight.empty((256, 128), "mxfp8"), torch.ones(256 * 128)
         with pytest.raises(ValueError, match=r"scale_cuts.*move them to the weights' device"):
             CastPlan([square], [whole], [0], ONE_PROCESS, scale_cuts=[range(4096, 32768, 4096)])
@@ -185,20 +183,6 @@ def test_storage_of_the_caller_is_followed() -> None:
             plan.cast()
         found.append(part.view(torch.uint8).clone())
     assert torch.equal(*found) and found[0].any()
-
-
-def test_masters_do_not_move_to_the_host_while_changes_are_noted() -> None:
-    weight = QuantizedWeight.empty((16, 32), "nvfp4")
-    master = torch.from_numpy(lcg_matrix(16, 32, 0)).view(-1).clone()
-    with mock.patch.object(partition, "lies_on_host", side_effect=lambda given, _: given is not master):
-        plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend="reference")
-        plan.note_changes()
-        plan.cast()
-        before = casts.bytes_of(weight)
-        with pytest.raises(ValueError, match="notes changes"):
-            plan.move_masters([master.clone()])
-        plan.cast()
-        casts.assert_same_bytes(casts.bytes_of(weight), before)
 
 
 @pytest.mark.parametrize(

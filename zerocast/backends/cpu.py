@@ -57,7 +57,6 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "flat": flat,
     "data": data,
     "optional": _optional,
-    "bitmap": _optional,
     "messages": _optional,
     "table": _table,
     "segments": _table,

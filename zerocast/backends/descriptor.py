@@ -43,11 +43,8 @@ class Column(enum.IntEnum):
     SCALE_OFFSET = 19
     HISTORY_BASE = 20  # delayed scaling: f32[amax_history_len]
     HISTORY_OFFSET = 21
-    # of the bit of byte 0 of the weight's rowwise data in a bitmap of changes: a multiple of 32,
-    # negative if only a later shard has bits
-    CHANGED = 22
     # of a number in the packed buffer that becomes 1 where an owned master is NaN or Inf
-    NOT_FINITE = 23
+    NOT_FINITE = 22
 
 
 WIDTH = len(Column)

@@ -32,7 +32,7 @@ STAGES = {
     ),
     "partial_cast": (
         "format fmt, dtype nominal, typed_bases masters, typed packed, bases amaxes, bases scales, table table, "
-        "bases row_data!, bases column_data!, bitmap changed!, skip skip"
+        "bases row_data!, bases column_data!, skip skip"
     ),
     "roll_history": "format fmt, table table, bases amaxes, bases scales!, bases histories!, skip skip",
     "transpose": (
@@ -53,8 +53,7 @@ STAGES = {
     ),
     "adam_cast": (
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
-        "table table, groups groups, scalars scalars, clip clip, typed packed!, bases row_data!, bitmap changed!, "
-        "skip skip"
+        "table table, groups groups, scalars scalars, clip clip, typed packed!, bases row_data!, skip skip"
     ),
     "quantize_gradient": "flat grad, int parts, messages messages!",
     "add_gradients": "messages messages, int parts, int divisor, bool adds, flat out!",
@@ -63,7 +62,7 @@ STAGES = {
 # The schema type of each kind. The dtype of "bases" follows from the stage; "typed" bases have one
 # of several dtypes.
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
-_TYPES |= {"skip": "Tensor?", "bitmap": "Tensor?", "int": "int", "bool": "bool"}
+_TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
 _TYPES |= dict.fromkeys(
     ("typed", "flat", "data", "messages", "table", "segments", "groups", "scalars", "clip"), "Tensor"
 )

@@ -65,18 +65,6 @@ CAST = Work(
     lambda traffic: traffic.cast,
     "partial amaxes, scales of all weights, codes of the shard: CastPlan.cast()",
 )
-CAST_WITH_CHANGES = Work(
-    "cast with changes",
-    work.cast_with_few_changes,
-    lambda traffic: traffic.cast_with_changes,
-    "a cast that notes which bytes become others: 1 % of them",
-)
-CAST_WITH_ALL_CHANGED = Work(
-    "cast all changed",
-    work.cast_with_all_changed,
-    lambda traffic: traffic.cast_with_changes,
-    "the same where every byte becomes another one",
-)
 CAST_OF_OWN_SCALES = Work(
     "cast of own scales",
     work.cast_of_own_scales,
@@ -118,12 +106,6 @@ STEP = Work(
     lambda traffic: traffic.step,
     "AdamW with amaxes, and codes of local scales, in one pass; the other codes",
 )
-STEP_WITH_CHANGES = Work(
-    "step with changes",
-    work.step_with_changes,
-    lambda traffic: traffic.step_with_changes,
-    "the same with notes of the bytes that become others",
-)
 STEP_IN_TWO_PASSES = Work(
     "two-pass step",
     work.step_in_two_passes,
@@ -143,7 +125,6 @@ FORMATS = tuple(CAST_LIMIT)
 OWN_SCALES_LIMIT = 1.08
 TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
 UPCAST_LIMIT = 1.1
-NOTED_LIMIT = 1.1
 STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06, "mxfp8:block=32x32": 1.06, "mxfp4": 1.06}
 ADAM_LIMIT, MANY_LIMIT, SHARE_LIMIT, GRADIENT_LIMIT = 1.04, 1.15, 1.3, 1.1
 HOST_MS = 0.1
@@ -153,14 +134,12 @@ def all_rows() -> Iterator[Row]:
     """The rows of the report at full size, in its order."""
     for fmt in FORMATS:
         yield Row(A, CAST, fmt, Target(CAST_LIMIT[fmt]))
-    yield from _casts_with_changes()
     yield Row(A, CAST_OF_OWN_SCALES, "mxfp8", Target(OWN_SCALES_LIMIT))
     yield Row(A, ADAM, "", Target(ADAM_LIMIT))
     yield Row(A, QUANTIZE_GRADIENT, "", Target(GRADIENT_LIMIT))
     yield Row(A, ADD_GRADIENTS, "", Target(GRADIENT_LIMIT))
     for fmt, limit in STEP_LIMIT.items():
         yield Row(A, STEP, fmt, Target(limit))
-        yield Row(A, STEP_WITH_CHANGES, fmt, Target(NOTED_LIMIT))
         if get_format(fmt).casts_in_one_pass:
             yield Row(A, STEP_IN_TWO_PASSES, fmt)
             yield Row(C, STEP, fmt)
@@ -178,12 +157,6 @@ def all_rows() -> Iterator[Row]:
         yield Row(A, upcast, "mxfp4", Target(UPCAST_LIMIT))
     for fmt in FORMATS:
         yield from (Row(A, stage, fmt) for stage in (PARTIAL_AMAX, COMPUTE_SCALES, PARTIAL_CAST))
-
-
-def _casts_with_changes() -> Iterator[Row]:
-    for fmt in FORMATS:
-        yield Row(A, CAST_WITH_CHANGES, fmt, Target(NOTED_LIMIT))
-        yield Row(A, CAST_WITH_ALL_CHANGED, fmt)
 
 
 def select(only: Sequence[str], scale: int) -> list[Row]:

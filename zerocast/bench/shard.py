@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.workload import Place, Workload
-from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
@@ -87,25 +86,14 @@ class Shard:
         buffers = chain.from_iterable(weight.state.buffers.values() for weight in self.weights)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def table(self, notes: ChangeNotes | None = None, flipped: float = 0.0) -> WeightTable:
-        """The plan's weights as a table, to run the stages of a cast one by one: with notes of what
-        they change, and of masters of which a share has the other sign.
-        """
+    def table(self) -> WeightTable:
+        """The plan's weights as a table, to run the stages of a cast one by one."""
         tables = WeightTables(self.flat.device, self.plan.backend)
-        masters = self._with_other_signs(flipped) if flipped else self.masters
-        for index, (weight, master, span) in enumerate(zip(self.weights, masters, self.spans, strict=True)):
-            shard, bit = MasterShard(weight, master if span.numel else None, span), notes.origin(index) if notes else -1
-            table = tables.of(weight)
-            table.changed = notes.bitmap if notes else None
-            table.add_shard(shard, self.plan.packed.offsets[index], bit=bit)
+        for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
+            shard = MasterShard(weight, master if span.numel else None, span)
+            tables.of(weight).add_shard(shard, self.plan.packed.offsets[index])
         (table,) = tables.freeze()
         return table
-
-    def _with_other_signs(self, share: float) -> list[Tensor]:
-        random = torch.Generator(self.flat.device).manual_seed(1)
-        chosen = torch.empty(self.flat.numel(), device=self.flat.device).uniform_(generator=random) < share
-        flat = torch.cat([master.view(-1) for master in self.masters])
-        return list(torch.where(chosen, -flat, flat).split([span.numel for span in self.spans]))
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:

@@ -116,24 +116,6 @@ class Traffic:
         return 2 * self.masters + of_all * self.workload.owned // self.workload.numel + self.codes
 
     @property
-    def noted(self) -> int:
-        """What noting changes adds: the rowwise codes are read before they are written, and a bit a
-        byte of them is written.
-        """
-        rowwise = self.workload.owned * (self.fmt.bits or 16) // 8
-        return rowwise + rowwise // 8
-
-    @property
-    def cast_with_changes(self) -> int:
-        """A cast that notes which bytes it makes others."""
-        return self.cast + self.noted
-
-    @property
-    def step_with_changes(self) -> int:
-        """A step that notes the same."""
-        return self.step + self.noted
-
-    @property
     def adam(self) -> int:
         """An Adam step alone: 28 bytes an element."""
         return ADAM * self.workload.owned

@@ -1,7 +1,6 @@
 """The work that the rows time, as jobs: casts, their stages, columnwise copies, Adam steps."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,33 +28,6 @@ def cast_of_own_scales(workload: Workload, fmt: str, place: Place) -> Job:
     """
     shard = Shard(workload, fmt, place, gathers_scales=True)
     return Job(shard.plan.cast, shard.written)
-
-
-def _cast_with_changes(share: float) -> Callable[[Workload, str, Place], Job]:
-    """Jobs of casts that note what they change, by turns of two kinds of masters that differ in a
-    share of their codes.
-    """
-
-    def build(workload: Workload, fmt: str, place: Place) -> Job:
-        shard = Shard(workload, fmt, place)
-        notes = shard.plan.note_changes()
-        notes.forget()
-        tables, packed = itertools.cycle([shard.table(notes), shard.table(notes, share)]), shard.plan.packed
-
-        def run() -> None:
-            table = next(tables)
-            packed.begin()
-            table.partial_amax(packed.buffer)
-            table.choose_scales(packed.buffer)
-            table.compute_scales(packed.buffer, None)
-            table.partial_cast(packed.buffer, None)
-
-        return Job(run, lambda: [*shard.written(), notes.bitmap])
-
-    return build
-
-
-cast_with_few_changes, cast_with_all_changed = _cast_with_changes(0.01), _cast_with_changes(1.0)
 
 
 def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
@@ -189,17 +161,10 @@ def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
     return Job(functools.partial(ops.add_gradients, place.backend, **sums), lambda: [out])
 
 
-def _step(
-    stages: Callable[[WeightTable, AdamUpdate, Tensor], None], noted: bool = False
-) -> Callable[[Workload, str, Place], Job]:
+def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
-        notes = shard.plan.note_changes() if noted else None
-        bits = []
-        if notes:
-            notes.forget()
-            bits.append(notes.bitmap)
-        table, packed = shard.table(notes), shard.plan.packed
+        table, packed = shard.table(), shard.plan.packed
         m = Moments(shard.flat.numel(), place.device, place.generator())
         update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
 
@@ -207,21 +172,19 @@ def _step(
             packed.begin()
             stages(table, update, packed.buffer)
 
-        return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written(), *bits])
+        return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])
 
     return build
 
 
-def _whole_step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
+@_step
+def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
     """All work after the reduce-scatter, as a cast with an update does it: Adam with amaxes, and
     with codes where scales are local; scales; the other codes.
     """
     table.measure(packed, update, None)
     table.compute_scales(packed, None)
     table.cast_rest(packed, update, None)
-
-
-step, step_with_changes = _step(_whole_step), _step(_whole_step, noted=True)
 
 
 @_step

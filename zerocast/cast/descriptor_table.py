@@ -50,7 +50,6 @@ class DescriptorTable:
     table: Tensor = field(init=False)
     masters: StorageTable = field(init=False)
     buffers: dict[str, StorageTable] = field(init=False)
-    changed: Tensor | None = None  # the bitmap in which casts note what they change
     _rows: list[list[int]] = field(default_factory=list)
     _groups: list[int] = field(default_factory=list)  # parameter group by row
 
@@ -105,14 +104,13 @@ class DescriptorTable:
         place: Sequence[int],
         group: int = 0,
         shared: int = -1,
-        bit: int = -1,
         flag: int = -1,
     ) -> None:
-        """Append a weight with what this rank owns of it, its parameter group, the bit of its
-        byte 0, and the place of the flag that its masters are not finite.
+        """Append a weight with what this rank owns of it, its parameter group, and the place of the
+        flag that its masters are not finite.
         """
         row = self.add(shard.weight, place, group, shared)
-        row[Column.CHANGED], row[Column.NOT_FINITE] = bit, flag
+        row[Column.NOT_FINITE] = flag
         if shard.master is not None:
             self.set_span(row, shard, shard.span, shard.master)
         if shard.cuts is not None:
@@ -132,8 +130,6 @@ class DescriptorTable:
             tensor = shard.weight.state.buffers[name]
             assert tensor is not None, name
             row[BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
-        if self.changed is not None:
-            row[Column.CHANGED] += narrow.start * columns // self.key.fmt.elements_per_byte
 
     def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
         """Fill in the columns of an owned span, and of separate shard storage, whose first byte
@@ -161,7 +157,7 @@ class DescriptorTable:
         """Append `pieces(owned span, the exchange blocks in it that are owned in whole)` of each
         weight of another table, in the storages of that one.
         """
-        self.masters, self.buffers, self.changed = other.masters, other.buffers, other.changed
+        self.masters, self.buffers = other.masters, other.buffers
         for row, group in zip(other._rows, other._groups, strict=True):
             span = Span(row[Column.START], row[Column.START] + row[Column.NUMEL])
             whole = whole_block_rows(self.key.fmt, (row[Column.ROWS], row[Column.COLUMNS]), span)
@@ -198,7 +194,7 @@ class DescriptorTable:
             other._rows,
             other._groups,
             other._bases(),
-        ) and self.changed is other.changed
+        )
 
     def _bases(self) -> list[list[int]]:
         return [[t.data_ptr() for t in storages.tensors] for storages in (self.masters, *self.buffers.values())]

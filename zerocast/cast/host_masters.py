@@ -64,11 +64,10 @@ class HostTable(WeightTable):
         place: Sequence[int],
         group: int = 0,
         shared: int = -1,
-        bit: int = -1,
         flag: int = -1,
     ) -> None:
         """Append a weight, and what this rank owns of it for the host."""
-        assert shard.cuts is None and bit < 0, shard
+        assert shard.cuts is None, shard
         self._shards.append((shard, shared, place, flag))
         self.add(shard.weight, place, group, shared)
 

@@ -93,11 +93,9 @@ class Partition:
         self,
         master_weights: Sequence[Tensor | None],
         shard_data: Sequence[ShardData | None] | None,
-        notes_changes: bool = False,
     ) -> None:
         """Take masters, and shard storage, that lie elsewhere now; storage stays without
-        `shard_data`. ValueError or TypeError, with nothing taken, for other spans, and for masters
-        on the host while changes are noted.
+        `shard_data`. ValueError or TypeError, with nothing taken, for other spans.
         """
         data = [shard.shard_data for shard in self.shards] if shard_data is None else shard_data
         moved = []
@@ -112,16 +110,11 @@ class Partition:
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
         _check_host_masters(moved)
-        if notes_changes and any(shard.on_host for shard in moved):
-            raise ValueError(
-                "this plan notes changes, and masters on the host are cast without a look at the old codes: keep them on the "
-                "device, or build another plan"
-            )
         self.shards[:] = moved
 
-    def check_again(self, notes_changes: bool = False) -> None:
+    def check_again(self) -> None:
         """Check masters and shard storage as `move` does, since `.data =` gives them any memory."""
-        self.move([shard.master for shard in self.shards], None, notes_changes)
+        self.move([shard.master for shard in self.shards], None)
 
 
 def partition(

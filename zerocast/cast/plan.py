@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.finite_masters import FiniteMasters
@@ -43,8 +42,8 @@ class CastPlan:
         master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
             nominal dtype; None or an empty tensor where this rank owns nothing. They lie on the
             device of the weights, or in host memory, some or all: these are cast where they lie,
-            and their codes copied to the weights. Then there is no `update`, no `scale_cuts`, no
-            CUDA graph and no `note_changes`. The host reads them as soon as a cast is called: wait
+            and their codes copied to the weights. Then there is no `update`, no `scale_cuts` and no
+            CUDA graph. The host reads them as soon as a cast is called: wait
             before that for copies that a GPU makes into them.
         start_offsets: for each, the row-major position of the master's first element in the weight.
         group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one
@@ -110,7 +109,6 @@ class CastPlan:
         self.guard = guard or WriteGuard()
         self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
         self._watch()
-        self._notes: ChangeNotes | None = None
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self._lay_out()
@@ -236,7 +234,7 @@ class CastPlan:
         Local, without communication: raises ValueError or TypeError on this rank alone, and nothing
         is changed then.
         """
-        self._partition.move(master_weights, fsdp_shard_model_weights, self._notes is not None)
+        self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
         self._bind()
 
@@ -244,7 +242,7 @@ class CastPlan:
         """Keep no memory in use that masters and weights have left (`.data =`), until the next cast
         looks where they lie then. Local.
         """
-        self._tables = CastTables([], [], [], self._notes)
+        self._tables = CastTables([], [], [])
         self._generation = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -264,32 +262,6 @@ class CastPlan:
         self.cast()
         if self._step_hooks.has_one_optimizer:  # else only some of the weights have changed
             self.freshness.change()
-
-    def note_changes(self) -> ChangeNotes:
-        """From now on casts note which bytes they make others, all of which count as changed now:
-        they read the old codes, 1 or half a byte an owned element, and set 1 bit a byte. Local.
-
-        Whoever was given notes before no longer gets any. ValueError for masters on the host, whose
-        casts do not read the old codes.
-        """
-        if self._partition.has_host_masters:
-            raise ValueError(
-                "masters on the host are cast without a look at the old codes, so no change is noted: compare with a copy, as "
-                "Sender does without note_changes"
-            )
-        if self._notes:
-            self._notes.ended = True
-        self._notes = ChangeNotes(self.freshness)
-        self._notes.lay_out(self._partition, self._cast)
-        self._bind()
-        return self._notes
-
-    def forget_changes(self, notes: ChangeNotes) -> None:
-        """Casts no longer note what they change, unless others have asked for it since."""
-        notes.ended = True
-        if self._notes is notes:
-            self._notes = None
-            self._bind()
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
@@ -431,8 +403,6 @@ class CastPlan:
         self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
-        if self._notes:
-            self._notes.lay_out(self._partition, self._cast)
         self._bind()
 
     def _follow(self) -> None:
@@ -441,25 +411,22 @@ class CastPlan:
         plan could not be built for.
         """
         if self._generation != weight_state.generation() or any(table.moved() for table in self._tables.owned):
-            self._partition.check_again(self._notes is not None)
+            self._partition.check_again()
             if any(w.state.freshness is not self.freshness for w in self.weights):
                 self._step_hooks.check_unclaimed()
             self._bind()
 
     def _take_weights(self) -> None:
         """Let the weights count the casts of this plan, and no longer those of another."""
-        cast, joined = set(self._cast), []
+        cast = set(self._cast)
         for index, w in enumerate(self.weights):
             if w.state.freshness is not self.freshness:
                 w.state.join(self.freshness, is_cast=index in cast)
-                joined.append(index)
-        if self._notes:
-            self._notes.follow(joined)
 
     def _bind(self) -> None:
         """Descriptor tables and bases for where everything lies now. Local and silent."""
         self._take_weights()
-        self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups, self._notes)
+        self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
         self._generation = weight_state.generation()
 

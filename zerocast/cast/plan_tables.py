@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.backends.descriptor import Column
-from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.host_masters import HostTable, host_tensor
 from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import Partition
@@ -24,14 +22,12 @@ class CastTables:
             byte.
         cut_blocks: the rows of blocks that boundaries cut, where blocks choose their scales by
             their elements.
-        notes: where the casts note what they change, if they do.
         on_host: True if any masters lie on the host, and the weights on another device.
     """
 
     owned: list[WeightTable]
     boundary: list[WeightTable]
     cut_blocks: list[WeightTable]
-    notes: ChangeNotes | None
     on_host: bool = False
 
     @staticmethod
@@ -40,7 +36,6 @@ class CastTables:
         cast: Sequence[int],
         packed: PackedAmax,
         param_groups: Sequence[int | None],
-        notes: ChangeNotes | None = None,
     ) -> "CastTables":
         """The tables of the weights `cast`, whose amaxes lie in `packed`. Local and silent."""
         device, backend, shards = packed.buffer.device, partition.backend, partition.shards
@@ -54,19 +49,16 @@ class CastTables:
             shard = shards[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
             shared = packed.shared.get(index, -1)
-            group, bit = param_groups[index], notes.origin(index) if notes else -1
+            group = param_groups[index]
             tables = hosted if shard.on_host else owned
             for half, table in enumerate(tables.of_halves(shard.weight, master, group is not None)):
-                table.changed = notes.bitmap if notes and not half else None  # of the codes of forward passes
                 flag = packed.flag_of.get(index, -1)
-                table.add_shard(shard, packed.offsets[index][half:], group or 0, shared, bit, flag)
+                table.add_shard(shard, packed.offsets[index][half:], group or 0, shared, flag)
         for index, element, slot in packed.boundary_elements:
             shard = shards[index]
             for half, table in enumerate(boundary.of_halves(shard.weight)):
                 if table.key.fmt.elements_per_byte > 1:
                     row = table.add(shard.weight, packed.offsets[index][half:])
-                    if notes and not half:
-                        table.changed, row[Column.CHANGED] = notes.bitmap, notes.origin(index)
                     table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
         cut_blocks = packed.cut_blocks.tables(dict(enumerate(shards)), packed.offsets, device, backend)
-        return CastTables([*owned.freeze(), *hosted.freeze()], boundary.freeze(), cut_blocks, notes, on_host)
+        return CastTables([*owned.freeze(), *hosted.freeze()], boundary.freeze(), cut_blocks, on_host)

@@ -51,7 +51,6 @@ class WeightTable(DescriptorTable):
             "masters": self.masters.tensors,
             "table": self.table,
             "groups": self._group_rows,
-            "changed": self.changed,
         }
         known |= {argument: self.buffers[name].tensors for argument, name in _BUFFER_ARGUMENTS.items()}
         taken = {name: known[name] for name in stage.arguments if name in known}

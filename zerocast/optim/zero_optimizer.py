@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
 from zerocast.distributed.agreement import validate_across_ranks
@@ -334,19 +333,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _recast_switched(self, formats: Mapping[str, FormatSpec]) -> None:
         self._weights.rebuild(formats)
-        self._record_anew()
-
-    def note_changes(self) -> ChangeNotes:
-        """Let casts note which bytes they make others, for `zerocast.serve.Sender`. All ranks call
-        it between steps.
-        """
-        notes = self._plan.note_changes()
-        self._record_anew()
-        return notes
-
-    def forget_changes(self, notes: ChangeNotes) -> None:
-        """The end of that. All ranks call it."""
-        self._plan.forget_changes(notes)
         self._record_anew()
 
     def _record_anew(self) -> None:

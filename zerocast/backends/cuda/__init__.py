@@ -38,12 +38,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _bitmap(changed: Tensor | None) -> int:
-    address = _address(changed)
-    assert address % 4 == 0 and (changed is None or changed.nbytes % 4 == 0), "a bitmap is of whole words"
-    return address
-
-
 def _scalars(scalars: Tensor) -> int:
     assert scalars.is_contiguous() and scalars.dtype == torch.float32 and scalars.shape[1] == 8, scalars
     return scalars.data_ptr()
@@ -71,7 +65,6 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "scalars": _scalars,
     "clip": _address,
     "skip": _address,
-    "bitmap": _bitmap,
     "segments": segment_work,
     "int": int,
     "bool": bool,

@@ -86,10 +86,9 @@ def adam_cast(
     clip: Tensor,
     packed: Tensor,
     row_data: list[Tensor],
-    changed: Tensor | None,
     skip: Tensor | None,
 ) -> None:
     """Stage adam_cast: adam_amax, and the codes of the new masters by these amaxes alone."""
     check_whole_blocks(fmt, table)
     adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
-    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], changed, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

@@ -124,11 +124,10 @@ def partial_cast(
     table: Tensor,
     row_data: list[Tensor],
     column_data: list[Tensor],
-    changed: Tensor | None,
     skip: Tensor | None,
 ) -> None:
     """Stage partial_cast: write the codes of the owned elements, and only those, to the half
-    byte; set the bits of the rowwise bytes that become others.
+    byte.
     """
     if skip is not None and bool(skip):
         return
@@ -137,13 +136,10 @@ def partial_cast(
         if window is None:
             continue
         out = row_data[row[Column.ROW_DATA_BASE]]
-        first, last = _owned_bytes(fmt, nominal, row)
-        held = out[row[Column.ROW_DATA_OFFSET] + first : row[Column.ROW_DATA_OFFSET] + last]
-        before = None if changed is None else held.clone()
         if fmt.element is None:
             data = to_nominal(window.elements(masters), nominal).view(torch.uint8)
-            held.copy_(data.view(-1))
-            _set_changed(changed, row[Column.CHANGED] + first, before, held)
+            first, last = _owned_bytes(fmt, nominal, row)
+            out[row[Column.ROW_DATA_OFFSET] + first : row[Column.ROW_DATA_OFFSET] + last] = data.view(-1)
             continue
         canvas = window.canvas(masters, nominal)
         amax = _scalar(amaxes, row[Column.AMAX_BASE], row[Column.AMAX_OFFSET]) if fmt.has_tensor_amax else None
@@ -157,7 +153,6 @@ def partial_cast(
 
         write = _write_nibbles if fmt.elements_per_byte == 2 else _write_bytes
         write(out, row[Column.ROW_DATA_OFFSET], row[Column.START], codes(row[Column.ROW_AMAX], fmt.block))
-        _set_changed(changed, row[Column.CHANGED] + first, before, held)
         if fmt.columnwise is Columnwise.OWN_GRID:
             out = column_data[row[Column.COLUMN_DATA_BASE]]
             _write_bytes(
@@ -171,17 +166,6 @@ def partial_cast(
 def _owned_bytes(fmt: FormatSpec, nominal: torch.dtype, row: list[int]) -> tuple[int, int]:
     span = Span(row[Column.START], row[Column.START] + row[Column.NUMEL])
     return byte_range(fmt, (row[Column.ROWS], row[Column.COLUMNS]), span, nominal)
-
-
-def _set_changed(changed: Tensor | None, first: int, before: Tensor | None, after: Tensor) -> None:
-    """Set the bits, the first of which is that of the first byte, of the bytes that are others than
-    before.
-    """
-    if changed is None or before is None:
-        return
-    bits = (before != after).nonzero().view(-1) + first
-    for place in range(8):
-        changed[bits[bits % 8 == place] // 8] |= 1 << place
 
 
 def _scalar(bases: list[Tensor], base: int, offset: int) -> Tensor:

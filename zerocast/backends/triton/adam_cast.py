@@ -26,7 +26,6 @@ def adam_cast(
     clip: Tensor,
     packed: Tensor,
     row_data: list[Tensor],
-    changed: Tensor | None,
     skip: Tensor | None,
 ) -> None:
     """Run Adam over spans of whole rows of blocks, take the partial amaxes, and cast by them."""
@@ -35,4 +34,4 @@ def adam_cast(
         check_whole_blocks(fmt, table)
         checked.add(fmt)
     adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
-    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], changed, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

@@ -4,11 +4,10 @@ import triton
 import triton.language as tl
 
 from zerocast.backends.triton.amaxes import grid_cells, group_amaxes, load_amax
-from zerocast.backends.triton.changes import store_noted
 from zerocast.backends.triton.codec import encode
 from zerocast.backends.triton.launch import address
 from zerocast.backends.triton.scales import encode_scale
-from zerocast.backends.triton.tiles import load_raw, offsets, owned
+from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
 
 
 @triton.jit
@@ -75,14 +74,10 @@ def store_codes(
     codes,
     HEIGHT: tl.constexpr,
     WIDTH_A: tl.constexpr,
-    changed,
-    bit,
     ELEMENT: tl.constexpr,
     FULL: tl.constexpr,
-    NOTES: tl.constexpr,
 ):
-    """Store the owned codes of a tile, and with NOTES the bits of the bytes that become others, of
-    which the first has the bit `bit`.
+    """Store the owned codes of a tile.
 
     A byte with one owned code keeps its other half, which is read and written back. That half
     belongs to another rank and never to another program.
@@ -90,18 +85,18 @@ def store_codes(
     if ELEMENT != "e2m1":
         i = offsets(columns, HEIGHT, WIDTH_A, FULL)
         mask = owned(row, top, left, HEIGHT, WIDTH_A)
-        store_noted(out, i, codes.to(tl.uint8), mask, changed, bit, columns, HEIGHT, WIDTH_A, FULL, NOTES)
+        store_raw(out, i, codes.to(tl.uint8), mask, tl.uint8, FULL)
     else:
         half: tl.constexpr = WIDTH_A // 2
         i = offsets(columns // 2, HEIGHT, half, FULL)
         low, high = tl.split(tl.reshape(codes, (HEIGHT, half, 2)))
         data = low | (high << 4)
         if FULL:
-            store_noted(out, i, data.to(tl.uint8), True, changed, bit, columns // 2, HEIGHT, half, True, NOTES)
+            store_raw(out, i, data.to(tl.uint8), True, tl.uint8, True)
         else:
             mask = owned(row, top, left, HEIGHT, WIDTH_A).to(tl.int32)
             has_low, has_high = tl.split(tl.reshape(mask, (HEIGHT, half, 2)))
             kept = load_raw(out, i, has_low != has_high, tl.uint8, False).to(tl.int32)
             data = tl.where(has_low > 0, data & 0xF, kept & 0xF) | tl.where(has_high > 0, data & 0xF0, kept & 0xF0)
             touched = (has_low | has_high) > 0
-            store_noted(out, i, data.to(tl.uint8), touched, changed, bit, columns // 2, HEIGHT, half, False, NOTES)
+            store_raw(out, i, data.to(tl.uint8), touched, tl.uint8, False)

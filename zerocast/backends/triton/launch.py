@@ -83,11 +83,6 @@ def skip_flag(skip: Tensor | None, device: torch.device) -> Tensor:
     return _never(device) if skip is None else skip.view(torch.uint8)
 
 
-def bitmap_words(changed: Tensor | None, device: torch.device) -> Tensor:
-    """A bitmap as int32 words; for None a tensor that kernels without one do not read."""
-    return _never(device) if changed is None else changed.view(torch.int32)
-
-
 @functools.cache
 def _never(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.uint8, device=device)
@@ -132,7 +127,6 @@ COLUMN_SCALE = tl.constexpr(int(Column.COLUMN_SCALE_BASE))
 AMAX = tl.constexpr(int(Column.AMAX_BASE))
 SCALE = tl.constexpr(int(Column.SCALE_BASE))
 HISTORY = tl.constexpr(int(Column.HISTORY_BASE))
-CHANGED = tl.constexpr(int(Column.CHANGED))
 NOT_FINITE = tl.constexpr(int(Column.NOT_FINITE))
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from zerocast.backends.triton.amaxes import as_integers, load_amax
-from zerocast.backends.triton.changes import change_bit, set_bits, store_noted
 from zerocast.backends.triton.codec import DTYPES, bf16_bits, encode, fp16_bits, round_nominal
 from zerocast.backends.triton.codes import code_address, store_codes, tile_codes, tile_scales
 from zerocast.backends.triton.launch import (
@@ -24,7 +23,6 @@ from zerocast.backends.triton.launch import (
     WIDTH,
     address,
     addresses,
-    bitmap_words,
     find,
     launch,
     skip_flag,
@@ -66,25 +64,20 @@ def partial_cast(
     table: Tensor,
     row_data: list[Tensor],
     column_data: list[Tensor],
-    changed: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """Write the codes of the owned elements, and only those, to the half byte; set the bits of the
-    rowwise bytes that become others.
-    """
+    """Write the codes of the owned elements, and only those, to the half byte."""
     if not masters:
         return
     device = table.device
     constants: dict[str, Any] = {"DTYPE": DTYPES[masters[0].dtype], "NOMINAL": DTYPES[nominal]}
-    constants["NOTES"] = changed is not None
     blocked = fmt.block is not None
     shape = TileShape.of(fmt) if blocked else None
     tiles = tiling(table, Bands(shape.height, shape.width) if shape else Flat(RUN))
     head = addresses(masters, device), table, tiles.firsts, tiles.rows
     data, flag = addresses(row_data, device), skip_flag(skip, device)
-    bits = bitmap_words(changed, device)
     if fmt.element is None:
-        launch(_round, tiles.total, device, *head, data, bits, flag, SIZE=RUN, **constants, registers=REGISTERS)
+        launch(_round, tiles.total, device, *head, data, flag, SIZE=RUN, **constants, registers=REGISTERS)
         return
     constants |= rule_constants(fmt) | {"ELEMENT": fmt.element.name}
     words = as_integers(packed)
@@ -101,7 +94,6 @@ def partial_cast(
             tensor_amaxes,
             data,
             columnwise,
-            bits,
             flag,
             **constants,
             registers=REGISTERS,
@@ -117,7 +109,6 @@ def partial_cast(
         words,
         addresses(scales, device),
         data,
-        bits,
         flag,
         SIZE=RUN,
         **constants,
@@ -146,12 +137,10 @@ def _round(
     firsts,
     n,
     row_data,
-    changed,
     skip,
     SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     NOMINAL: tl.constexpr,
-    NOTES: tl.constexpr,
 ):
     """Formats without codes: the master rounded to nominal, or its bits if it is nominal
     already.
@@ -166,26 +155,14 @@ def _round(
     out = address(row_data, row, ROW_DATA, 1) + first * size
     if (left >= SIZE) & (at % 16 == 0) & (out % 16 == 0):
         bits = _words(at, i, mask, word, DTYPE, NOMINAL, True)
-        if NOTES:
-            _note_words(out, i, bits, mask, changed, change_bit(row, first * size), size)
         store_raw(out, i, bits, mask, word, True)
     else:
         bits = _words(at, i, mask, word, DTYPE, NOMINAL, False)
-        if NOTES:
-            _note_words(out, i, bits, mask, changed, change_bit(row, first * size), size)
         if out % size == 0:
             store_raw(out, i, bits, mask, word, False)
         else:
             for byte in tl.static_range(size):
                 store_raw(out + byte, i * size, (bits >> (8 * byte)).to(tl.uint8), mask, tl.uint8, False)
-
-
-@triton.jit
-def _note_words(out, i, bits, mask, changed, bit, SIZE: tl.constexpr):
-    """Set the bits of the bytes of words of SIZE that are about to become others."""
-    for byte in tl.static_range(SIZE):
-        held = load_raw(out + byte, i * SIZE, mask, tl.uint8, False)
-        set_bits(changed, bit + i * SIZE + byte, mask & (held != (bits >> (8 * byte)).to(tl.uint8)))
 
 
 @triton.jit
@@ -207,12 +184,10 @@ def _run(
     packed,
     scales,
     row_data,
-    changed,
     skip,
     SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     NOMINAL: tl.constexpr,
-    NOTES: tl.constexpr,
     ELEMENT: tl.constexpr,
     DELAYED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -230,17 +205,14 @@ def _run(
     i = tl.arange(0, SIZE)
     mask = i < left
     out = address(row_data, row, ROW_DATA, 1) + first
-    bit = tl.zeros((), tl.int64)
-    if NOTES:
-        bit = change_bit(row, first)
     if (left >= SIZE) & (at % 16 == 0) & (out % 16 == 0):
         x = round_nominal(load_f32(at, i, mask, DTYPE, True), NOMINAL)
         codes = encode(x * scale, ELEMENT).to(tl.uint8)
-        store_noted(out, i, codes, mask, changed, bit, SIZE, 1, SIZE, True, NOTES)
+        store_raw(out, i, codes, mask, tl.uint8, True)
     else:
         x = round_nominal(load_f32(at, i, mask, DTYPE, False), NOMINAL)
         codes = encode(x * scale, ELEMENT).to(tl.uint8)
-        store_noted(out, i, codes, mask, changed, bit, SIZE, 1, SIZE, False, NOTES)
+        store_raw(out, i, codes, mask, tl.uint8, False)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -253,7 +225,6 @@ def _blocks(
     amaxes,
     row_data,
     column_data,
-    changed,
     skip,
     HEIGHT: tl.constexpr,
     WIDTH_A: tl.constexpr,
@@ -263,7 +234,6 @@ def _blocks(
     OWN_COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
     NOMINAL: tl.constexpr,
-    NOTES: tl.constexpr,
     ELEMENT: tl.constexpr,
     RULE: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -299,23 +269,20 @@ def _blocks(
             packed, row, COLUMN_AMAX, top, left, s_enc,
             HEIGHT, WIDTH_A, OWN_ROWS, OWN_COLUMNS, RULE, LARGEST, POWER_OF_2, EPSILON, 0, 0, ROUNDS_DOWN,
         )  # fmt: skip
-    bit = tl.zeros((), tl.int64)
-    if NOTES:
-        bit = change_bit(row, first // 2 if ELEMENT == "e2m1" else first)
     if full:
         i = offsets(columns, HEIGHT, WIDTH_A, True)
         x = round_nominal(load_f32(at, i, True, DTYPE, True), NOMINAL)
         codes = tile_codes(x, scale, HEIGHT, WIDTH_A, ELEMENT)
-        store_codes(out, columns, row, top, left, codes, HEIGHT, WIDTH_A, changed, bit, ELEMENT, True, NOTES)
+        store_codes(out, columns, row, top, left, codes, HEIGHT, WIDTH_A, ELEMENT, True)
         if OWN_ROWS:
             codes = tile_codes(x, own_scale, HEIGHT, WIDTH_A, ELEMENT)
-            store_codes(own_out, columns, row, top, left, codes, HEIGHT, WIDTH_A, changed, bit, ELEMENT, True, False)
+            store_codes(own_out, columns, row, top, left, codes, HEIGHT, WIDTH_A, ELEMENT, True)
     else:
         i = offsets(columns, HEIGHT, WIDTH_A, False)
         mask = owned(row, top, left, HEIGHT, WIDTH_A)
         x = round_nominal(load_f32(at, i, mask, DTYPE, False), NOMINAL)
         codes = tile_codes(x, scale, HEIGHT, WIDTH_A, ELEMENT)
-        store_codes(out, columns, row, top, left, codes, HEIGHT, WIDTH_A, changed, bit, ELEMENT, False, NOTES)
+        store_codes(out, columns, row, top, left, codes, HEIGHT, WIDTH_A, ELEMENT, False)
         if OWN_ROWS:
             codes = tile_codes(x, own_scale, HEIGHT, WIDTH_A, ELEMENT)
-            store_codes(own_out, columns, row, top, left, codes, HEIGHT, WIDTH_A, changed, bit, ELEMENT, False, False)
+            store_codes(own_out, columns, row, top, left, codes, HEIGHT, WIDTH_A, ELEMENT, False)
