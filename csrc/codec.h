@@ -274,54 +274,9 @@ struct TwoLevel {
   }
 };
 
-// The same where each block has chosen whether its amax becomes the code 6, or the code 4, of which
-// its packed amax has the minus. `top` is the largest code times the largest scale.
-struct FourOverSixScale {
-  float scale, decode;  // S_enc and 1 / S_enc
-
-  ZC_HD FourOverSixScale(float tensor_amax, float top) {
-    const float quotient = top / (tensor_amax > kFloatMin ? tensor_amax : kFloatMin);
-    const float finite = quotient < kFloatMax ? quotient : kFloatMax;
-    scale = tensor_amax > 0.0f ? finite : 1.0f;
-    decode = 1.0f / (scale > 0.0f ? scale : 1.0f);
-  }
-
-  ZC_HD int32_t stored(float signed_amax) const {
-    const float base = (float_of(bits_of(signed_amax) & kMagnitude) / 6.0f) * scale;
-    const float v = signed_amax < 0.0f ? base * 1.5f : base;
-    return encode<E4M3>(v <= 448.0f ? v : 448.0f);  // NaN, from Inf * 0, too
-  }
-
-  ZC_HD float multiplier_of(int32_t stored) const {
-    const float block = zerocast::decode<E4M3>(stored);
-    const float reciprocal = 1.0f / (block * decode);
-    const float finite = reciprocal < kFloatMax ? reciprocal : kFloatMax;
-    return block > 0.0f ? finite : kFloatMax;
-  }
-  ZC_HD float encode_multiplier(float signed_amax) const { return multiplier_of(stored(signed_amax)); }
-};
-
-// One block under one of its two scales, to find the error of its elements.
-struct MapError {
-  float multiplier, block, tensor_amax, top;
-  bool squares;
-
-  ZC_HD MapError(const FourOverSixScale& scale, float signed_amax, float tensor_amax, float top, bool squares)
-      : tensor_amax(tensor_amax), top(top), squares(squares) {
-    const int32_t stored = scale.stored(signed_amax);
-    multiplier = scale.multiplier_of(stored);
-    block = decode<E4M3>(stored);
-  }
-  ZC_HD float decoded(int32_t code) const { return ((decode<E2M1>(code) * block) * tensor_amax) / top; }
-  ZC_HD float of(float x) const {
-    const float difference = decoded(encode<E2M1>(x * multiplier)) - x;
-    return squares ? difference * difference : float_of(bits_of(difference) & kMagnitude);
-  }
-};
-
-// `top` is 6 * 448 or 6 * 256.
-ZC_HD float two_level_value(int32_t stored, float tensor_amax, float top) {
-  return (decode<E4M3>(stored) * tensor_amax) * float_of(top == 2688.0f ? 0x39C30C31 : 0x3A2AAAAB);
+// The constant is 1 / 2688, rounded.
+ZC_HD float two_level_value(int32_t stored, float tensor_amax) {
+  return (decode<E4M3>(stored) * tensor_amax) * float_of(0x39C30C31);
 }
 
 // Delayed scaling (docs/formats/fp8_delayed.md): the scale of the next cast, or `previous` if the

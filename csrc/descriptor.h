@@ -54,7 +54,6 @@ enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
 enum class Element : int { kNominal, kE4M3, kE5M2, kE2M1 };
 enum class ScaleRule : int { kNone, kFP32, kE8M0, kTwoLevel };
 enum class Columnwise : int { kNone, kTranspose, kOwnGrid, kShared };
-enum class FourOverSix : int { kNone, kMae, kMse };
 enum class AmaxPolicy : int { kNone, kCurrent, kDelayed };
 
 ZC_HD int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
@@ -91,8 +90,6 @@ struct Format {
   float amax_epsilon;
   int margin;
   int64_t amax_history_len;
-  FourOverSix four_over_six;  // the error by which blocks of two-level scales choose their map
-  float scale_max;            // of two-level scales: what the tensor amax is given
 
   ZC_HD bool has_tensor_amax() const {
     return scale_rule == ScaleRule::kTwoLevel || (amax_policy != AmaxPolicy::kNone && !block);
@@ -105,7 +102,6 @@ struct Format {
   }
   ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
   ZC_HD PowerOfTwoScale power_of_two_scale() const { return {element == Element::kE2M1, scale_rounds_down}; }
-  ZC_HD float top() const { return 6.0f * scale_max; }
   ZC_HD float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
 };
 

@@ -31,7 +31,6 @@ FORMATS = (
     "mxfp4",
     "mxfp4:exact_in_fp8=False,scale_rounding=floor",
     "nvfp4",
-    "nvfp4:four_over_six=mae",
     "identity",
 )
 NOMINAL = (torch.bfloat16, torch.float16, torch.float32)

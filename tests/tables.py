@@ -17,7 +17,7 @@ from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule, layo
 from zerocast.formats.layout import Span, byte_range, matrix_shape
 
 Place = tuple[int, int]
-STAGES = ("partial_amax", "choose_scales", "compute_scales", "partial_cast", "roll_history", "transpose")
+STAGES = ("partial_amax", "compute_scales", "partial_cast", "roll_history", "transpose")
 _BASES = 2
 ALIGNED = 16
 
@@ -126,10 +126,7 @@ class Bench:
         for name, block in (("row_amax", self.fmt.block), ("column_amax", self.fmt.columnwise_block))[: 1 + own]:
             self._grids.append(torch.full((3,), 7.0))
             places[name] = sum(grid.numel() for grid in self._grids)
-            grid = block_amax(x, block).reshape(-1)
-            if self.fmt.chooses_scales:  # a minus is one of the two choices
-                grid *= torch.from_numpy(self._rng.choice([-1, 1], grid.numel()).astype(np.float32))
-            self._grids.append(grid)
+            self._grids.append(block_amax(x, block).reshape(-1))
         return places
 
     def packed(self, reduced: bool) -> Tensor:
@@ -147,7 +144,7 @@ class Bench:
         packed = self.packed(reduced=stage != "partial_amax")
         fmt, function = self.fmt, devices.stage(backend, stage)
         delayed = on["scale"] if fmt.amax_policy is AmaxPolicy.DELAYED else []
-        if stage in ("partial_amax", "choose_scales"):
+        if stage == "partial_amax":
             function(fmt, self.nominal, on["master"], self.table, packed)
         elif stage == "compute_scales":
             function(fmt, packed, self.table, on["row_scale"], on["column_scale"], on["amax"], delayed, skip)
@@ -175,7 +172,6 @@ class Bench:
         fmt = self.fmt
         return {
             "partial_amax": fmt.amax_policy is not AmaxPolicy.NONE,
-            "choose_scales": fmt.chooses_scales,
             "compute_scales": fmt.scale_rule is not ScaleRule.NONE,
             "partial_cast": True,
             "roll_history": fmt.amax_policy is AmaxPolicy.DELAYED,

@@ -34,11 +34,6 @@ void partial_amax(const Format& format, const std::string& nominal, const TypedB
   cpu::partial_amax(format, dtype_of(nominal), arrays_of(masters), table_of(table), array_of(packed), threads);
 }
 
-void choose_scales(const Format& format, const std::string& nominal, const TypedBases& masters, const TableArgument& table,
-                   const TypedBase& packed, int threads) {
-  cpu::choose_scales(format, dtype_of(nominal), arrays_of(masters), table_of(table), array_of(packed), threads);
-}
-
 void compute_scales(const Format& format, const TypedBase& packed, const TableArgument& table, const Bases& row_scales,
                     const Bases& column_scales, const Bases& amaxes, const Bases& scales, int threads) {
   cpu::compute_scales(format, array_of(packed), table_of(table), row_scales, column_scales, amaxes, scales, threads);
@@ -123,7 +118,6 @@ void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds
 void register_cpu(py::module_& m) {
   py::module_ cpu = m.def_submodule("cpu", "the stages on the CPU");
   bind_stage(cpu, "partial_amax", &partial_amax, "fmt", "nominal", "masters", "table", "packed", "threads");
-  bind_stage(cpu, "choose_scales", &choose_scales, "fmt", "nominal", "masters", "table", "packed", "threads");
   bind_stage(cpu, "compute_scales", &compute_scales, "fmt", "packed", "table", "row_scales", "column_scales", "amaxes",
              "scales", "threads");
   bind_stage(cpu, "partial_cast", &partial_cast, "fmt", "nominal", "masters", "packed", "amaxes", "scales", "table",

@@ -70,12 +70,6 @@ void partial_amax(const Format& format, const std::string& nominal, const TypedB
                      stream_of(stream));
 }
 
-void choose_scales(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
-                   const WorkArgument& work, uintptr_t partial, const StreamArgument& stream) {
-  cuda::choose_scales(format, dtype_of(nominal), dtype_of(masters.second), masters.first, work_of(work), array_of(packed),
-                      partial, stream_of(stream));
-}
-
 void compute_scales(const Format& format, const TypedBase& packed, cuda::DeviceBases row_scales,
                     cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::Flag skip,
                     const WorkArgument& work, uintptr_t partial, const StreamArgument& stream) {
@@ -196,7 +190,6 @@ void register_cuda(py::module_& m) {
   cuda.def("targets", &cuda::targets);
   cuda.def("ordinals", &ordinals);
   bind_stage(cuda, "partial_amax", &partial_amax, "fmt", "nominal", "masters", "packed", "work", "stream");
-  bind_stage(cuda, "choose_scales", &choose_scales, "fmt", "nominal", "masters", "packed", "work", "partial", "stream");
   bind_stage(cuda, "compute_scales", &compute_scales, "fmt", "packed", "row_scales", "column_scales", "amaxes", "scales",
              "skip", "work", "partial", "stream");
   bind_stage(cuda, "partial_cast", &partial_cast, "fmt", "nominal", "masters", "packed", "amaxes", "scales", "row_data",

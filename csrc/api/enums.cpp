@@ -44,11 +44,6 @@ Columnwise columnwise_of(const std::string& name) {
                              {"SHARED", Columnwise::kShared}});
 }
 
-FourOverSix four_over_six_of(const std::string& name) {
-  return lookup<FourOverSix>("choice of scales", name,
-                             {{"none", FourOverSix::kNone}, {"mae", FourOverSix::kMae}, {"mse", FourOverSix::kMse}});
-}
-
 AmaxPolicy amax_policy_of(const std::string& name) {
   return lookup<AmaxPolicy>(
       "amax policy", name,

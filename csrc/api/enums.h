@@ -11,7 +11,6 @@ Dtype dtype_of(const std::string& name);
 Element element_of(const std::string& name);
 ScaleRule scale_rule_of(const std::string& name);
 Columnwise columnwise_of(const std::string& name);
-FourOverSix four_over_six_of(const std::string& name);
 AmaxPolicy amax_policy_of(const std::string& name);
 
 }  // namespace zerocast::api

@@ -38,13 +38,13 @@ constexpr int64_t kColumns = 8 * kSquare;
 struct Factors {
   ScaleRule rule;
   const uint8_t* buffer;
-  float tensor_amax, top;
+  float tensor_amax;
   Block block;
   int64_t down, across;
 
   float value(int64_t index) const {
     if (rule == ScaleRule::kE8M0) return e8m0_value(buffer[index]);
-    if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], tensor_amax, top);
+    if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], tensor_amax);
     return reinterpret_cast<const float*>(buffer)[index];
   }
 
@@ -63,8 +63,11 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
   const bool own = weight.columnwise && format.columnwise == Columnwise::kOwnGrid;
   const ScaleBuffer buffer = weight.columnwise ? columnwise_scale_buffer(format, weight.rows, weight.columns)
                                                : rowwise_scale_buffer(format, weight.rows, weight.columns);
-  Factors f{format.scale_rule,    reinterpret_cast<const uint8_t*>(weight.scale_inv), 0.0f,
-            format.top(),         own ? format.columnwise_block : format.block,       buffer.repeat * buffer.columns,
+  Factors f{format.scale_rule,
+            reinterpret_cast<const uint8_t*>(weight.scale_inv),
+            0.0f,
+            own ? format.columnwise_block : format.block,
+            buffer.repeat * buffer.columns,
             buffer.repeat_columns};
   if (format.scale_rule == ScaleRule::kTwoLevel) f.tensor_amax = *reinterpret_cast<const float*>(weight.amax);
   if (transposed) {

@@ -12,9 +12,6 @@ namespace zerocast::cpu {
 void partial_amax(const Format& format, Dtype nominal, const std::vector<Array>& masters, const Table& table, Array packed,
                   int threads);
 
-void choose_scales(const Format& format, Dtype nominal, const std::vector<Array>& masters, const Table& table, Array packed,
-                   int threads);
-
 void compute_scales(const Format& format, Array packed, const Table& table, const Bases& row_scales,
                     const Bases& column_scales, const Bases& amaxes, const Bases& scales, int threads);
 

@@ -26,12 +26,11 @@ __device__ float tensor_amax(const Format& format, const Weight& w, int64_t inde
 }
 
 // The stored scale of a block: f32 bits, or a byte.
-template <ScaleRule kGivenRule, bool kChosen>
+template <ScaleRule kGivenRule>
 struct StoredScale {
   static constexpr ScaleRule kRule = kGivenRule;
-  using Two = std::conditional_t<kChosen, FourOverSixScale, TwoLevel>;
   const Format& format;
-  Two two_level;
+  TwoLevel two_level;
 
   __device__ uint32_t of(float amax) const {
     if constexpr (kRule == ScaleRule::kE8M0) return format.power_of_two_scale().code(amax);
@@ -130,13 +129,11 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
   }
 }
 
-// `kSpecial` is for scales of groups, or those that blocks choose: neither costs all others registers.
-template <class Packed, Grid kGrid, bool kSpecial>
+template <class Packed, Grid kGrid, bool kGrouped>
 __global__ void __launch_bounds__(kScaleThreads)
     scale_kernel(Format given, const int64_t* table, const Item* items, Amaxes packed, ScaleOutputs out, const bool* skip) {
   if (holds(skip)) return;
   constexpr ScaleRule kRule = rule_of(kGrid);
-  constexpr bool kGrouped = kSpecial && kGrid == Grid::kSquare32, kChosen = kSpecial && kGrid == Grid::kSquare16;
   Format format = known<kGrid>(given);
   format.scale_rule = kRule;
   const Item item = items[blockIdx.x];
@@ -148,13 +145,7 @@ __global__ void __launch_bounds__(kScaleThreads)
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
   const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
-  const auto two_level = [&] {
-    if constexpr (kChosen)
-      return FourOverSixScale(amax, format.top());
-    else
-      return TwoLevel(amax);
-  }();
-  const StoredScale<kRule, kChosen> scale{format, two_level};
+  const StoredScale<kRule> scale{format, TwoLevel(amax)};
   const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     if (thread == 0) {
@@ -184,18 +175,15 @@ void compute_scales(const Format& format, Array packed, const Work& work, Device
     if (format.scale_rule != rule_of(kGrid)) {
       throw std::invalid_argument("the CUDA kernels have no such scales for these blocks");
     }
-    const auto start = [&](auto special) {
-      constexpr bool kSpecial = decltype(special)::value;
-      const auto kernel = packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kGrid, kSpecial>
-                                                           : scale_kernel<Float32, kGrid, kSpecial>;
+    const auto start = [&](auto grouped) {
+      constexpr bool kGrouped = decltype(grouped)::value;
+      const auto kernel = packed.dtype == Dtype::kBfloat16 ? scale_kernel<Bfloat16, kGrid, kGrouped>
+                                                           : scale_kernel<Float32, kGrid, kGrouped>;
       launch(kernel, work.blocks, kScaleThreads, stream, format, table_of(work), items_of(work), amaxes_of(packed), out,
              flag_of(skip));
     };
     if constexpr (kGrid == Grid::kSquare32) {
       if (format.scale_group) return start(std::true_type{});
-    }
-    if constexpr (kGrid == Grid::kSquare16) {
-      if (format.four_over_six != FourOverSix::kNone) return start(std::true_type{});
     }
     start(std::false_type{});
   });

@@ -30,7 +30,6 @@ struct Factors {
   ScaleRule rule;
   const uint8_t* buffer;
   const float* tensor_amax;
-  float top;
   int32_t row_bits, column_bits;  // log2 of a block of the stored matrix; 31 is the whole matrix
   int64_t stride, column_stride;  // entries from block row to block row, and from block to block
 
@@ -45,7 +44,7 @@ struct Factors {
   }
   __device__ float value(uint32_t stored) const {
     if (rule == ScaleRule::kE8M0) return e8m0_value(static_cast<int32_t>(stored));
-    if (rule == ScaleRule::kTwoLevel) return two_level_value(static_cast<int32_t>(stored), *tensor_amax, top);
+    if (rule == ScaleRule::kTwoLevel) return two_level_value(static_cast<int32_t>(stored), *tensor_amax);
     return float_of(static_cast<int32_t>(stored));
   }
   __device__ float of(int32_t row, int32_t column) const { return value(load(row, column)); }
@@ -67,7 +66,6 @@ Factors factors_of(const Format& format, const Quantized& weight, bool transpose
   return {format.scale_rule,
           reinterpret_cast<const uint8_t*>(weight.scale_inv),
           reinterpret_cast<const float*>(weight.amax),
-          format.top(),
           log2_of(block.rows),
           log2_of(block.columns),
           buffer.repeat * buffer.columns,

@@ -97,9 +97,7 @@ __device__ inline float scalar(const BaseList& bases, const Weight& w, column::C
   return *bases.at<const float>(w, base, offset);
 }
 
-// The multiplier of the elements of the block with this packed amax. The code for blocks that choose
-// their scales (kChosen) would cost all others registers.
-template <bool kChosen>
+// The multiplier of the elements of the block with this packed amax.
 __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int64_t amax) {
   const Format& f = in.format;
   if (f.amax_policy == AmaxPolicy::kDelayed) return scalar(in.scales, w, column::SCALE_BASE, column::SCALE_OFFSET);
@@ -107,7 +105,6 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
   if (f.scale_rule == ScaleRule::kE8M0) return PowerOfTwoScale::multiplier(f.power_of_two_scale().code(block));
   if (f.scale_rule == ScaleRule::kTwoLevel) {
     const float tensor = scalar(in.amaxes, w, column::AMAX_BASE, column::AMAX_OFFSET);
-    if constexpr (kChosen) return FourOverSixScale(tensor, f.top()).encode_multiplier(block);
     return TwoLevel(tensor).encode_multiplier(block);
   }
   return fp32_scale(block, f.fp8_max(), f.amax_epsilon, f.power_of_2_scale);
@@ -156,7 +153,7 @@ __device__ CastLane cast_lane(const CastInputs& in, const Weight& w, const Item&
 template <class E>
 constexpr int kMinBlocks = E::kBits == 4 ? 5 : 1;
 
-template <class Storage, class Nominal, class E, Grid kGrid, bool kChosen = false>
+template <class Storage, class Nominal, class E, Grid kGrid>
 __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
     cast_kernel(CastInputs in, const int64_t* table, const Item* items) {
   if (holds(in.skip)) return;
@@ -171,7 +168,7 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kRows);
   const uint64_t data = data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET);
   const CodeWriter<E> writer(lane, data, kRows);
-  const float multiplier = grouped ? in_group : multiplier_of<kChosen>(in, w, amax_of<kGrid>(lane, w));
+  const float multiplier = grouped ? in_group : multiplier_of(in, w, amax_of<kGrid>(lane, w));
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kStep) {
     CastRow x[kStep];
@@ -319,7 +316,6 @@ void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
       if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid>);
       if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kSquare16) {
-      if (in.format.four_over_six != FourOverSix::kNone) return go(cast_kernel<Storage, Nominal, E2M1, kGrid, true>);
       if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kRowsAndColumns) {
       if (in.format.element == Element::kE4M3) return go(cast_twice_kernel<Storage, Nominal, E4M3>);

@@ -31,10 +31,6 @@ struct Stream {
 void partial_amax(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, const Work& work, Array packed,
                   Stream stream);
 
-// `partial` is scratch memory as of compute_scales.
-void choose_scales(const Format& format, Dtype nominal, Dtype master, DeviceBases masters, const Work& work, Array packed,
-                   uintptr_t partial, Stream stream);
-
 void compute_scales(const Format& format, Array packed, const Work& work, DeviceBases row_scales, DeviceBases column_scales,
                     DeviceBases amaxes, DeviceBases scales, uintptr_t partial, Flag skip, Stream stream);
 

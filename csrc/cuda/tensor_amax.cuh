@@ -7,7 +7,6 @@
 
 namespace zerocast::cuda {
 
-// The minus of an amax says what its block has chosen.
 static __global__ void partial_maxima_kernel(Format format, const int64_t* table, Amaxes packed, float* partial) {
   const Weight w{table + static_cast<int64_t>(blockIdx.x) / kPartialAmaxes * column::WIDTH};
   const GridShape grid = grid_shape(format.block, w.rows(), w.columns());
@@ -17,7 +16,7 @@ static __global__ void partial_maxima_kernel(Format format, const int64_t* table
   float most = shared >= 0 ? packed.load(shared) : 0.0f;
 #pragma unroll 4
   for (int64_t i = blockIdx.x % kPartialAmaxes * blockDim.x + threadIdx.x; i < count; i += step) {
-    most = fmaxf(most, fabsf(packed.load(first + i)));
+    most = fmaxf(most, packed.load(first + i));
   }
   __shared__ float of_warp[kWarpLanes];
   most = greatest<kWarpLanes>(most);

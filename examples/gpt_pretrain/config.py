@@ -20,8 +20,6 @@ Format = Literal[
     "mxfp4",
     "mxfp4:scale_rounding=floor",
     "nvfp4",
-    "nvfp4:four_over_six=mae",
-    "fp8_current|nvfp4",
 ]
 Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 

@@ -15,7 +15,6 @@ KERNELS = {
     "adam_amax._blocks",
     "adam_amax._run",
     "adam_step._run",
-    "choose_scales._choose",
     "compute_scales._blocks",
     "compute_scales._tensor",
     "dequantize._decode",

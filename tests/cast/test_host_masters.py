@@ -39,7 +39,7 @@ def test_what_nobody_owns_stays(ranks: Ranks, piece: int) -> None:
     """Halves of bytes too, beside which no rank writes."""
     cases = tuple(
         Weight(fmt, (16, 32), GAPS, content="lcg", seed=seed)
-        for seed, fmt in enumerate(("nvfp4", "nvfp4:four_over_six=mae", "fp8_current"))
+        for seed, fmt in enumerate(("nvfp4", "mxfp4", "fp8_current"))
     )
     for outcome, shared, _ in ranks(3)(host_masters.cast_and_gather, cases, piece, 2):
         sharded.assert_unsharded(outcome, cases, "gaps", step=1)

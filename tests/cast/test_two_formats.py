@@ -57,7 +57,6 @@ def test_text_and_buffers(pair: str) -> None:
         ("fp8_current|mxfp8", {}, "mxfp8 cannot be one of two formats"),
         ("identity|nvfp4", {}, "identity cannot be one of two formats"),
         ("fp8_delayed|nvfp4", {}, "fp8_delayed cannot be one of two formats"),
-        ("fp8_current|nvfp4:four_over_six=mae", {}, "cannot be one of two formats"),
         ("fp8_current|nvfp5", {}, "unknown format 'nvfp5'"),
         ("fp8_current|nvfp4", {"element": "e5m2"}, "are written behind the format that they belong to"),
     ],

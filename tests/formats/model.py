@@ -133,37 +133,6 @@ def nvfp4_scales(blocks: F32, g: np.float32) -> tuple[U8, F32]:
     return byte, enc.astype(np.float32)
 
 
-def four_over_six(x: F32, blocks: F32, g: np.float32, top: float, squares: bool) -> tuple[U8, F32]:
-    """The stored bytes and the encode multipliers of 4over6, block by block and element by element, in FP32 arithmetic."""
-    with np.errstate(all="ignore"):
-        limit = np.float32(6 * top)
-        s_enc = np.minimum(limit / np.maximum(g, FLT_MIN), FLT_MAX) if g > 0 else ONE
-        s_dec = ONE / (s_enc if s_enc > 0 else ONE)
-        bytes_, encs = np.zeros(blocks.shape, np.uint8), np.zeros(blocks.shape, np.float32)
-        for place in np.ndindex(*blocks.shape):
-            tile = x[16 * place[0] : 16 * place[0] + 16, 16 * place[1] : 16 * place[1] + 16]
-            base = (blocks[place] / np.float32(6)) * s_enc
-            found = []
-            for stretch in (np.float32(1.5), ONE):
-                byte = encode("e4m3", np.atleast_1d(np.fmin(base * stretch, np.float32(448))))
-                scale = VALUES["e4m3"][byte[0]].astype(np.float32)
-                enc = min(ONE / (scale * s_dec), FLT_MAX) if scale > 0 else FLT_MAX
-                value = decode("e2m1", encode("e2m1", (tile * enc).astype(np.float32)))
-                error = np.abs(((value * scale) * g) / limit - tile)
-                rows = []
-                for row in error * error if squares else error:
-                    total = np.float32(0)
-                    for one in row:
-                        total = np.float32(total + one)
-                    rows.append(total)
-                for apart in (8, 4, 2, 1):
-                    rows = [np.float32(rows[i] + rows[i + apart]) for i in range(apart)]
-                found.append((rows[0], byte[0], enc))
-            four, six = found
-            _, bytes_[place], encs[place] = four if four[0] < six[0] else six
-    return bytes_, encs
-
-
 def padded(grid: NDArray[Any], shape: tuple[int, int], padding: float) -> NDArray[Any]:
     """`grid` in the corner of a buffer of padding."""
     full = np.full(shape, padding, grid.dtype)
@@ -200,8 +169,6 @@ class Settings:
     block: str = "1x32"
     scale_rounding: str = "up"
     exact_in_fp8: bool = True
-    four_over_six: str = "none"
-    scale_max: int = 256
     scale: float = 1.0  # delayed scaling: the scale on entry
 
 
@@ -231,7 +198,7 @@ class Cast:
         if self.name == "nvfp4":
             element, block = "e2m1", (1, 16)  # tile rows are repeated in the buffer
             data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
-            stored = (decode("e4m3", stored) * buffers["amax"]) * (ONE / np.float32(6 * self._top))
+            stored = (decode("e4m3", stored) * buffers["amax"]) * (ONE / np.float32(2688))
         elif self.name == "mxfp4":
             element, block = "e2m1", (1, 32)
             data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
@@ -244,11 +211,6 @@ class Cast:
         scale = stored if stored.size == 1 else spread(stored, block, data.shape)
         value = decode(element, data) * scale
         return value.T if columnwise and self.name != "mxfp8" else value
-
-    @property
-    def _top(self) -> int:
-        """The largest scale of nvfp4."""
-        return 448 if self.settings.four_over_six == "none" else self.settings.scale_max
 
     def _fp32(self, amax: F32) -> F32:
         s = self.settings
@@ -329,8 +291,6 @@ class Cast:
         tiles = block_amax(x, (16, 16))
         g = tiles.max()
         byte, enc = nvfp4_scales(tiles, g)
-        if self.settings.four_over_six != "none":
-            byte, enc = four_over_six(x, tiles, g, self._top, self.settings.four_over_six == "mse")
         codes = encode("e2m1", x * spread(enc, (16, 16), x.shape))
         return {
             "rowwise_data": pack(codes),

@@ -39,7 +39,6 @@ PAIRS = (
     "mxfp4|nvfp4",
     "fp8_block|fp8_current",
     "fp8_current|fp8_current:element=e5m2",
-    "nvfp4|nvfp4:scale_max=256",
 )
 
 

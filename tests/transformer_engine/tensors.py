@@ -20,7 +20,7 @@ ATTRIBUTES = {
     "IdentityTensor": {"rowwise_data": "_hp_data"},
 }
 HELD = tuple(  # formats that it has tensors for
-    fmt for fmt in casts.FORMATS if not fmt.startswith("mxfp4") and "four_over_six" not in fmt
+    fmt for fmt in casts.FORMATS if not fmt.startswith("mxfp4")
 )
 _BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 

@@ -107,4 +107,3 @@ def test_what_is_refused() -> None:
         quantized.primary_weights_in_fp8 = True
         assert "outside of te.quantized_model_init" in refusal(quantized)
         assert "no tensor that holds mxfp4" in refusal(linear(64, 64, **options), "mxfp4")
-        assert "casts nvfp4" in refusal(linear(64, 64, **options), "nvfp4:four_over_six=mse")

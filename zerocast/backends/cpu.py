@@ -89,7 +89,6 @@ def _stage(name: str) -> Callable[..., None]:
 
 
 partial_amax = _stage("partial_amax")
-choose_scales = _stage("choose_scales")
 compute_scales = _stage("compute_scales")
 partial_cast = _stage("partial_cast")
 roll_history = _stage("roll_history")

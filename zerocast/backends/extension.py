@@ -72,8 +72,6 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
         amax_epsilon=fmt.amax_epsilon,
         margin=fmt.margin,
         amax_history_len=fmt.amax_history_len,
-        four_over_six=fmt.four_over_six,
-        scale_max=fmt.scale_max,
     )
 
 

@@ -26,7 +26,6 @@ LIBRARY = torch.library.Library("zerocast", "DEF")
 # describes what each stage reads and writes.
 STAGES = {
     "partial_amax": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
-    "choose_scales": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
     "compute_scales": (
         "format fmt, typed packed, table table, bases row_scales!, bases column_scales!, bases amaxes!, bases scales, skip skip"
     ),
@@ -253,7 +252,6 @@ def define(
 
 
 partial_amax = Stage("partial_amax")
-choose_scales = Stage("choose_scales")
 compute_scales = Stage("compute_scales")
 partial_cast = Stage("partial_cast")
 roll_history = Stage("roll_history")

@@ -100,13 +100,6 @@ class HostTable(WeightTable):
         self._measured.partial_amax(self._mirror)
         self._send(packed)
 
-    def choose_scales(self, packed: Tensor) -> None:
-        """The choices of blocks by the masters, brought to the device."""
-        if self.key.fmt.chooses_scales and self._measured.masters.tensors:
-            self._fetch(packed)
-            self._measured.choose_scales(self._mirror)
-            self._send(packed)
-
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
         """Codes of the owned elements, by what the device has reduced and computed."""
         if not self._pieces or (skip is not None and bool(skip)):

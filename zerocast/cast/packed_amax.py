@@ -20,13 +20,8 @@ Where the caller gathers scales, a rank needs only the amaxes of the rows around
 last, different ones on every rank, and are not reduced. The rows of blocks that a cut divides are
 copied to places among the reduced amaxes that all ranks know, and back.
 
-    | amaxes | shared | cut rows of blocks | boundary | cut blocks | flags | call | own amaxes |
-    |<---------------------------- reduced ----------------------------->|<- not reduced ->|
-
-Blocks that choose between two scales (`FormatSpec.chooses_scales`) do so once the tensor amax is
-known, each by its elements: those of cut blocks are exchanged too (`CutBlocks`). A rank that owns
-none of a block cannot know what it has chosen, so the amaxes of these weights, which lie first, are
-reduced once more, with a minus for the one choice.
+    | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes |
+    |<--------------------- reduced ----------------------->|<- not reduced ->|
 """
 
 import itertools
@@ -36,7 +31,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.cast.cut_blocks import CutBlocks, CutRow, cut_rows_of
 from zerocast.cast.partition import MasterShard, Partition
 from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.agreement import SameCall
@@ -81,13 +75,11 @@ class PackedAmax(AmaxReduction):
         self.boundary_bytes: list[BoundaryByte] = []
         self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
         everywhere = [index for index in cast if self._shards[index].cuts is None]
-        everywhere.sort(key=lambda index: not self._shards[index].weight.format.chooses_scales)
         gathered = [index for index in cast if self._shards[index].cuts is not None]
         weights = {index: self._shards[index].weight for index in cast}
         groups = groups_cast_together({i: (w.state.shared_amax, w.format) for i, w in weights.items()})
-        chooses = [index for index in everywhere if self._shards[index].weight.format.chooses_scales]
         # members of a group lie behind each other
-        together = list(dict.fromkeys(chooses + [index for group in groups for index in group] + everywhere))
+        together = list(dict.fromkeys([index for group in groups for index in group] + everywhere))
         self.offsets, size = self._place(together, 0)
         self.shared = {index: size + slot for slot, group in enumerate(groups) for index in group}
         size += len(groups)
@@ -96,9 +88,7 @@ class PackedAmax(AmaxReduction):
             self.boundary_bytes += boundary_bytes(index, partition.ownership)
         rows = [row for index in gathered for row in _cut_rows_of(self._shards[index])]
         cut_size = sum(row.cuts.numel() * row.across for row in rows)
-        elements = size + cut_size + 4 * len(self.boundary_bytes)
-        cut = _cut_blocks_of(partition, everywhere)
-        first_flag = elements + sum(row.span.numel for row in cut)
+        first_flag = size + cut_size + 4 * len(self.boundary_bytes)
         measured = [index for index in cast if self._has_amaxes(index)]
         self.flag_of = {index: first_flag + number for number, index in enumerate(measured)}
         numel = first_flag + len(measured)
@@ -110,10 +100,8 @@ class PackedAmax(AmaxReduction):
         self._reduced = self.buffer[: numel + slots]
         self.same_call = SameCall(group, self.buffer[numel : numel + slots]) if slots else None
         self._cast = [part for part in (self.buffer[:numel], self.buffer[numel + slots :]) if part.numel()]
-        self._values, self._is_nan = self.buffer[size + cut_size : elements].view(2, -1)
-        self.cut_blocks = CutBlocks(cut, self.buffer[elements:first_flag])
+        self._values, self._is_nan = self.buffer[size + cut_size : first_flag].view(2, -1)
         self.flags = self.buffer[first_flag:numel]
-        self._choices = self.buffer[: self._place(chooses, 0)[1]]
         self.received = torch.zeros(2 * len(self.boundary_bytes), dtype=torch.float32, device=device)
         self.boundary_elements = [
             (byte.index, byte.element + side, 2 * slot + side)
@@ -121,9 +109,9 @@ class PackedAmax(AmaxReduction):
             for side in (0, 1)
             if byte.owners[1 - side] == group.rank
         ]
-        ends = [self._choices.numel(), *(self._end(group[-1]) for group in groups)]
-        self._grouped = self.buffer[ends[0] : ends[-1]]
-        self._segments = torch.tensor(ends, dtype=torch.int64, device=device) - ends[0]
+        ends = [0, *(self._end(group[-1]) for group in groups)]
+        self._grouped = self.buffer[: ends[-1]]
+        self._segments = torch.tensor(ends, dtype=torch.int64, device=device)
         per_tensor = [index for index in self.shared if self._shards[index].weight.format.block is None]
         self._per_tensor = torch.tensor(
             [self.offsets[index][0] for index in per_tensor], dtype=torch.int64, device=device
@@ -144,8 +132,6 @@ class PackedAmax(AmaxReduction):
         self._put_external()
         self._put_shared()
         self._put_boundary()
-        if self.cut_blocks.rows:
-            self.cut_blocks.put(dict(enumerate(self._shards)))
         if self._here.numel():
             self.buffer[self._there] = self.buffer[self._here]
         if self._reduced.numel():
@@ -158,13 +144,6 @@ class PackedAmax(AmaxReduction):
             self.buffer[self._here] = self.buffer[self._there]
         if self.boundary_elements:
             self.received.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))
-        self.cut_blocks.received()
-
-    def share_choices(self) -> None:
-        """Reduce the choices of blocks: a minus of any rank."""
-        if self._choices.numel() and self._group.size > 1:
-            self._group.all_reduce_max(self._choices.neg_(), "the choices of a cast")
-            self._choices.neg_()
 
     def _place(self, weights: Sequence[int], size: int) -> tuple[dict[int, tuple[int, int]], int]:
         """(where the rowwise and the columnwise amaxes of each begin, the end) from `size` on."""
@@ -227,20 +206,6 @@ class PackedAmax(AmaxReduction):
             amaxes = [self._shards[index].weight.amax for index in self._external]
             grown = torch.cat([amax for amax in amaxes if amax is not None])
             self.buffer[self._external_slots] = self.buffer[self._external_slots].maximum(grown)
-
-
-def _cut_blocks_of(partition: Partition, weights: Sequence[int]) -> list[CutRow]:
-    """The rows of blocks that boundaries cut, of the weights whose blocks choose by their
-    elements.
-    """
-    found: list[CutRow] = []
-    for index in weights:
-        weight = partition.shards[index].weight
-        if weight.format.chooses_scales:
-            offset = found[-1].offset + found[-1].span.numel if found else 0
-            ends = (end for piece in partition.ownership.pieces.get(index, ()) for end in (piece.start, piece.stop))
-            found += cut_rows_of(index, partition.ownership.items[index].unit, ends, offset)
-    return found
 
 
 @dataclass(frozen=True)

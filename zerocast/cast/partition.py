@@ -147,10 +147,7 @@ def partition(
     lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]
     validate_across_ranks(group, lines, problem, "builds a CastPlan")
     weights = [shard.weight for shard in shards]
-    items = [
-        Item(w.numel(), exchange_unit(w.format, w.matrix_shape[1]), line)
-        for w, line in zip(weights, lines, strict=True)
-    ]
+    items = [Item(w.numel(), exchange_unit(w.format), line) for w, line in zip(weights, lines, strict=True)]
     return Partition(shards, exchange_spans(group, items, [shard.span for shard in shards]), device, chosen)
 
 

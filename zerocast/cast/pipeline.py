@@ -32,12 +32,6 @@ class AmaxReduction(ABC):
     def reduce(self) -> None:
         """Reduce the measured amaxes over the ranks, by one collective at most."""
 
-    @abstractmethod
-    def share_choices(self) -> None:
-        """Reduce the minuses by which blocks have chosen between two scales, where a rank needs
-        those of blocks of which it has no elements. By one collective at most.
-        """
-
 
 @torch.no_grad()
 def cast(
@@ -48,7 +42,6 @@ def cast(
     unmeasured: Sequence[WeightTable] | None = None,
     codes: Sequence[WeightTable] | None = None,
     boundary: Sequence[WeightTable] = (),
-    cut_blocks: Sequence[WeightTable] = (),
     skip: Tensor | None = None,
     update: AdamUpdate | None = None,
     repeat: bool = False,
@@ -63,8 +56,6 @@ def cast(
         unmeasured: the weights to measure, where a step has measured the others; None for all.
         codes: the weights to write codes of, where the others' are written later; None for all.
         boundary: weights whose other elements come with the reduction, beside odd cuts.
-        cut_blocks: rows of blocks that a boundary cuts, whose elements come with the reduction
-            where blocks choose their scales by them.
         skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all
             the same.
         update: an optimizer step that the masters take first, in the pass that measures them. Where
@@ -77,11 +68,7 @@ def cast(
     # the masters take one step, before any other format measures them
     for table in sorted(measured, key=lambda table: table.key.is_backward):
         table.measure(amaxes.buffer, update, skip)
-
     amaxes.reduce()
-    for table in (*tables, *cut_blocks):
-        table.choose_scales(amaxes.buffer)
-    amaxes.share_choices()
 
     if delayed.unseeded and skip is None:
         for table in tables:

@@ -149,7 +149,7 @@ class CastPlan:
     @property
     def tables(self) -> list[WeightTable]:
         """The tables that a cast works by."""
-        return [*self._tables.owned, *self._tables.boundary, *self._tables.cut_blocks]
+        return [*self._tables.owned, *self._tables.boundary]
 
     def ready(self, detail: str = "") -> None:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
@@ -182,7 +182,6 @@ class CastPlan:
             self.packed,
             self.delayed,
             boundary=tables.boundary,
-            cut_blocks=tables.cut_blocks,
             skip=skip,
             update=update,
             repeat=repeat,
@@ -242,7 +241,7 @@ class CastPlan:
         """Keep no memory in use that masters and weights have left (`.data =`), until the next cast
         looks where they lie then. Local.
         """
-        self._tables = CastTables([], [], [])
+        self._tables = CastTables([], [])
         self._generation = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:

@@ -20,14 +20,11 @@ class CastTables:
         owned: the weights that this rank computes scales of, with the elements that it owns.
         boundary: the elements of other ranks that it writes beside its own, where two ranks share a
             byte.
-        cut_blocks: the rows of blocks that boundaries cut, where blocks choose their scales by
-            their elements.
         on_host: True if any masters lie on the host, and the weights on another device.
     """
 
     owned: list[WeightTable]
     boundary: list[WeightTable]
-    cut_blocks: list[WeightTable]
     on_host: bool = False
 
     @staticmethod
@@ -60,5 +57,4 @@ class CastTables:
                 if table.key.fmt.elements_per_byte > 1:
                     row = table.add(shard.weight, packed.offsets[index][half:])
                     table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
-        cut_blocks = packed.cut_blocks.tables(dict(enumerate(shards)), packed.offsets, device, backend)
-        return CastTables([*owned.freeze(), *hosted.freeze()], boundary.freeze(), cut_blocks, on_host)
+        return CastTables([*owned.freeze(), *hosted.freeze()], boundary.freeze(), on_host)

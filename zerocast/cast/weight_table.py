@@ -37,7 +37,6 @@ class WeightTable(DescriptorTable):
         self._partial_amax = self._bind(ops.partial_amax)
         self._adam_amax = self._bind(ops.adam_amax)
         self._adam_cast = self._bind(ops.adam_cast)
-        self._choose_scales = self._bind(ops.choose_scales)
         self._compute_scales = self._bind(ops.compute_scales)
         self._partial_cast = self._bind(ops.partial_cast)
         self._roll_history = self._bind(ops.roll_history)
@@ -196,11 +195,6 @@ class WeightTable(DescriptorTable):
             self._whole_rows._adam_cast(**state)
         if self.cut_rows:
             self.cut_rows._adam_amax(**state)
-
-    def choose_scales(self, packed: Tensor) -> None:
-        """The choices of the blocks that this rank owns every element of, from reduced amaxes."""
-        if self.key.fmt.chooses_scales and self.masters.tensors:
-            self._choose_scales(packed=packed)
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Scale buffers and tensor amaxes, the same on every rank."""

@@ -34,7 +34,6 @@ FORMATS = (
     "mxfp8:block=32x32",
     "mxfp4",
     "nvfp4",
-    "nvfp4:four_over_six=mse",
     "identity",
 )
 STEPS = 2

@@ -27,7 +27,6 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import exchange_unit
 from zerocast.fsdp2.gather_layout import MOST_KEPT, GatherLayout
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.optim import ZeroConfig
@@ -112,8 +111,5 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     total = 0
     for geometry in (_geometry(weight, shards) for weight in weights):
         cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
-        fmt = geometry.format
-        if fmt.chooses_scales and fmt.block:
-            cut += len(geometry.shards.cut(fmt.block[0])) * exchange_unit(fmt, geometry.columns)
         total += 2 * (cut + geometry.has_tensor_amax)
     return total

@@ -63,16 +63,11 @@ def copy_bytes(weight: QuantizedWeight) -> int:
     return sum(_in_flat_buffer(found[name]) for name in names)
 
 
-def choice_bytes(weights: Sequence[QuantizedWeight]) -> int:
-    """The bf16 bytes of the amaxes that are reduced again with the choices of their blocks."""
-    return 2 * sum(sum(amax_counts(w.format, *w.matrix_shape)) for w in weights if w.format.chooses_scales)
-
-
 def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
     weights = quantized(tensors)
     amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
-    return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0)) + (choice_bytes(weights) if ranks > 1 else 0)
+    return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:

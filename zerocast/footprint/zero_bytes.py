@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.cast.cut_blocks import cut_rows_of
 from zerocast.cast.packed_amax import cut_rows
 from zerocast.footprint.network import Collective
 from zerocast.footprint.weight_bytes import (
@@ -25,15 +24,14 @@ from zerocast.footprint.weight_bytes import (
     Bytes,
     Placed,
     all_reduce,
-    choice_bytes,
     copy_bytes,
     gradient_collective,
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import GradientMessage, amax_counts, exchange_unit
+from zerocast.formats.layout import GradientMessage, amax_counts
 from zerocast.optim import ZeroConfig
-from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, Slot, flat_numel, lay_out
+from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
 from zerocast.optim.gradient_exchange import most_sent, rounds
 from zerocast.weight import QuantizedWeight
 
@@ -63,7 +61,7 @@ def zero(
         "gradients": flat_numel(layout.gradients) * FP32 + kept,
         "buckets": _in_flight(tensors, layout.gradients, ranks, stage, config),
     }
-    others, choices = ranks - 1, choice_bytes(quantized(tensor for _, tensor, _ in tensors))
+    others = ranks - 1
     gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in layout.gradients]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
     part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
@@ -72,7 +70,6 @@ def zero(
         all_reduce("the norm", 1, FP64, ranks),
         *([_exchange(layout, ranks, config)] if costs else []),
         all_reduce("amaxes", 1, reduced, ranks),
-        *([all_reduce("choices of scales", 1, choices, ranks)] if choices else []),
         Collective("all-gather", "weights", gathers, part * others, ranks),
     ]
     return memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0
@@ -157,17 +154,8 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
             matrix, cuts = slot.matrix_shape, bucket.cuts(slot)
             amaxes = sum(amax_counts(slot.format, *matrix))
             if cuts is None:
-                reduced += amaxes + _cut_elements(bucket, slot)
+                reduced += amaxes
             else:
                 reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
                 own += -(-amaxes // ranks)
     return 2 * (reduced + (2 if reduced + own and ranks > 1 else 0)), 2 * own
-
-
-def _cut_elements(bucket: Bucket, slot: Slot) -> int:
-    """The elements of rows of blocks that shards cut, where blocks choose their scales by them."""
-    if not slot.format.chooses_scales:
-        return 0
-    first = -(-slot.offset // bucket.shard_numel) * bucket.shard_numel - slot.offset
-    unit = exchange_unit(slot.format, slot.matrix_shape[1])
-    return sum(row.span.numel for row in cut_rows_of("", unit, range(first, slot.numel, bucket.shard_numel), 0))

@@ -85,10 +85,10 @@ def _pair(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
         raise ValueError(f"format {text!r}: one for forward passes and one for backward passes, got {len(names)}")
     forward, backward = map(get_format, names)
     for half in (forward, backward):
-        if half.columnwise is not Columnwise.TRANSPOSE or half.amax_policy is AmaxPolicy.DELAYED or half.chooses_scales:
+        if half.columnwise is not Columnwise.TRANSPOSE or half.amax_policy is AmaxPolicy.DELAYED:
             raise ValueError(
                 f"{half} cannot be one of two formats: take formats whose columnwise copies are transposed, without delayed "
-                "scaling and without four_over_six"
+                "scaling"
             )
     return dataclasses.replace(
         forward,

@@ -229,13 +229,10 @@ def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
     return found
 
 
-def exchange_unit(fmt: FormatSpec, columns: int) -> int:
+def exchange_unit(fmt: FormatSpec) -> int:
     """How many neighbouring elements of a weight two ranks cannot own parts of without the other's
-    elements: those of a byte, or of a row of blocks where elements choose the scale of their block.
+    elements: those of a byte.
     """
-    if fmt.chooses_scales:
-        assert fmt.block
-        return fmt.block[0] * columns
     return max(half.elements_per_byte for half in fmt.halves)
 
 

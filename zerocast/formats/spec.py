@@ -57,9 +57,6 @@ class FormatSpec:
         scale_group: (rows, columns) of the blocks none of whose E8M0 scales is below
             2**-SCALE_SPREAD of the largest; None where scales are independent.
         scale_rounding: "up" or "floor", of the exponent of E8M0 scales.
-        scale_max: the largest E4M3 scale of a two-level format that its tensor amax is given.
-        four_over_six: "none", or the error by which each block of a two-level format chooses
-            whether its amax becomes the code 6 or 4: "mae" or "mse".
         pair: the formats of the forward and of the backward pass, where these are two. Columnwise
             buffers hold the second one's rowwise codes and scales; all other attributes are then
             those of the first.
@@ -76,8 +73,6 @@ class FormatSpec:
     columnwise_block: Block | None = None
     scale_group: Block | None = None
     scale_rounding: str = "up"
-    scale_max: int = 448
-    four_over_six: str = "none"
     multiple: Block = (1, 1)
     power_of_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -131,11 +126,6 @@ class FormatSpec:
     def casts_columnwise(self) -> bool:
         """True if columnwise codes are cast from the master too, and gathered."""
         return self.columnwise in (Columnwise.OWN_GRID, Columnwise.OWN_FORMAT)
-
-    @property
-    def chooses_scales(self) -> bool:
-        """True if stage `choose_scales` looks at the elements of a block for its scale."""
-        return self.four_over_six != "none"
 
     @property
     def is_exact_in_fp8(self) -> bool:

@@ -3,8 +3,7 @@ formats.
 
 Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
 block rows that a boundary between shards cuts concern other ranks: they are packed, reduced, and
-put back. If there are none, nothing is sent. Where blocks choose between two scales by their
-elements, those of such block rows travel too.
+put back. If there are none, nothing is sent.
 """
 
 from bisect import bisect_left
@@ -14,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.cast.cut_blocks import CutBlocks, CutRow
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import AmaxReduction
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span
 from zerocast.formats.shared_amax import SharedAmax, groups_cast_together
 from zerocast.fsdp2.weight import FSDPWeight
 
@@ -69,9 +66,7 @@ class BoundaryAmaxes(AmaxReduction):
         segments, maxima, ghosts, owners = [0], [], [], []
         shared: dict[SharedAmax, int] = {}
         groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
-        rows: list[CutRow] = []
         for weight in weights:
-            rows += self._cut_rows(weight, sum(row.span.numel for row in rows))
             geometry = weight.geometry
             place = shared.get(weight.shared_amax, size) if weight.shared_amax else size
             if weight.shared_amax and geometry.has_tensor_amax:
@@ -104,24 +99,7 @@ class BoundaryAmaxes(AmaxReduction):
         self._segments = torch.tensor(segments, dtype=torch.int64, device=device)
         indices = (torch.tensor(x, dtype=torch.int64, device=device) for x in (maxima, ghosts, owners))
         self._maxima, self._ghosts, self._owners = indices
-        exchanged = sum(row.span.numel for row in rows)
-        self._reduced = torch.zeros(size + exchanged, dtype=self.buffer.dtype, device=device)
-        self.cut_blocks = CutBlocks(rows, self._reduced[size:])
-
-    def _cut_rows(self, weight: FSDPWeight, offset: int) -> list[CutRow]:
-        """The cut rows of blocks of which elements are exchanged, those of this rank's slice with
-        elements of its small weight.
-        """
-        geometry = weight.geometry
-        if not (geometry.format.chooses_scales and geometry.format.block):
-            return []
-        height = geometry.format.block[0]
-        unit, cut = height * geometry.columns, geometry.shards.cut(height)
-        rows = [row - geometry.first_row // height for row in cut]
-        own, size = self._reduction.tp_rank, self._reduction.tp_size
-        keys = [weight.name if index == own else "" for index in range(size) for _ in rows]
-        spans = [Span(row * unit, (row + 1) * unit) for row in rows] * size
-        return [CutRow(key, span, offset + i * unit) for i, (key, span) in enumerate(zip(keys, spans, strict=True))]
+        self._reduced = torch.zeros(size, dtype=self.buffer.dtype, device=device)
 
     @property
     def coded(self) -> frozenset[str]:
@@ -152,7 +130,6 @@ class BoundaryAmaxes(AmaxReduction):
         if not self._reduced.numel():
             return
         self._reduced.zero_()
-        self.cut_blocks.put(self.shards)
         self._enter(self._there, self.buffer[self._here])
         if self._ghosts.numel():
             amaxes = self.buffer[: self._in_segments]
@@ -164,10 +141,6 @@ class BoundaryAmaxes(AmaxReduction):
         self.buffer[self._here] = self._reduced[self._there]
         if self._ghosts.numel():
             self.buffer[self._ghosts] = self._reduced[self._owners]
-        self.cut_blocks.received()
-
-    def share_choices(self) -> None:
-        """A rank has elements of every block whose scale it computes, and has chosen for it."""
 
     def _enter(self, places: Tensor, amaxes: Tensor) -> None:
         """Put amaxes among the reduced ones, several into the place that weights share."""

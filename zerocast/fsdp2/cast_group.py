@@ -67,7 +67,6 @@ class CastGroup:
         self._sent = sent.view(torch.int32)
         self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
         self._tables = self._tables_of(self.shards)
-        self._cut_blocks = self.amaxes.cut_blocks.tables(self.shards, self.amaxes.offsets, self._device, self._backend)
         self._without: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
         self._cut_rows: dict[frozenset[str], list[WeightTable]] = {frozenset(): []}
         self._in_graphs = self._without.copy(), self._cut_rows.copy()
@@ -130,14 +129,12 @@ class CastGroup:
         codes = [*self._tables_without(coded), *self._cut_rows_of(coded)] if self.keep_codes else ()
         try:
             self._allocate_scales()
-            cut = self._cut_blocks
             cast(
                 self._tables,
                 self.amaxes,
                 self.delayed,
                 unmeasured=unmeasured,
                 codes=codes,
-                cut_blocks=cut,
                 repeat=repeat,
             )
             if self._targets:

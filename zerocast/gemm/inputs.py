@@ -27,7 +27,7 @@ from torch import Tensor
 from zerocast.backends import ops
 from zerocast.backends.reference.codec import encode, pack
 from zerocast.backends.reference.scales import (
-    ONE_OVER_TOP,
+    ONE_2688TH,
     block_amax,
     encode_scales,
     expand,
@@ -188,7 +188,7 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
     """The factor f32[1], from the tensor amax, of a product of NVFP4 codes and E4M3 scales."""
-    return amax.view(1) * ONE_OVER_TOP[fmt.scale_max]
+    return amax.view(1) * ONE_2688TH
 
 
 def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

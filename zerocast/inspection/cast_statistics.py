@@ -13,7 +13,6 @@ from torch import Tensor
 from zerocast.backends.reference.codec import decode, encode, round_nominal
 from zerocast.backends.reference.scales import (
     block_amax,
-    choose_map_4,
     decode_scales,
     encode_scales,
     expand,
@@ -152,9 +151,6 @@ def _cast(fmt: FormatSpec, x: Tensor, amax: Tensor | None, scale: Tensor | None)
     grid = block_amax(x, fmt.block) if fmt.block else amax
     assert grid is not None
     grid = grid.view(1, 1) if fmt.block is None else grid
-    if fmt.four_over_six != "none":
-        assert amax is not None
-        grid = torch.where(choose_map_4(fmt, x, grid, amax), -grid, grid)
     scaled = x * expand(encode_scales(fmt, grid, amax, scale), fmt.block, *x.shape)
     stored = decode_scales(fmt, stored_scales(fmt, grid, amax, scale), amax)
     return scaled, decode(fmt.element, encode(fmt.element, scaled)) * expand(stored, fmt.block, *x.shape)

@@ -67,7 +67,6 @@ STAGES = {
     "zerocast::adam_step": "adam",
     "c10d::allreduce_": "all_reduce",
     "zerocast::partial_amax": "amax",
-    "zerocast::choose_scales": "scales_and_cast",
     "zerocast::compute_scales": "scales_and_cast",
     "zerocast::partial_cast": "scales_and_cast",
     "zerocast::roll_history": "scales_and_cast",

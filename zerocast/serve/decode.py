@@ -83,8 +83,7 @@ def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
     amax = near.to(dtype).float()
     if not torch.equal(make(amax), factor):
         raise ValueError(
-            f"no tensor amax of dtype {dtype} gives {name} the global scale {float(factor)}: the nominal dtype is another one, "
-            "or the format has another scale_max"
+            f"no tensor amax of dtype {dtype} gives {name} the global scale {float(factor)}: the nominal dtype is another one"
         )
     return amax
 

@@ -14,7 +14,7 @@ Codes of nvfp4 and mxfp4 are u8 `[M, K/2]` with the even element in the low half
 `[M, K]` E4M3. Scales have no padding:
 
 * nvfp4: E4M3 `[M, K/16]`; `weight_global_scale` is f32 `[1]`, 2688 / amax, and `weight_scale_2` f32
-  `[]`, amax / 2688, or 1536 in place of 2688 where `scale_max` is 256;
+  `[]`, amax / 2688;
 * mxfp4, mxfp8: biased exponents, u8 `[M, K/32]`;
 * fp8_block: f32 `[M/128, K/128]`, rounded up; `[M/128, 1, K/128, 1]` for modelopt;
 * fp8_current, fp8_delayed: f32 `[1]`; for modelopt the same scale for each row, f32 `[M]`. Its
@@ -33,7 +33,7 @@ from zerocast.formats.element import E2M1, E4M3
 from zerocast.formats.layout import amax_grid
 from zerocast.weight import QuantizedWeight
 
-LARGEST_CODE = 6.0  # of nvfp4
+TOP = 6.0 * 448.0  # of nvfp4: the largest code times the largest scale
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,10 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
     return scales[:down, :across]
 
 
-def _top(weight: QuantizedWeight) -> float:
-    """The largest scale times the largest code."""
-    return float(LARGEST_CODE * weight.format.scale_max)
-
-
 def _amax(weight: QuantizedWeight) -> Tensor:
     assert weight.amax is not None
     # zeros: factor 1
-    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, _top(weight)))
+    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))
 
 
 def _nvfp4_scales(weight: QuantizedWeight) -> Part:
@@ -107,7 +102,7 @@ def _nvfp4_scales(weight: QuantizedWeight) -> Part:
 
 def _compressed_nvfp4(weight: QuantizedWeight) -> Parts:
     parts = {"_packed": Part(weight.rowwise_data), "_scale": _nvfp4_scales(weight)}
-    return parts | {"_global_scale": Part(_top(weight) / _amax(weight), None)}
+    return parts | {"_global_scale": Part(TOP / _amax(weight), None)}
 
 
 def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
@@ -129,7 +124,7 @@ def _compressed_tensor(weight: QuantizedWeight) -> Parts:
 
 def _modelopt_nvfp4(weight: QuantizedWeight) -> Parts:
     parts = {"": Part(weight.rowwise_data), "_scale": _nvfp4_scales(weight)}
-    return parts | {"_scale_2": Part((_amax(weight) / _top(weight)).view(()), None)}
+    return parts | {"_scale_2": Part((_amax(weight) / TOP).view(()), None)}
 
 
 def _modelopt_block(weight: QuantizedWeight) -> Parts:

@@ -36,8 +36,6 @@ TRAINING: Variants = {
     "fp8_block, FP8 weight gradients": {"format": "fp8_block", "weight_gradients": "fp8"},
     "nvfp4, bf16 end": {"format": "nvfp4", "late_share": 0.15},
     "mxfp8 square": {"format": "mxfp8:block=32x32"},
-    "nvfp4 four over six": {"format": "nvfp4:four_over_six=mae"},
-    "fp8_current|nvfp4": {"format": "fp8_current|nvfp4"},
     "mxfp4 OCP": {"format": "mxfp4:scale_rounding=floor"},
     "nvfp4, no masters": {"format": "nvfp4", "keep_masters": False},
 }

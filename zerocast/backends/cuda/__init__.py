@@ -107,7 +107,6 @@ def _stage(name: str, from_table: Work | None = None, **other: Callable[[Any], A
 
 
 partial_amax = _stage("partial_amax", {"work": _work("amax")})
-choose_scales = _stage("choose_scales", {"work": _work("cast"), "partial": _partial})
 compute_scales = _stage("compute_scales", {"work": _work("scales"), "partial": _partial})
 partial_cast = _stage("partial_cast", {"work": _work("cast")})
 roll_history = _stage("roll_history", {"work": _work("weights")})

@@ -7,7 +7,6 @@ from zerocast.backends.reference.adam import adam_amax, adam_cast, adam_step
 from zerocast.backends.reference.gradient_messages import add_gradients, quantize_gradient
 from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.backends.reference.stages import (
-    choose_scales,
     compute_scales,
     dequantize,
     partial_amax,
@@ -26,7 +25,6 @@ __all__ = [
     "adam_cast",
     "adam_step",
     "add_gradients",
-    "choose_scales",
     "compute_scales",
     "dequantize",
     "partial_amax",

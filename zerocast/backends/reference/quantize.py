@@ -8,7 +8,6 @@ from torch import Tensor
 from zerocast.backends.reference.codec import encode, pack, round_nominal, to_nominal
 from zerocast.backends.reference.scales import (
     block_amax,
-    choose_map_4,
     encode_scales,
     expand,
     fill_scales,
@@ -66,9 +65,6 @@ def quantize(
         tensor_amax = grid.amax().view(1)
     elif fmt.block is None:
         grid = tensor_amax.view(1, 1)
-    if fmt.chooses_scales:
-        assert tensor_amax is not None
-        grid = torch.where(choose_map_4(fmt, x, grid, tensor_amax), -grid, grid)
     codes = encode(fmt.element, x * expand(encode_scales(fmt, grid, tensor_amax, scale), fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)
     row_buffer = rowwise_scale_inv(fmt, rows, columns)

@@ -10,7 +10,7 @@ import struct
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.codec import decode, decode_e4m3, decode_e8m0, encode, encode_e4m3, encode_e8m0
+from zerocast.backends.reference.codec import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
 from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, amax_grid
 from zerocast.formats.spec import SCALE_SPREAD
@@ -67,7 +67,7 @@ def divide(numerator: float, x: Tensor) -> Tensor:
 
 ONE_448TH = f32(0x3B124925)
 ONE_6TH = f32(0x3E2AAAAB)
-ONE_OVER_TOP = {448: f32(0x39C30C31), 256: f32(0x3A2AAAAB)}  # 1 / (6 * the largest scale)
+ONE_2688TH = f32(0x39C30C31)  # 1 / (448 * 6), the largest scale times the largest code
 ONE_OVER = {"e4m3": ONE_448TH, "e2m1": ONE_6TH}
 
 
@@ -82,28 +82,23 @@ def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
     return torch.where(a.isinf() | a.isnan() | (a == 0), torch.ones_like(s), s)
 
 
-def _nvfp4_global(fmt: FormatSpec, amax: Tensor) -> Tensor:
+def _nvfp4_global(amax: Tensor) -> Tensor:
     """The global scale S_enc, computed from the tensor amax."""
-    s = divide(6.0 * fmt.scale_max, amax.clamp(min=FLT_MIN)).clamp(max=FLT_MAX)
+    s = divide(2688.0, amax.clamp(min=FLT_MIN)).clamp(max=FLT_MAX)
     return torch.where(amax > 0, s, torch.ones_like(s))
 
 
-def _nvfp4_byte(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+def _nvfp4_byte(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """The stored E4M3 scale sd of each block, as a byte."""
-    s_enc = _nvfp4_global(fmt, tensor_amax)
-    if fmt.chooses_scales:
-        base = (block_amax.abs() / torch.full_like(block_amax, 6.0)) * s_enc
-        v, largest = torch.where(block_amax < 0, base * 1.5, base), 448.0
-    else:
-        v, largest = block_amax * (s_enc * ONE_6TH), FLT_MAX
+    v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
     # fminf: NaN gives the largest
-    return encode_e4m3(torch.where(v <= largest, v, torch.full_like(v, largest)))
+    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))
 
 
-def _nvfp4_encode(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
-    s_enc = _nvfp4_global(fmt, tensor_amax)
+def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+    s_enc = _nvfp4_global(tensor_amax)
     s_dec = divide(1.0, torch.where(s_enc > 0, s_enc, torch.ones_like(s_enc)))
-    sd = decode_e4m3(_nvfp4_byte(fmt, block_amax, tensor_amax))
+    sd = decode_e4m3(_nvfp4_byte(block_amax, tensor_amax))
     return torch.where(sd > 0, divide(1.0, sd * s_dec).clamp(max=FLT_MAX), torch.full_like(sd, FLT_MAX))
 
 
@@ -139,7 +134,7 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
         return _e8m0_encode(_e8m0_bytes(fmt, amaxes))
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
-        return _nvfp4_encode(fmt, amaxes, tensor_amax)
+        return _nvfp4_encode(amaxes, tensor_amax)
     if fmt.amax_policy is AmaxPolicy.DELAYED:
         assert scale is not None
         return scale.expand_as(amaxes)
@@ -152,37 +147,8 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
         return _e8m0_bytes(fmt, amaxes)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
-        return _nvfp4_byte(fmt, amaxes, tensor_amax)
+        return _nvfp4_byte(amaxes, tensor_amax)
     return divide(1.0, encode_scales(fmt, amaxes, tensor_amax, scale))
-
-
-def choose_map_4(fmt: FormatSpec, x: Tensor, amaxes: Tensor, tensor_amax: Tensor) -> Tensor:
-    """True for each block of an f32 matrix whose error is smaller under the scale that maps its
-    amax to the code 4 than to 6; bool of the shape of `amaxes`.
-
-    A block's error is that of its elements as they decode, summed along each of its rows from left
-    to right, and then over the rows in pairs 8, 4, 2 and 1 apart.
-    """
-    four, six = (_map_error(fmt, x, signed, tensor_amax) for signed in (-amaxes, amaxes))
-    return four < six
-
-
-def _map_error(fmt: FormatSpec, x: Tensor, amaxes: Tensor, tensor_amax: Tensor) -> Tensor:
-    assert fmt.element and fmt.block
-    (rows, columns), (height, width), (down, across) = x.shape, fmt.block, amaxes.shape
-    codes = encode(fmt.element, x * expand(_nvfp4_encode(fmt, amaxes, tensor_amax), fmt.block, rows, columns))
-    sd = expand(decode_e4m3(_nvfp4_byte(fmt, amaxes, tensor_amax)), fmt.block, rows, columns)
-    value = (decode(fmt.element, codes) * sd) * tensor_amax
-    difference = value / torch.full_like(value, 6.0 * fmt.scale_max) - x
-    error = difference.abs() if fmt.four_over_six == "mae" else difference * difference
-    by_column = error.view(down, height, across, width).unbind(3)
-    total = by_column[0]
-    for column in by_column[1:]:
-        total = total + column
-    while height > 1:
-        height //= 2
-        total = total[:, :height] + total[:, height : 2 * height]
-    return total[:, 0]
 
 
 def scale_grid(buffer: Tensor, repeat: Block, down: int, across: int) -> Tensor:
@@ -196,5 +162,5 @@ def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -
         return decode_e8m0(stored)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
-        return (decode_e4m3(stored) * tensor_amax) * ONE_OVER_TOP[fmt.scale_max]
+        return (decode_e4m3(stored) * tensor_amax) * ONE_2688TH
     return stored

@@ -20,7 +20,6 @@ from zerocast.backends.reference.codec import (
 from zerocast.backends.reference.scales import (
     FLT_MAX,
     block_amax,
-    choose_map_4,
     decode_scales,
     divide,
     encode_scales,
@@ -52,22 +51,6 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
             window.grid(packed, row[Column.COLUMN_AMAX], fmt.columnwise_block).copy_(amaxes)
 
 
-def choose_scales(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """Stage choose_scales: the sign of the amax of every block whose elements are all owned."""
-    for row in table.tolist():
-        window = Window.of(fmt, row)
-        if window is None:
-            continue
-        assert fmt.block
-        tensor_amax = grid_of(packed, row[Column.ROW_AMAX], fmt.block, row[Column.ROWS], row[Column.COLUMNS])
-        grid = window.grid(packed, row[Column.ROW_AMAX], fmt.block)
-        amaxes = grid.abs()
-        chosen = choose_map_4(fmt, window.canvas(masters, nominal), amaxes.float(), tensor_amax.abs().amax().view(1))
-        grid.copy_(
-            torch.where(window.whole_blocks(fmt.block).to(grid.device), torch.where(chosen, -amaxes, amaxes), grid)
-        )
-
-
 def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:
     """The packed amaxes of a whole weight as f32 `[down, across]`."""
     down, across = amax_grid(block, rows, columns)
@@ -92,7 +75,7 @@ def compute_scales(
         grid = grid_of(packed, row[Column.ROW_AMAX], fmt.block, rows, columns)
         tensor_amax = None
         if fmt.has_tensor_amax:
-            most = grid.abs().amax().view(1)
+            most = grid.amax().view(1)
             if fmt.scale_rule is ScaleRule.TWO_LEVEL and (shared := row[Column.SHARED_AMAX]) >= 0:
                 most = torch.maximum(most, packed[shared : shared + 1].float())
             tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(most)

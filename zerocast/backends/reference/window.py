@@ -42,14 +42,6 @@ class Window:
         start = self.row[Column.START] - self.first * self.columns
         return slice(start, start + self.row[Column.NUMEL])
 
-    def whole_blocks(self, block: Block) -> Tensor:
-        """The blocks of the window whose elements are all owned, bool `[down, across]`."""
-        down, across = amax_grid(block, self.last - self.first, self.columns)
-        first = torch.arange(down)[:, None] * block[0] * self.columns + torch.arange(across) * block[1]
-        last = first + (block[0] - 1) * self.columns + block[1]
-        whole: Tensor = (first >= self.owned.start) & (last <= self.owned.stop)
-        return whole
-
     def elements(self, masters: list[Tensor]) -> Tensor:
         """The owned elements, flat, in the dtype of the master."""
         offset = self.row[Column.MASTER_OFFSET]

@@ -15,7 +15,6 @@ except ImportError as error:
 from zerocast.backends.triton.adam_amax import adam_amax
 from zerocast.backends.triton.adam_cast import adam_cast
 from zerocast.backends.triton.adam_step import adam_step
-from zerocast.backends.triton.choose_scales import choose_scales
 from zerocast.backends.triton.compute_scales import compute_scales
 from zerocast.backends.triton.dequantize import dequantize
 from zerocast.backends.triton.gradient_messages import add_gradients, quantize_gradient
@@ -34,7 +33,6 @@ __all__ = [
     "adam_cast",
     "adam_step",
     "add_gradients",
-    "choose_scales",
     "compute_scales",
     "dequantize",
     "partial_amax",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zerocast.backends.triton.codec import DTYPES, bf16_bits, decode, fp16_bits
 from zerocast.backends.triton.launch import addresses, launch
-from zerocast.backends.triton.scales import FP32, TWO_LEVEL, decode_scale, rule_of
+from zerocast.backends.triton.scales import FP32, TWO_LEVEL, decode_scale
 from zerocast.backends.triton.tiles import load_f32, load_raw, offsets, store_raw
 from zerocast.formats import Columnwise, FormatSpec
 
@@ -48,7 +48,7 @@ def dequantize(
         "REPEAT": fmt.scale_repeat(columnwise)[0],
         "REPEAT_COLUMNS": fmt.scale_repeat(columnwise)[1],
         "ELEMENT": fmt.element.name,
-        "RULE": rule_of(fmt),
+        "RULE": int(fmt.scale_rule),
         "OUT": DTYPES[out.dtype],
         "SIDE_A": SIDE,
     }

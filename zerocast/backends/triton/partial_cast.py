@@ -253,8 +253,8 @@ def _blocks(
     columns = tl.load(row + COLUMNS)
     first = top * columns + left
     s_enc = tl.full((), 1.0, tl.float32)
-    if RULE >= TWO_LEVEL:
-        s_enc = two_level_global(tl.load(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32))), RULE)
+    if RULE == TWO_LEVEL:
+        s_enc = two_level_global(tl.load(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32))))
     at = element(masters, row, first, DTYPE)
     out = code_address(row_data, row, ROW_DATA, first, ELEMENT)
     full = is_owned(row, top, left, HEIGHT, WIDTH_A) & (at % 16 == 0) & (out % 16 == 0) & (columns % 32 == 0)

@@ -17,29 +17,19 @@ from zerocast.formats.spec import SCALE_SPREAD
 FP32 = tl.constexpr(int(ScaleRule.FP32))
 E8M0 = tl.constexpr(int(ScaleRule.E8M0))
 TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
-CHOSEN_256 = tl.constexpr(int(ScaleRule.TWO_LEVEL) + 1)  # four over six, under each of its largest scales
-CHOSEN_448 = tl.constexpr(int(ScaleRule.TWO_LEVEL) + 2)
 
 SPREAD = tl.constexpr(SCALE_SPREAD)
 FLT_MIN = tl.constexpr(2.0**-126)
 FLT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 ONE_448TH = tl.constexpr(0x124925 * 2.0**-32 + 2.0**-9)  # 0x3B124925
 ONE_6TH = tl.constexpr(0x2AAAAB * 2.0**-26 + 2.0**-3)  # 0x3E2AAAAB
-ONE_1536TH = tl.constexpr(0x2AAAAB * 2.0**-34 + 2.0**-11)  # 0x3A2AAAAB
 ONE_2688TH = tl.constexpr(0x430C31 * 2.0**-35 + 2.0**-12)  # 0x39C30C31
-
-
-def rule_of(fmt: FormatSpec) -> int:
-    """The scale rule of a format as the kernels tell them apart."""
-    if fmt.chooses_scales:
-        return int(CHOSEN_256 if fmt.scale_max == 256 else CHOSEN_448)
-    return int(fmt.scale_rule)
 
 
 def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
     """The scale rule of a format as compile-time arguments of the kernels."""
     return {
-        "RULE": rule_of(fmt),
+        "RULE": int(fmt.scale_rule),
         "LARGEST": fmt.element.max if fmt.element else 0.0,
         "POWER_OF_2": fmt.power_of_2_scale,
         "EPSILON": struct.unpack("<I", struct.pack("<f", fmt.amax_epsilon))[0],
@@ -68,38 +58,24 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSIL
 
 
 @triton.jit
-def top_of(RULE: tl.constexpr):
-    """The largest scale of a two-level rule times the largest code."""
-    top: tl.constexpr = 1536.0 if RULE == CHOSEN_256 else 2688.0
-    return top
-
-
-@triton.jit
-def two_level_global(amax, RULE: tl.constexpr):
+def two_level_global(amax):
     """The global scale S_enc, computed from the tensor amax."""
-    s = tl.minimum(tl.div_rn(top_of(RULE), tl.maximum(amax, FLT_MIN)), FLT_MAX)
+    s = tl.minimum(tl.div_rn(2688.0, tl.maximum(amax, FLT_MIN)), FLT_MAX)
     return tl.where(amax > 0, s, 1.0)
 
 
 @triton.jit
-def two_level_byte(amax, s_enc, RULE: tl.constexpr):
-    """The stored E4M3 scale sd of each block, as an int32 code. The minus of an amax says that its
-    block has chosen the code 4 for it.
-    """
-    if RULE == TWO_LEVEL:
-        v = amax * (s_enc * ONE_6TH)
-    else:
-        base = tl.div_rn(tl.abs(amax), tl.full(amax.shape, 6.0, tl.float32)) * s_enc
-        v = tl.where(amax < 0, base * 1.5, base)
-    largest: tl.constexpr = FLT_MAX if RULE == TWO_LEVEL else 448.0
-    return encode(tl.where(v <= largest, v, largest), "e4m3")  # fminf: a NaN gives the largest
+def two_level_byte(amax, s_enc):
+    """The stored E4M3 scale sd of each block, as an int32 code."""
+    v = amax * (s_enc * ONE_6TH)
+    return encode(tl.where(v <= FLT_MAX, v, FLT_MAX), "e4m3")  # fminf: a NaN gives the largest
 
 
 @triton.jit
-def two_level_encode(amax, s_enc, RULE: tl.constexpr):
+def two_level_encode(amax, s_enc):
     """The encoding factor of each block of a two-level format."""
     s_dec = tl.div_rn(1.0, tl.where(s_enc > 0, s_enc, 1.0))
-    sd = decode(two_level_byte(amax, s_enc, RULE), "e4m3")
+    sd = decode(two_level_byte(amax, s_enc), "e4m3")
     return tl.where(sd > 0, tl.minimum(tl.div_rn(1.0, sd * s_dec), FLT_MAX), FLT_MAX)
 
 
@@ -137,8 +113,8 @@ def encode_scale(
     """The factor for the elements of each block before encoding; `group` is for E8M0 scales,
     `s_enc` for two-level ones.
     """
-    if RULE >= TWO_LEVEL:
-        return two_level_encode(amax, s_enc, RULE)
+    if RULE == TWO_LEVEL:
+        return two_level_encode(amax, s_enc)
     elif RULE == E8M0:
         return decode_e8m0(254 - e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN))
     else:
@@ -158,8 +134,8 @@ def stored_scale(
     ROUNDS_DOWN: tl.constexpr,
 ):
     """The entry of the scale buffer: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
-    if RULE >= TWO_LEVEL:
-        return two_level_byte(amax, s_enc, RULE)
+    if RULE == TWO_LEVEL:
+        return two_level_byte(amax, s_enc)
     elif RULE == E8M0:
         return e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN)
     else:
@@ -169,8 +145,8 @@ def stored_scale(
 @triton.jit
 def decode_scale(stored, amax, RULE: tl.constexpr):
     """The factor for decoded elements of each block; `stored` is what `stored_scale` returns."""
-    if RULE >= TWO_LEVEL:
-        return (decode(stored, "e4m3") * amax) * (ONE_1536TH if RULE == CHOSEN_256 else ONE_2688TH)
+    if RULE == TWO_LEVEL:
+        return (decode(stored, "e4m3") * amax) * ONE_2688TH
     elif RULE == E8M0:
         return decode_e8m0(stored)
     else:
